@@ -1,0 +1,8 @@
+"""Executes: a Plan and a model in, a training step within the budget out."""
+
+from __future__ import annotations
+
+from .apply import apply
+from .session import Session
+
+__all__ = ["Session", "apply"]

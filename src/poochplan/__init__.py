@@ -1,0 +1,41 @@
+"""poochplan: train a network that does not fit, by a measured plan of what to keep, swap and recompute.
+
+>>> profile = poochplan.profile(step, model=model, optimizer=optimizer, device="cpu")
+>>> plan = poochplan.plan(profile, budget="60%")
+>>> with poochplan.apply(plan, model) as session:
+...     loss = step(); loss.backward(); optimizer.step()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import PoochError
+
+if TYPE_CHECKING:
+    from .planner.plan import plan
+    from .planner.schema import Plan
+    from .profiler.profile import profile
+    from .profiler.schema import Profile
+    from .runtime.apply import apply
+    from .workload import Workload
+
+__version__ = "0.1.0"
+__all__ = ["Plan", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
+
+# Loaded on first use: planning needs no torch, and torch takes seconds to import.
+_HOMES = {
+    "Plan": ".planner.schema",
+    "Profile": ".profiler.schema",
+    "Workload": ".workload",
+    "apply": ".runtime.apply",
+    "plan": ".planner.plan",
+    "profile": ".profiler.profile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

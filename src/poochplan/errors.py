@@ -1,0 +1,62 @@
+"""Errors that reach a person: one line that says what was expected, what was found and what to do.
+
+Every error carries the exit code the command line ends with; the CLI has one catch site
+(:func:`poochplan.cli.main`).
+"""
+
+from __future__ import annotations
+
+
+class PoochError(Exception):
+    """Base of every error raised on purpose; ``str(error)`` is one line for a person."""
+
+    exit_code = 1
+
+
+class UsageError(PoochError):
+    """The request itself cannot be read: an unknown workload, an unreadable budget, a missing file."""
+
+    exit_code = 2
+
+
+class InputFileError(PoochError):
+    """A profile or plan file that is truncated, of another schema, or not what its name says."""
+
+
+class OutputExistsError(PoochError):
+    """An output file exists and ``--force`` (``force=True``) was not given."""
+
+
+class StepError(PoochError):
+    """The user's step cannot be profiled or run: no scalar loss, no gradients, the wrong device."""
+
+
+class ModelMismatchError(PoochError):
+    """A plan or profile was made for another model; the message names the first layer that differs."""
+
+
+class DivergenceError(PoochError):
+    """The running step left the plan and ``on_divergence="error"`` was asked for."""
+
+
+class SpillError(PoochError):
+    """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
+
+
+class InfeasibleError(PoochError):
+    """No plan fits the budget.
+
+    ``smallest_budget_bytes`` is the smallest budget for which a plan was found.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, smallest_budget_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+
+class TimeLimitError(PoochError):
+    """The solver's time limit was reached; the best plan was written."""
+
+    exit_code = 4

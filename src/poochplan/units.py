@@ -1,0 +1,111 @@
+"""Bytes, rates and budgets, to and from the text a person writes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import UsageError
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int | float, what: str = "size") -> int:
+    """Bytes of ``"8GiB"``, ``"800MB"``, ``4096`` or ``"4096"``.
+
+    Raises
+    ------
+    UsageError
+        The text is not a positive number with an optional unit of B, KB..TB or KiB..TiB.
+    """
+    value = _quantity(str(text), _FACTORS)
+    if value is None or not math.isfinite(value) or value < 1:
+        raise UsageError(f"{what}: expected bytes such as 8GiB, 800MB or 4096, found {str(text)!r}")
+    return int(value)
+
+
+def parse_rate(text: str | int | float, what: str = "rate") -> float:
+    """Bytes per second of ``"400MB/s"``, ``"12GB/s"`` or a plain number.
+
+    Raises
+    ------
+    UsageError
+        The text is not a positive number with an optional unit.
+    """
+    value = _quantity(str(text).removesuffix("/s"), _FACTORS)
+    if value is None or not math.isfinite(value) or value <= 0:
+        raise UsageError(f"{what}: expected a rate such as 400MB/s or 12GB/s, found {str(text)!r}")
+    return value
+
+
+def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
+    """Bytes of a budget: ``"60%"`` of the in-core peak, a share such as ``0.6``, ``"8GiB"`` or bytes.
+
+    A bare number above 0 and up to 1 that is written with a decimal point is a share; everything else is bytes.
+
+    Raises
+    ------
+    UsageError
+        The text is neither a share nor an amount of bytes.
+    """
+    written = str(text).strip()
+    if written.endswith("%"):
+        share = _quantity(written[:-1], {"": 1})
+        if share is not None and 0 < share and math.isfinite(share):
+            return int(in_core_peak_bytes * share / 100)
+    elif re.fullmatch(r"(0?\.[0-9]+|1\.0*)", written):
+        if float(written) > 0:
+            return int(in_core_peak_bytes * float(written))
+    else:
+        value = _quantity(written, _FACTORS)
+        if value is not None and math.isfinite(value) and value >= 1:
+            return int(value)
+    raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Text such as ``"1.25 GiB"``, three significant digits, for tables and messages."""
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} B"
+    size = float(size_bytes)
+    unit = "B"
+    for next_unit in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, next_unit
+    return f"{size:.{max(0, 2 - int(math.log10(size)))}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Text such as ``"1.25 s"``, ``"37.2 ms"`` or ``"8.1 us"``."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds * 1e9:.3g} ns"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Text such as ``"1.3 GB/s"`` (decimal units, as links are sold)."""
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= factor:
+            return f"{bytes_per_s / factor:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
+def _quantity(text: str, factors: dict[str, int]) -> float | None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].upper() not in factors:
+        return None
+    return float(match[1]) * factors[match[2].upper()]
