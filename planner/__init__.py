@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .plan import plan
+from .planning import plan
 from .schema import Decision, Plan
 
 __all__ = ["Decision", "Plan", "plan"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .schema import Profile
 
 if TYPE_CHECKING:
-    from .profile import profile
+    from .profiling import profile
 
 __all__ = ["Profile", "profile"]
 
@@ -15,7 +15,7 @@ __all__ = ["Profile", "profile"]
 def __getattr__(name: str) -> Any:
     # Lazy, because the planner reads profiles on machines where importing torch is not worth its seconds.
     if name == "profile":
-        from .profile import profile
+        from .profiling import profile
 
         return profile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

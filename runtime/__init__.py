@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .apply import apply
-from .session import Session
+from .session import Session, apply
 
 __all__ = ["Session", "apply"]

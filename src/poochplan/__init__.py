@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from .errors import PoochError
 
 if TYPE_CHECKING:
-    from .planner.plan import plan
+    from .planner.planning import plan
     from .planner.schema import Plan
-    from .profiler.profile import profile
+    from .profiler.profiling import profile
     from .profiler.schema import Profile
-    from .runtime.apply import apply
+    from .runtime.session import apply
     from .workload import Workload
 
 __version__ = "0.1.0"
@@ -29,9 +29,9 @@ _HOMES = {
     "Plan": ".planner.schema",
     "Profile": ".profiler.schema",
     "Workload": ".workload",
-    "apply": ".runtime.apply",
-    "plan": ".planner.plan",
-    "profile": ".profiler.profile",
+    "apply": ".runtime.session",
+    "plan": ".planner.planning",
+    "profile": ".profiler.profiling",
 }
 
 
