@@ -1,0 +1,183 @@
+"""Files are written whole or not at all, never over a user's file, and read with one clear line when they are bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from poochplan.errors import InputFileError, OutputExistsError, UsageError
+from poochplan.files import check_output, encode_readable, read_struct, write_atomic, write_struct
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str = "note"
+    schema_version: int = 1
+    words: tuple[tuple[str, int], ...] = ()
+    counts: dict[str, int] = {}
+    empty: tuple[int, ...] = ()
+
+
+NOTE = Note(words=(("keep", 1), ("swap", 2)), counts={"a": 1, "b": 2})
+
+
+def read(path: Path) -> Note:
+    return read_struct(path, Note, what="note", schema_version=1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["note.json", "note.json.gz"])
+def test_a_struct_reads_back_equal(tmp_path: Path, name: str) -> None:
+    path = write_struct(tmp_path / name, NOTE)
+    assert read(path) == NOTE
+    assert names(tmp_path) == [name]
+
+
+def test_a_gz_file_is_compressed_and_the_same_every_time(tmp_path: Path) -> None:
+    first = write_struct(tmp_path / "a.json.gz", NOTE).read_bytes()
+    second = write_struct(tmp_path / "b.json.gz", NOTE).read_bytes()
+    assert first == second
+    assert json.loads(gzip.decompress(first))["kind"] == "note"
+
+
+def test_each_list_element_has_its_own_line() -> None:
+    lines = encode_readable(NOTE).decode().splitlines()
+    assert '    ["keep", 1],' in lines
+    assert '    "b": 2' in lines
+    assert '  "empty": []' in lines
+    assert msgspec.json.decode(encode_readable(NOTE), type=Note) == NOTE
+
+
+def test_an_existing_file_is_not_overwritten_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    path.write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"note\.json exists and will not be overwritten; pass --force"):
+        write_atomic(path, b"new")
+    assert path.read_text() == "mine"
+    write_atomic(path, b"new", force=True)
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["note.json"]
+
+
+def test_a_file_that_appears_during_the_write_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "note.json"
+    flush = os.fsync
+
+    def appear(descriptor: int) -> None:
+        path.write_text("theirs")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", appear)
+    with pytest.raises(OutputExistsError):
+        write_atomic(path, b"mine")
+    assert path.read_text() == "theirs"
+    assert names(tmp_path) == ["note.json"]
+
+
+@pytest.mark.parametrize(("stage", "force"), [("fsync", False), ("link", False), ("fsync", True), ("replace", True)])
+def test_a_crash_while_writing_leaves_no_half_written_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, force: bool
+) -> None:
+    path = tmp_path / "note.json"
+    if force:
+        path.write_text("before")
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path if stage == "replace" else os, stage, crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, b"half", force=force)
+    assert names(tmp_path) == (["note.json"] if force else [])
+    if force:
+        assert path.read_text() == "before"
+
+
+def test_a_file_system_without_hard_links_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert write_atomic(tmp_path / "note.json", b"data").read_bytes() == b"data"
+    assert names(tmp_path) == ["note.json"]
+
+
+def test_the_users_umask_holds(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = write_atomic(tmp_path / "note.json", b"data")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_an_output_needs_a_folder_and_a_file_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="found a folder; name a file in it"):
+        check_output(tmp_path)
+    with pytest.raises(UsageError, match="does not exist; create it or name another"):
+        check_output(tmp_path / "missing" / "note.json")
+
+
+def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no such note file; make one with `pooch note`") as caught:
+        read(tmp_path / "none.json")
+    assert caught.value.exit_code == 2
+
+
+def test_every_truncation_is_one_clear_error(tmp_path: Path) -> None:
+    whole = encode_readable(NOTE).rstrip()
+    path = tmp_path / "note.json"
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        with pytest.raises(InputFileError, match=r"expected a note; make it again with `pooch note`") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_gz_is_a_clear_error(tmp_path: Path) -> None:
+    path = write_struct(tmp_path / "note.json.gz", NOTE)
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(InputFileError, match="cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 7}, r"expected note schema 1, found schema 7; update poochplan to read it"),
+        ({"schema_version": 0}, r"expected note schema 1, found schema 0; make it again"),
+        ({"kind": "plan"}, r'expected a note \(kind "note"\), found kind "plan"'),
+        ({"kind": None}, r"found kind null"),
+        ({"counts": {"a": "many"}}, r"not a valid note: Expected `int`, got `str` - at `\$\.counts"),
+        ({"words": 3}, r"not a valid note: Expected `array`, got `int` - at `\$\.words`"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "note.json"
+    path.write_text(json.dumps(json.loads(encode_readable(NOTE)) | change))
+    with pytest.raises(InputFileError, match=message):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"note"', "{}", "null", "\ufeff{}"])
+def test_json_that_is_no_file_of_ours_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "note.json"
+    path.write_text(text)
+    with pytest.raises(InputFileError, match="note"):
+        read(path)
+
+
+def test_bytes_that_are_no_text_are_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    path.write_bytes(b"\x80\x81\xff")
+    with pytest.raises(InputFileError, match="truncated or not JSON"):
+        read(path)
