@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import tomllib
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .errors import PoochError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+_FORMS = "a TOML file, package.module:function or path/to/file.py:function"
+_SETTABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
@@ -20,3 +36,313 @@ class Workload:
     model: torch.nn.Module
     step: Callable[[], torch.Tensor]
     optimizer: torch.optim.Optimizer | None = None
+
+
+class WorkloadFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A workload TOML: the python ``workload`` it names and the keyword ``parameters`` that function is given."""
+
+    workload: str
+    """``package.module:function``, or ``path/to/file.py:function`` relative to the TOML's folder."""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Values of the function's keyword parameters, checked against its signature and annotations."""
+
+
+@dataclass(frozen=True)
+class LoadedWorkload:
+    """A workload and where it came from."""
+
+    name: str
+    """Short name for tables: the TOML's name without its ending, or the function's name."""
+    workload: Workload
+    target: str
+    """What was asked for, as it was written."""
+    parameters: Mapping[str, Any]
+    """The keyword parameters that were given (by the TOML or by overrides), after conversion; defaults are left out."""
+
+
+def load_workload(target: str, overrides: Mapping[str, str] | None = None) -> LoadedWorkload:
+    """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``.
+
+    ``overrides`` are ``--set key=value`` pairs: each value is read as a TOML value and otherwise taken as text. They
+    win over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
+    ``sys.path``, as ``python file.py`` and ``python -m module`` do.
+
+    Raises
+    ------
+    UsageError
+        The file, module or function does not exist or cannot be imported, the TOML is invalid, a parameter is unknown,
+        missing or of the wrong type, or the function returns something that is no :class:`Workload`.
+    PoochError
+        The user's own code raised; the original exception is its ``__cause__``.
+    """
+    python_target, parameters, name = target, {}, ""
+    folder = Path()
+    if target.endswith(".toml"):
+        path = Path(target)
+        file = read_workload_file(path)
+        python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
+    function, found_at = _find_function(python_target, folder, asked=target)
+    arguments = _arguments(function, parameters, overrides or {}, what=found_at)
+    try:
+        workload = function(**arguments)
+    except PoochError:
+        raise
+    except Exception as error:
+        raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
+    short_name = name or python_target.rpartition(":")[2]
+    return LoadedWorkload(short_name, _checked(workload, found_at), target, arguments)
+
+
+def read_workload_file(path: Path) -> WorkloadFile:
+    """The content of a workload TOML.
+
+    Raises
+    ------
+    UsageError
+        The file does not exist or cannot be read, is not TOML (the message names the line), has an unknown key, or
+        lacks ``workload``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        neighbours = [str(other) for other in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
+        raise UsageError(f"{path}: no such workload file{_suggest(str(path), neighbours)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as a workload TOML ({_one_line(error)})") from None
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {_one_line(error, named=False)}; correct that line") from None
+    unknown = [key for key in raw if key not in WorkloadFile.__struct_fields__]
+    if unknown:
+        known = " and ".join(WorkloadFile.__struct_fields__)
+        hint = _suggest(unknown[0], WorkloadFile.__struct_fields__) or "; parameters belong under [parameters]"
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}, expected {known}{hint}")
+    try:
+        return msgspec.convert(raw, type=WorkloadFile)
+    except msgspec.ValidationError as error:
+        example = 'workload = "package.module:function"'
+        raise UsageError(
+            f"{path}: not a valid workload: {error}; expected {example} and a [parameters] table"
+        ) from None
+
+
+def parse_override(text: str) -> Any:
+    """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array, or else the text itself."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table.pop("value")
+    # a date, or a text with a line break that would set something else, is text
+    return value if not table and isinstance(value, (bool, int, float, str, list)) else text
+
+
+def _find_function(python_target: str, folder: Path, asked: str) -> tuple[Callable[..., object], str]:
+    """The function and its name for messages; ``folder`` is what a relative ``file.py`` is relative to."""
+    where = "" if asked == python_target else f"{asked}: "
+    place, colon, function_name = python_target.rpartition(":")
+    if not colon or not place or not function_name:
+        raise UsageError(f"{where}{_bad_target(python_target)}")
+    if place.endswith(".py") or "/" in place or "\\" in place:
+        module = _load_file(folder / Path(place).expanduser(), where)
+    else:
+        module = _load_module(place, where)
+    function: object = module
+    for part in function_name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        raise UsageError(f"{where}{_bad_function(module, place, function_name, function)}")
+    return function, python_target
+
+
+def _bad_target(target: str) -> str:
+    path = Path(target.rstrip(":"))
+    if path.suffix == ".py":
+        remedy = f"name its function: {path}:function" if path.is_file() else "and no such file exists"
+    elif path.is_file() or path.is_dir():
+        remedy = "which is no TOML" if path.is_file() else "which is a folder"
+    else:
+        nearby = [str(other) for other in sorted(Path("configs").glob("*.toml"))]
+        named = next((other for other in nearby if Path(other).stem == target), None)
+        remedy = f"did you mean {named}?" if named else "which has no function"
+    return f"workload: expected {_FORMS}, found {target!r}; {remedy}"
+
+
+def _bad_function(module: ModuleType, place: str, name: str, found: object) -> str:
+    if found is not None:
+        return f"{place}: {name!r} is of type {type(found).__name__}, expected a function that returns a Workload"
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+    ]
+    listed = f"; functions there: {', '.join(functions)}" if functions else "; it defines no functions"
+    return f"{place}: no function {name!r}{_suggest(name, functions)}{listed}"
+
+
+def _load_file(path: Path, where: str) -> ModuleType:
+    if not path.is_file():
+        neighbours = [str(other) for other in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        raise UsageError(f"{where}{path}: no such python file{_suggest(str(path), neighbours)}")
+    spec = importlib.util.spec_from_file_location(f"_poochplan_workload_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{where}{path}: expected a python file whose name ends in .py")
+    _put_on_path(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise _import_failure(f"{where}{path}", error) from error
+    return module
+
+
+def _load_module(name: str, where: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{where}workload: expected {_FORMS}, found the module name {name!r}")
+    if name.partition(".")[0] != __package__:
+        _put_on_path(Path())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"{where}{_missing_module(name, error.name)}") from None
+        raise _import_failure(f"{where}{name}", error) from error
+    except Exception as error:
+        raise _import_failure(f"{where}{name}", error) from error
+
+
+def _missing_module(name: str, missing: str) -> str:
+    message = f"no module named {missing!r}"
+    if missing != name:
+        message += f" (of {name})"
+    file = Path(*name.split(".")).with_suffix(".py")
+    package, _, last = missing.rpartition(".")
+    neighbours: list[str] = []
+    if package in sys.modules and getattr(sys.modules[package], "__path__", None):
+        folders = [Path(folder) for folder in sys.modules[package].__path__]
+        neighbours = sorted({other.stem for folder in folders for other in folder.glob("[!_]*.py")})
+    close = difflib.get_close_matches(last, neighbours, n=1)
+    if close:
+        return f"{message}; did you mean {package}.{close[0]}?"
+    if file.is_file():
+        return f"{message}; to load it as a file write {file}:function"
+    return f"{message}; install it, start from the folder it is in, or name a file: path/to/file.py:function"
+
+
+def _import_failure(place: str, error: Exception) -> PoochError:
+    """What a module that exists but cannot be imported tells the user."""
+    if isinstance(error, ModuleNotFoundError):
+        return UsageError(f"{place} exists, but an import inside it failed: {_one_line(error)}; install that module")
+    if isinstance(error, ImportError):
+        return UsageError(f"{place} exists, but an import inside it failed: {_one_line(error)}; pass -v to see where")
+    if isinstance(error, SyntaxError):
+        return UsageError(f"{place}: line {error.lineno} is not valid python: {error.msg}")
+    if isinstance(error, PoochError):
+        return error
+    return PoochError(f"{place} raised {_one_line(error)} while it was imported; pass -v to see where")
+
+
+def _put_on_path(folder: Path) -> None:
+    entry = str(folder.resolve())
+    if entry not in sys.path:
+        sys.path.insert(0, entry)
+
+
+def _arguments(
+    function: Callable[..., object], given: Mapping[str, Any], overrides: Mapping[str, str], what: str
+) -> dict[str, Any]:
+    """Keyword arguments for ``function``: ``given`` under ``overrides``, each converted to its annotation."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none; the call itself will tell
+        return {**given, **{key: parse_override(text) for key, text in overrides.items()}}
+    known = {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in _SETTABLE}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for key in (*given, *overrides):
+        if key not in known and not takes_any:
+            listed = f"; it takes {', '.join(known)}" if known else "; it takes none"
+            raise UsageError(f"{what}: unknown parameter {key!r}{_suggest(key, known)}{listed}")
+    hints = _annotations(function)
+    values = {key: _converted(value, None, hints.get(key), key, what) for key, value in given.items()}
+    for key, text in overrides.items():
+        values[key] = _converted(parse_override(text), text, hints.get(key), key, what)
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in values:
+            raise UsageError(
+                f"{what}: missing parameter {key!r}, which has no default; "
+                f"give it under [parameters] or by --set {key}=VALUE"
+            )
+    return values
+
+
+def _annotations(function: Callable[..., object]) -> dict[str, Any]:
+    target = function.__init__ if inspect.isclass(function) else function
+    try:
+        return typing.get_type_hints(target)
+    except Exception:  # names only a type checker sees: then the function itself has to judge its arguments
+        return {}
+
+
+def _converted(value: Any, text: str | None, annotation: Any, key: str, what: str) -> Any:
+    """``value`` as its annotation asks; ``text`` is how an override was written, for a parameter that wants text."""
+    if annotation is None or annotation is Any:
+        return value
+    try:
+        return msgspec.convert(value, type=annotation)
+    except msgspec.ValidationError as error:
+        if text is not None:
+            try:
+                return msgspec.convert(text, type=annotation)
+            except msgspec.ValidationError:
+                pass
+        wanted = inspect.formatannotation(annotation).replace("collections.abc.", "")
+        detail = f" ({error})" if " at " in str(error) or "one of" in str(error) else ""
+        raise UsageError(
+            f"{what}: parameter {key!r}: expected {wanted}, found {value!r} "
+            f"of type {type(value).__name__}{detail}; correct the value"
+        ) from None
+    except TypeError:  # an annotation msgspec does not know, such as torch.dtype
+        return value
+
+
+def _checked(workload: object, what: str) -> Workload:
+    remedy = "return poochplan.Workload(model=..., step=..., optimizer=None)"
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{what}: expected a poochplan.Workload, found {_type_name(workload)}; {remedy}")
+    import torch  # only now: a function that returned a Workload has a model, so torch is loaded
+
+    if not isinstance(workload.model, torch.nn.Module):
+        raise UsageError(f"{what}: Workload.model: expected a torch.nn.Module, found {_type_name(workload.model)}")
+    if not callable(workload.step):
+        raise UsageError(
+            f"{what}: Workload.step: expected a function that runs forward and returns the scalar loss, "
+            f"found {_type_name(workload.step)}"
+        )
+    if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"{what}: Workload.optimizer: expected a torch.optim.Optimizer or None, "
+            f"found {_type_name(workload.optimizer)}"
+        )
+    return workload
+
+
+def _type_name(value: object) -> str:
+    if value is None:
+        return "None"
+    kind = type(value)
+    return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _one_line(error: BaseException, *, named: bool = True) -> str:
+    text = " ".join(str(error).split())
+    if not named:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
