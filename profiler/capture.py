@@ -1,0 +1,310 @@
+"""Capture: one real step, every op and value of it, and when each value would die if autograd did not hold it.
+
+The pack hook clones each saved value and lets go of the original, and backward runs on the clones. So the death of an
+original tells when forward itself lets go of it (forward death), and the death of a handle when autograd does; memory
+during capture is about that of the in-core step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import StepError
+from ..runtime.modes import ToggledMode, around_compiled
+from ..runtime.operators import Traits, traits
+from ..runtime.recorder import updates_statistics, written_tensors
+from ..runtime.storages import Geometry, is_plain, storage_key
+from .layers import LayerTracker
+from .schema import Phase, PointKind
+
+COMPILED_REGION = "compiled_region"
+
+
+class CapturedOp:
+    """One op under way to becoming a ``schema.Op``."""
+
+    __slots__ = ("duration_s", "inputs", "layer", "name", "opaque", "outputs", "phase", "random", "writes")
+
+    def __init__(self, name: str, layer: str, phase: Phase) -> None:
+        self.name = name
+        self.layer = layer
+        self.phase = phase
+        self.duration_s = 0.0
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self.writes: list[int] = []
+        self.random = False
+        self.opaque = False
+
+
+class CapturedValue:
+    """One storage. Ticks are None while it lives."""
+
+    __slots__ = (
+        "born",
+        "died",
+        "dtype",
+        "key",
+        "layer",
+        "let_go",
+        "opaque_because",
+        "packed_version",
+        "pinned_because",
+        "shape",
+        "size_bytes",
+    )
+
+    def __init__(self, tensor: torch.Tensor, layer: str, born: int) -> None:
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.shape = tuple(tensor.shape)
+        self.layer = layer
+        self.born = born
+        self.key = storage_key(tensor)
+        self.died: int | None = None
+        """Tick of forward death."""
+        self.let_go: int | None = None
+        """Tick at which the last handle died; None while one lives, or when there was none."""
+        self.packed_version: int | None = None
+        self.pinned_because = ""
+        self.opaque_because = ""
+
+
+class CapturedHandle:
+    """What autograd holds in capture: the clone's view, and whose handle this is."""
+
+    __slots__ = ("capture", "geometry", "holder", "layer", "ordinal", "used", "value")
+
+    def __init__(self, capture: Capture, value: int, ordinal: int, geometry: Geometry, holder: Clone) -> None:
+        self.capture = capture
+        self.value = value
+        self.ordinal = ordinal
+        self.geometry = geometry
+        self.holder = holder
+        self.layer = capture.tracker.current()
+        self.used = False
+
+    def __del__(self) -> None:
+        self.capture.handle_died(self.value)
+
+
+class Clone:
+    """The copy of a saved value that backward runs on; shared by the value's handles."""
+
+    __slots__ = ("__weakref__", "death", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, number: int, by_key: dict[int, int]) -> None:
+        self.storage = storage
+        key = storage._cdata
+        by_key[key] = number
+        self.death = weakref.ref(storage, lambda _: by_key.pop(key, None))
+
+
+class Capture(ToggledMode):
+    """Dispatch mode and hooks of the capturing step. State: ticks so far, values by storage, live handles."""
+
+    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.tracker = tracker
+        self.phase = Phase.FORWARD
+        self.ops: list[CapturedOp] = []
+        self.values: list[CapturedValue] = []
+        self.handles: list[tuple[int, str, str, tuple[int, ...]]] = []
+        """(value, layer, dtype, shape) of each pack."""
+        self.points: list[tuple[PointKind, int, int]] = []
+        """(kind, handle, ops completed before)."""
+        self._static = static
+        self._paused = False
+        self._by_key: dict[int, int] = {}
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._clones: dict[int, weakref.ref[Clone]] = {}
+        self._live_handles: dict[int, int] = {}
+        self.saved_values: set[int] = set()
+
+    @contextlib.contextmanager
+    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+        """Captures for the length of a block."""
+        with (
+            self.tracker.on(model),
+            around_compiled(model, self._opaque_region),
+            torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
+        ):
+            self.switch_on()
+            try:
+                yield self
+            finally:
+                self.switch_off()
+
+    @property
+    def last_tick(self) -> int:
+        return len(self.ops) + len(self.points) - 1
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value of the tensor's storage; one met for the first time was there before the step."""
+        known = self._by_key.get(storage_key(tensor))
+        return known if known is not None else self._new_value(tensor, "", born=-1)
+
+    # -- ops --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer = self.tracker.current() if not self._paused else ""
+        facts = traits(func)
+        if self._paused or facts.pure_view:
+            return func(*args, **kwargs)
+        op = CapturedOp(facts.name, layer, self.phase)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        plain = [leaf for leaf in leaves if self._counts(leaf)]
+        op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
+        op.random = facts.random
+        op.opaque = facts.uninitialised or any(not is_plain(leaf, self.device_type) for leaf in leaves)
+        op.writes = self._writes(facts, args, kwargs)
+        start_s = time.perf_counter()
+        outputs = func(*args, **kwargs)
+        op.duration_s = time.perf_counter() - start_s
+        self._born(op, outputs)
+        self.ops.append(op)
+        return outputs
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type == self.device_type
+            and tensor.untyped_storage().nbytes() > 0
+        )
+
+    def _writes(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[int]:
+        written = written_tensors(facts, args, kwargs)
+        if updates_statistics(facts, args):
+            # A replay gives the op throw-away statistics, so that these are no part of what it writes.
+            statistics = [args[position] for position in facts.statistics]
+            written = [tensor for tensor in written if not any(tensor is one for one in statistics)]
+        values = list(dict.fromkeys(self.value_of(tensor) for tensor in written if self._counts(tensor)))
+        for value in values:
+            if value in self.saved_values and self.phase is Phase.FORWARD:
+                self.values[value].pinned_because = "written in place after it was saved"
+        return values
+
+    def _born(self, op: CapturedOp, outputs: Any) -> None:
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and self._counts(output) and storage_key(output) not in self._by_key:
+                op.outputs.append(self._new_value(output, op.layer, born=len(self.ops)))
+
+    def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
+        number = len(self.values)
+        value = CapturedValue(tensor, layer, born)
+        self.values.append(value)
+        self._by_key[value.key] = number
+        self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
+        return number
+
+    def _died(self, number: int) -> None:
+        value = self.values[number]
+        value.died = self.last_tick
+        self._deaths.pop(number, None)
+        if self._by_key.get(value.key) == number:
+            del self._by_key[value.key]
+
+    def _opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            op = CapturedOp(COMPILED_REGION, path, self.phase)
+            op.opaque = True
+            leaves = pytree.tree_leaves((args, kwargs))
+            op.inputs = list(
+                dict.fromkeys(self.value_of(x) for x in leaves if isinstance(x, torch.Tensor) and self._counts(x))
+            )
+            self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+            start_s = time.perf_counter()
+            with self.away():
+                outputs = call(*args, **kwargs)
+            op.duration_s = time.perf_counter() - start_s
+            for output in pytree.tree_leaves(outputs):
+                if (
+                    isinstance(output, torch.Tensor)
+                    and self._counts(output)
+                    and storage_key(output) not in self._by_key
+                ):
+                    op.outputs.append(self._new_value(output, path, born=self.ops.index(op)))
+            return outputs
+
+        return region
+
+    # -- points -----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
+        if (
+            not is_plain(tensor, self.device_type)
+            or storage_key(tensor) in self._static
+            or torch._C._current_graph_task_id() != -1
+        ):
+            return tensor.detach()
+        if self.phase is not Phase.FORWARD:
+            return tensor.detach()
+        number = self._packed_value(tensor)
+        value = self.values[number]
+        ordinal = len(self.handles)
+        clone_reference = self._clones.get(number)
+        clone = clone_reference() if clone_reference is not None else None
+        if number not in self.saved_values:
+            self.saved_values.add(number)
+            value.packed_version = tensor._version
+            # What the save point tells the runtime is the tensor as it was packed, not as it was born.
+            value.dtype, value.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
+        elif tensor._version != value.packed_version:
+            value.pinned_because = "written in place after it was saved"
+            clone = None
+        if clone is None:
+            clone = Clone(self._copy(tensor.untyped_storage()), number, self._by_key)
+            self._clones[number] = weakref.ref(clone)
+        handle = CapturedHandle(self, number, ordinal, Geometry.of(tensor), clone)
+        self.handles.append((number, handle.layer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        self._live_handles[number] = self._live_handles.get(number, 0) + 1
+        value.let_go = None
+        return handle
+
+    def _packed_value(self, tensor: torch.Tensor) -> int:
+        known = self._by_key.get(storage_key(tensor))
+        if known is not None:
+            return known
+        # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
+        inside_region = bool(self.ops) and self.ops[-1].opaque and self.ops[-1].name == COMPILED_REGION
+        number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
+        if inside_region:
+            self.ops[-1].outputs.append(number)
+        return number
+
+    def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
+        if isinstance(handle, torch.Tensor):
+            return handle
+        if self.phase is Phase.FORWARD:
+            raise StepError("step(): expected forward only, found that it calls backward; return the loss instead")
+        if not handle.used:
+            handle.used = True
+            self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))
+        self._paused = True
+        try:
+            return handle.geometry.on(handle.holder.storage)
+        finally:
+            self._paused = False
+
+    def handle_died(self, number: int) -> None:
+        self._live_handles[number] -= 1
+        if self._live_handles[number] == 0:
+            self.values[number].let_go = self.last_tick
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        self._paused = True
+        try:
+            return storage.clone()
+        finally:
+            self._paused = False

@@ -1,0 +1,84 @@
+"""Leaves the user's model, optimizer and generators as they were before the profile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Restores, after the block and on every path out of it: parameters, gradients, buffers, training flags, optimizer
+    state and groups, and the generators of torch, numpy and Python. Tensors keep their identity and storage.
+    """
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    modules = [(module, dict(module._buffers), module.training) for module in model.modules()]
+    optimizer_state = _optimizer_state(optimizer) if optimizer is not None else None
+    generators = _generator_states()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, buffers, training in modules:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module.training = training
+            for tensor, saved in tensors:
+                tensor.data.copy_(saved)
+            for parameter, gradient, content in gradients:
+                if gradient is not None and content is not None:
+                    gradient.copy_(content)
+                parameter.grad = gradient
+            if optimizer is not None and optimizer_state is not None:
+                _restore_optimizer(optimizer, optimizer_state)
+        _restore_generators(generators)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    state = {
+        parameter: {
+            name: (value, value.detach().clone()) if isinstance(value, torch.Tensor) else (None, copy.deepcopy(value))
+            for name, value in entries.items()
+        }
+        for parameter, entries in optimizer.state.items()
+    }
+    groups = [
+        {name: value if name == "params" else copy.deepcopy(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return state, groups
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, saved: tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]
+) -> None:
+    state, groups = saved
+    optimizer.state.clear()
+    for parameter, entries in state.items():
+        restored = optimizer.state[parameter] = {}
+        for name, (tensor, content) in entries.items():
+            restored[name] = content if tensor is None else tensor.copy_(content)
+    for group, content in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(content)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)

@@ -1,0 +1,263 @@
+"""profile: runs a few training steps and returns what they do, measured."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ..errors import StepError, UsageError
+from ..runtime.allocator import give_freed_memory_back
+from ..runtime.signature import model_signature
+from ..runtime.storages import storage_key
+from ..units import parse_rate
+from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
+from .capture import Capture
+from .layers import LayerTracker
+from .link import measure_spill_link
+from .preserve import preserved
+from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
+from .timing import PhaseSeconds, reconcile, time_ops
+
+Progress = Callable[[str], None]
+
+
+def profile(
+    step: Callable[[], torch.Tensor],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str = "cpu",
+    workload: str = "",
+    iterations: int = 5,
+    warmup: int = 1,
+    accumulate: bool = False,
+    spill_dir: str | Path | None = None,
+    throttle: str | float | None = None,
+    link: Link | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Runs ``step`` a few times and returns a :class:`~poochplan.profiler.schema.Profile`.
+
+    Parameters
+    ----------
+    step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer.
+    model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
+    optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
+    device: ``"cpu"``.
+    workload: a name to find the profile by.
+    iterations: uninstrumented steps that are timed, and as many with each op timed.
+    warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
+    accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
+    spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
+        direction is held to, here and later in the session.
+    link: take this link as measured instead of measuring it.
+    progress: called with a line of text at each stage.
+
+    The model, its gradients, the optimizer and the generators are afterwards as they were before.
+
+    Raises
+    ------
+    StepError
+        ``step`` returns no scalar that requires gradients, calls backward itself, or the model is on another device.
+    UsageError
+        A parameter is not what it should be.
+    SpillError
+        The spill directory cannot be used.
+    """
+    _check(model, device, iterations, warmup)
+    say = progress or (lambda _: None)
+    throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
+    give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
+    runner = _Runner(step, model, optimizer, accumulate)
+    with preserved(model, optimizer):
+        say(f"warming up ({max(1, warmup)} steps)")
+        for _ in range(max(1, warmup)):
+            runner.one_step()
+        say(f"timing {iterations} steps")
+        measured = [runner.one_step() for _ in range(iterations)]
+        say("capturing one step")
+        capture, kinds = _capture(runner, device)
+        say(f"timing {len(capture.ops)} ops over {iterations} steps")
+        names = [op.name for op in capture.ops]
+        durations_s = time_ops(model, runner.one_step, names, iterations)
+    notes = [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
+    if durations_s is None:
+        notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
+        durations_s = [op.duration_s for op in capture.ops]
+    if link is None:
+        say("measuring the link")
+        link = measure_spill_link(spill_dir, throttle_bytes_per_s)
+    return _assemble(
+        capture,
+        kinds,
+        durations_s,
+        measured,
+        model=model,
+        link=link,
+        workload=workload,
+        notes=notes,
+        accumulate=accumulate,
+    )
+
+
+class _Runner:
+    """One training step, phase by phase, timed."""
+
+    def __init__(
+        self,
+        step: Callable[[], torch.Tensor],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        accumulate: bool,
+    ) -> None:
+        self.step = step
+        self.model = model
+        self.optimizer = optimizer
+        self.accumulate = accumulate
+
+    def one_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
+        """Runs it; ``enter`` is told each phase as it begins."""
+        if not self.accumulate:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        times_s = [time.perf_counter()]
+        enter(Phase.FORWARD)
+        loss = _checked_loss(self.step())
+        times_s.append(time.perf_counter())
+        enter(Phase.BACKWARD)
+        loss.backward()
+        times_s.append(time.perf_counter())
+        enter(Phase.OPTIMIZER)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        times_s.append(time.perf_counter())
+        return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
+
+
+def _check(model: torch.nn.Module, device: str, iterations: int, warmup: int) -> None:
+    if device != "cpu":
+        raise UsageError(f'device: this release profiles on "cpu", found {device!r}')
+    if iterations < 1 or warmup < 0:
+        raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device:
+            raise StepError(
+                f"model: expected every parameter on {device}, found {name} on {parameter.device}; move the model there"
+            )
+
+
+def _checked_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"step(): expected the scalar loss, a tensor, found {type(loss).__name__}; return the loss")
+    if loss.numel() != 1:
+        raise StepError(f"step(): expected a scalar loss, found shape {list(loss.shape)}; reduce it, as with .mean()")
+    if not loss.requires_grad:
+        raise StepError(
+            "step(): expected a loss that requires gradients, found one that does not; "
+            "it must come from the model, outside torch.no_grad"
+        )
+    return loss
+
+
+def _capture(runner: _Runner, device: str) -> tuple[Capture, dict[int, Kind]]:
+    model, optimizer = runner.model, runner.optimizer
+    static = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    gc.collect()  # a cycle that is collected in the middle of the step would move deaths
+    capture = Capture(device, LayerTracker(), static)
+    kinds: dict[int, Kind] = {}
+
+    def note(tensors: Any, kind: Kind) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == device and tensor.numel():
+                kinds.setdefault(capture.value_of(tensor), kind)
+
+    def enter(phase: Phase) -> None:
+        capture.phase = phase
+        if phase is Phase.OPTIMIZER:
+            note((p.grad for p in model.parameters()), Kind.GRADIENT)
+
+    note(model.parameters(), Kind.PARAMETER)
+    note(model.buffers(), Kind.BUFFER)
+    if optimizer is not None:
+        note((value for state in optimizer.state.values() for value in state.values()), Kind.OPTIMIZER_STATE)
+    note((p.grad for p in model.parameters() if runner.accumulate), Kind.GRADIENT)
+    with capture.running(model):
+        runner.one_step(enter)
+    return capture, kinds
+
+
+def _assemble(
+    capture: Capture,
+    kinds: dict[int, Kind],
+    durations_s: list[float],
+    measured: list[PhaseSeconds],
+    *,
+    model: torch.nn.Module,
+    link: Link,
+    workload: str,
+    notes: list[str],
+    accumulate: bool,
+) -> Profile:
+    durations_s, times = reconcile([op.phase for op in capture.ops], durations_s, measured)
+    ops, points = build_ops(capture, durations_s), build_points(capture)
+    values = build_values(capture, kinds, len(ops) + len(points) - 1)
+    draft = Profile(
+        workload=workload or type(model).__name__,
+        mode="run",
+        device=_device(),
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        model=model_signature(model),
+        ops_fingerprint=ops_fingerprint(ops, points, values),
+        times=times,
+        in_core_peak_bytes=0,
+        in_core_peak_layer="",
+        static_bytes=_static_bytes(values),
+        gradients_live_through_forward=accumulate,
+        link=link,
+        notes=tuple(notes),
+        ops=ops,
+        values=values,
+        handles=build_handles(capture),
+        points=points,
+    )
+    return _with_peak(draft)
+
+
+def _with_peak(draft: Profile) -> Profile:
+    curve = live_bytes(draft.values, draft.op_ticks, draft.tick_count, ALLOCATION_UNIT_BYTES)
+    peak_tick = int(np.argmax(curve))
+    peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
+    return msgspec.structs.replace(
+        draft, in_core_peak_bytes=int(curve[peak_tick]), in_core_peak_layer=draft.ops[peak_op].layer
+    )
+
+
+def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
+    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
+    return {
+        str(kind): sum(
+            -(-v.size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for v in values if v.kind is kind
+        )
+        for kind in kinds
+    }
+
+
+def _device() -> Device:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        kind="cpu",
+        name=platform.processor() or platform.machine(),
+        memory_bytes=memory_bytes,
+        threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,24 @@
+"""The process allocator: make dropped tensors leave resident memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+MMAP_THRESHOLD_BYTES = 64 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def give_freed_memory_back() -> bool:
+    """Fixes glibc's mmap threshold at 64 KiB, so that each larger tensor is its own mapping and goes when it is freed.
+
+    Left alone, glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB
+    of dropped 1-6 MiB tensors in one measurement). Holds for the whole process, from now on; profiles are taken under
+    it too, so that fresh pages cost the same in the profile and in the run.
+
+    Returns False where the C library has no ``mallopt`` (nothing is changed then).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES))

@@ -1,0 +1,336 @@
+"""The engine: what happens to each saved value, at the points of the plan's clock.
+
+States of the engine: *idle* (no step), *following* the plan, or *astray* (the step left the plan; the safe policy, swap
+everything and fetch on demand, until the next step). States of a saved value: see :class:`Entry`.
+
+Rules, cited in the code:
+
+1. A value is looked up by its storage; all views of one storage are one value, moved once.
+2. Parameters, buffers, subclasses, sparse tensors and tensors of other devices are never touched.
+3. No device storage is let go before the copy that reads or fills it has ended: a copy holds its storage itself, and a
+   release waits first.
+4. What is packed is stored detached: a graph must not hold itself alive through us.
+5. A content is only handed to autograd if its version counter says that nobody has written it since it was saved;
+   otherwise the error that autograd itself would have raised is raised.
+6. Shape, dtype and stride of what is handed back are those of what was saved.
+7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
+8. When a pack or unpack is not the planned one the step is astray: nothing planned happens any more, what is on the
+   device goes to the host or stays, and every value comes back when it is needed.
+9. A value whose copy failed (disk full) stays on the device.
+10. A value that is to be recomputed is let go only if its recipe could be made; otherwise it is swapped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ..errors import DivergenceError
+from ..planner.schema import Decision, Plan, PointActions
+from .device import Device
+from .entry import Entry, Handle
+from .host import HostSlab
+from .recorder import Recorder, Slot
+from .replay import NotReplayable, Recipe, replay
+from .report import StepReport
+from .storages import is_plain
+
+_NOTHING = PointActions(at="save", index=-1)
+
+
+class Engine:
+    """Executes one plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
+
+    Parameters
+    ----------
+    plan: the plan to follow.
+    device: where storages live and copies run; the caller closes it.
+    parameters: gives the keys of the storages rule 2 is about, asked once per step.
+    on_divergence: ``warn`` (once a session) or ``error``.
+    on_step_end: told the report of each step when the next begins.
+    on_idle: told when the last handle is gone.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        parameters: Callable[[], set[int]],
+        *,
+        on_divergence: str = "warn",
+        on_step_end: Callable[[StepReport], None] = lambda _: None,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.recorder = Recorder(device.kind)
+        self.host = HostSlab(plan)
+        self.stats = StepReport()
+        self.step = 0
+        self.live_handles = 0
+        self._parameters = parameters
+        self._on_divergence = on_divergence
+        self._on_step_end = on_step_end
+        self._on_idle = on_idle
+        self._lock = threading.RLock()
+        self._at_save = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
+        self._at_use = {actions.index: actions for actions in plan.schedule if actions.at == "use"}
+        self._warned: set[str] = set()
+        self._begin_clock(active=False)
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Starts the clock of a new step. The caller has seen to it that the last one has ended."""
+        self.end_step()
+        if self.step:
+            self._on_step_end(self.stats)
+        self.step += 1
+        self.stats = StepReport(steps=1)
+        self._begin_clock(active=True)
+        self._static = self._parameters()
+        if self.plan.record_from_start:
+            self.recorder.switch_on()
+
+    def end_step(self) -> None:
+        """Stops recording and the clock; what is still held stays usable."""
+        self.recorder.switch_off()
+        self._active = False
+
+    def _begin_clock(self, *, active: bool) -> None:
+        self._active = active
+        self._astray = False
+        self._saves = 0
+        self._packs = 0
+        self._uses = 0
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._latest: weakref.ref[Entry] | None = None
+        self._static: set[int] = set()
+
+    # -- pack -------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Forward saves ``tensor``: returns what autograd holds in its place."""
+        with self._lock:
+            if not self._active or (self.live_handles == 0 and self._uses):
+                self.begin_step()
+            if self._outside_the_plan(tensor):
+                return Handle(self, None, tensor)
+            slot = self.recorder.slot_of(tensor)
+            entry = slot.entry_at(tensor._version)
+            if entry is None:
+                entry = self._new_entry(slot, tensor)  # Rule 1
+            elif not self._astray:
+                self._expect_handle(entry.index, tensor)
+            self._packs += 1
+            self.live_handles += 1
+            return Handle(self, entry, tensor, self._packs - 1)
+
+    def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
+        return (
+            not is_plain(tensor, self.device.kind)  # Rule 2
+            or tensor.untyped_storage()._cdata in self._static
+            or torch._C._current_graph_task_id() != -1  # packs inside backward: create_graph, reentrant checkpoint
+        )
+
+    def _new_entry(self, slot: Slot, tensor: torch.Tensor) -> Entry:
+        if slot.step == self.step:  # written since its save point, or saved anew after all its handles had gone
+            entry = Entry(None, Decision.KEEP, slot, tensor)
+            slot.attach(entry)
+            return entry
+        index = self._next_save_point(tensor)
+        decision = Decision.SWAP if index is None else self.plan.values[index].decision
+        entry = Entry(index, decision, slot, tensor)
+        slot.attach(entry)
+        slot.step = self.step
+        if index is None:
+            self._swap_soon(entry)
+            return entry
+        self._entries[index] = entry
+        if decision is Decision.RECOMPUTE:
+            self._forget(entry, slot)
+        self._act(self._at_save.get(index, _NOTHING))
+        return entry
+
+    def _next_save_point(self, tensor: torch.Tensor) -> int | None:
+        if self._astray:
+            return None
+        index = self._saves
+        if index >= len(self.plan.values):
+            self._go_astray(f"the plan has {index} saved values, and {_describe(tensor)} comes after them")
+            return None
+        planned = self.plan.values[index]
+        if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (planned.shape, planned.dtype):
+            self._go_astray(
+                f"{planned.name} (layer {planned.layer or 'outside the model'}): "
+                f"planned {planned.dtype}{list(planned.shape)}, found {_describe(tensor)}"
+            )
+            return None
+        if not self._expect_handle(index, tensor):
+            return None
+        self._saves += 1
+        return index
+
+    def _expect_handle(self, index: int | None, tensor: torch.Tensor) -> bool:
+        planned = self.plan.handles[self._packs] if self._packs < len(self.plan.handles) else None
+        if index is not None and planned == index:
+            return True
+        wanted = "no further save" if planned is None else self.plan.values[planned].name
+        self._go_astray(f"save {self._packs}: planned {wanted}, found {_describe(tensor)}")
+        return False
+
+    def _forget(self, entry: Entry, slot: Slot) -> None:
+        try:
+            entry.recipe = Recipe(slot, entry.version)
+        except NotReplayable as reason:  # Rule 10
+            self._count_fallback(f"{self._name(entry)} is swapped, not recomputed: {reason}")
+            entry.decision = Decision.SWAP
+            self._swap_soon(entry)
+            return
+        entry.storage = None
+
+    # -- unpack -----------------------------------------------------------------------------------------------
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """Backward asks for a saved tensor: brings its value back if need be."""
+        with self._lock:
+            if handle.entry is not None:
+                self.recorder.switch_off()
+                if not handle.used:
+                    handle.used = True
+                    self._use_point(handle)
+            handle.check_version()  # Rule 5
+            if handle.entry is None or handle.geometry is None:
+                return handle.tensor
+            return handle.geometry.on(self._resident(handle.entry))  # Rule 6
+
+    def _use_point(self, handle: Handle) -> None:
+        if self._astray or not self._active or handle.step != self.step:
+            return
+        planned = self.plan.uses[self._uses] if self._uses < len(self.plan.uses) else None
+        if handle.ordinal != planned or self._saves != len(self.plan.values):
+            self._go_astray(
+                f"use point {self._uses}: planned {self._handle_name(planned)}, "
+                f"found {self._handle_name(handle.ordinal)}"
+            )
+            return
+        actions = self._at_use.get(self._uses, _NOTHING)
+        self._uses += 1
+        self._act(actions)
+
+    def _resident(self, entry: Entry) -> torch.UntypedStorage:
+        """The value's device storage, filled: waits for its copy, fetches it, or replays it."""
+        if entry.waits_for_replay:
+            self._replay(entry)
+        elif entry.storage is None:
+            self._prefetch(entry)
+        self.stats.stall_s += entry.arrived()
+        assert entry.storage is not None
+        return entry.storage
+
+    # -- actions (Rule 7) -------------------------------------------------------------------------------------
+
+    def _act(self, actions: PointActions) -> None:
+        for index in actions.swap_out:
+            self._with(index, self._swap_out)
+        for index in actions.release:
+            self._with(index, self._release)
+        for index in actions.prefetch:
+            self._with(index, self._prefetch)
+        for index in actions.replay:
+            self._with(index, self._replay)
+        if actions.record == "on":
+            self.recorder.switch_on()
+        elif actions.record == "off":
+            self.recorder.switch_off()
+
+    def _with(self, index: int, act: Callable[[Entry], None]) -> None:
+        entry = self._entries.get(index)
+        if entry is not None:
+            act(entry)
+
+    def _swap_out(self, entry: Entry) -> None:
+        if entry.storage is None or entry.out_copy is not None or entry.decision is not Decision.SWAP:
+            return
+        offset = self.host.place(entry)
+        entry.out_copy = self.device.copy_out(entry.storage, offset)
+        entry.host_offset = offset
+        self.stats.out_bytes += entry.size_bytes
+
+    def _release(self, entry: Entry) -> None:
+        if entry.storage is None or entry.out_copy is None:
+            return
+        self.stats.stall_s += entry.out_copy.wait()  # Rule 3
+        if entry.out_copy.error is not None:  # Rule 9
+            self._count_fallback(f"values are kept: the spill file cannot be written ({entry.out_copy.error.strerror})")
+            entry.host_offset, entry.out_copy, entry.decision = -1, None, Decision.KEEP
+            return
+        entry.storage = None
+
+    def _prefetch(self, entry: Entry) -> None:
+        if entry.storage is not None or entry.host_offset < 0:
+            return
+        entry.storage = self.device.allocate(entry.size_bytes)
+        entry.in_copy = self.device.copy_in(entry.storage, entry.host_offset)
+        self.stats.in_bytes += entry.size_bytes
+
+    def _replay(self, entry: Entry) -> None:
+        if not entry.waits_for_replay:
+            return
+        start_s = time.perf_counter()
+        self.stats.replayed_values += replay(entry, self._resident)
+        self.stats.replay_s += time.perf_counter() - start_s
+
+    # -- off the plan (Rule 8) --------------------------------------------------------------------------------
+
+    def _swap_soon(self, entry: Entry) -> None:
+        """The safe policy: swap at once, and let go of all but the latest when the next value comes."""
+        self._swap_out(entry)
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None:
+            self._release(latest)
+        self._latest = weakref.ref(entry)
+
+    def _go_astray(self, reason: str) -> None:
+        if self._on_divergence == "error":
+            self.end_step()
+            raise DivergenceError(f"the step left the plan at {reason}; make a new profile and plan for this step")
+        self._astray = True
+        self.recorder.switch_off()
+        self._count_fallback(f"the step left the plan at {reason}; the rest of it swaps every saved value")
+        for entry in list(self._entries.values()):
+            self._swap_soon(entry)
+
+    def _count_fallback(self, reason: str) -> None:
+        self.stats.fallbacks += 1
+        kind = reason.split(":")[0].split(" at ")[0]
+        if reason not in self.stats.fallback_reasons:
+            self.stats.fallback_reasons.append(reason)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"poochplan: {reason} (gradients stay exact; said once)", RuntimeWarning, stacklevel=2)
+
+    # -- names and ends ---------------------------------------------------------------------------------------
+
+    def handle_died(self) -> None:
+        """Called by each planned handle when autograd lets go of it."""
+        self.live_handles -= 1
+        if self.live_handles == 0:
+            self._on_idle()
+
+    def _name(self, entry: Entry) -> str:
+        return "a saved value" if entry.index is None else self.plan.values[entry.index].name
+
+    def _handle_name(self, ordinal: int | None) -> str:
+        if ordinal is None or ordinal >= len(self.plan.handles):
+            return "nothing"
+        return self.plan.values[self.plan.handles[ordinal]].name
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

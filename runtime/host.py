@@ -1,0 +1,38 @@
+"""The host slab: where in the host tier each value goes. Planned offsets first; what is not planned goes behind."""
+
+from __future__ import annotations
+
+import weakref
+
+from ..planner.schema import Plan
+from .entry import Entry
+
+ALIGNMENT_BYTES = 4096
+
+
+class HostSlab:
+    """State: who occupies each planned place, and the end of the unplanned part."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.planned_bytes = max(
+            (value.host_offset + value.size_bytes for value in plan.values if value.host_offset >= 0), default=0
+        )
+        self._end = self.planned_bytes
+        self._occupants: dict[int, weakref.ref[Entry]] = {}
+        self._unplanned: weakref.WeakSet[Entry] = weakref.WeakSet()
+
+    def place(self, entry: Entry) -> int:
+        """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
+        planned = self._plan.values[entry.index].host_offset if entry.index is not None else -1
+        if planned >= 0:
+            occupant = self._occupants.get(planned)
+            if occupant is None or occupant() in (None, entry):
+                self._occupants[planned] = weakref.ref(entry)
+                return planned
+        if not self._unplanned:
+            self._end = self.planned_bytes
+        self._unplanned.add(entry)
+        offset = -(-self._end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._end = offset + entry.size_bytes
+        return offset

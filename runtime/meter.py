@@ -1,0 +1,68 @@
+"""The meter: live bytes of device storages, seen through the dispatcher."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .modes import ToggledMode
+from .operators import traits
+
+
+class LiveBytesMeter(ToggledMode):
+    """Most bytes of device storages live at any moment since :meth:`restart`, each rounded up to ``unit_bytes``.
+
+    A storage that is first met as an argument was there before: it counts from the last restart on.
+    """
+
+    def __init__(self, device_type: str, unit_bytes: int) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._unit_bytes = unit_bytes
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def restart(self) -> None:
+        """Begins a new peak at what is live now."""
+        self.peak_bytes = self.live_bytes
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor that was there before."""
+        self.peak_bytes += self._count(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.watch(leaf)
+        outputs = func(*args, **kwargs)
+        if not traits(func).pure_view:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor):
+                    self._count(leaf)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return outputs
+
+    def _count(self, tensor: torch.Tensor) -> int:
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+            or tensor.device.type != self._device_type
+        ):
+            return 0
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return 0
+        size_bytes = -(-storage.nbytes() // self._unit_bytes) * self._unit_bytes
+        self._alive[key] = weakref.ref(storage, lambda _: self._died(key, size_bytes))
+        self.live_bytes += size_bytes
+        return size_bytes
+
+    def _died(self, key: int, size_bytes: int) -> None:
+        if self._alive.pop(key, None) is not None:
+            self.live_bytes -= size_bytes

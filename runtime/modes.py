@@ -1,0 +1,107 @@
+"""Dispatch modes that can be switched on and off in the middle of a step, and kept away from compiled callables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+
+class ToggledMode(TorchDispatchMode):
+    """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
+
+    Two states: *off* (not on the stack) and *on*. Both calls are idempotent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Otherwise the first call of a compiled callable under this mode leaves it uncompiled for good (torch >= 2.9).
+        return True
+
+    @property
+    def is_on(self) -> bool:
+        return self._on
+
+    def switch_on(self) -> None:
+        """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
+        if not self._on:
+            self._on = True
+            TorchDispatchMode.__enter__(self)
+
+    def switch_off(self) -> None:
+        """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
+        if not self._on:
+            return
+        stack = _get_current_dispatch_mode_stack()
+        if self not in stack:  # another thread's stack: leave it there, pass-through, until that thread is back
+            return
+        self._on = False
+        above = stack[stack.index(self) + 1 :]
+        # The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
+        for mode in reversed(above):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        TorchDispatchMode.__exit__(self, None, None, None)
+        for mode in above:
+            TorchDispatchMode.__enter__(mode)
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Off for the length of a block, then as it was."""
+        was_on = self._on
+        self.switch_off()
+        try:
+            yield
+        finally:
+            if was_on:
+                self.switch_on()
+
+
+def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost modules of ``model`` that ``torch.compile`` has wrapped (either way of calling it), by path."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        wrapped = getattr(module, "_orig_mod", None) is not None
+        if (wrapped or getattr(module, "_compiled_call_impl", None) is not None) and not inside(name, found):
+            found[name] = module
+    return found
+
+
+def inside(name: str, roots: dict[str, torch.nn.Module]) -> bool:
+    """Whether the module path ``name`` is one of ``roots`` or lies below one."""
+    return any(root in ("", name) or name.startswith(root + ".") for root in roots)
+
+
+@contextlib.contextmanager
+def around_compiled(
+    model: torch.nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Puts ``wrap(path, call)`` in the place of each compiled callable of ``model`` for the length of a block.
+
+    No hook is put on a compiled module: a hook is part of what was compiled, and adding one compiles again.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for name, module in compiled_modules(model).items():
+            attribute = "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else "forward"
+            original = getattr(module, attribute)
+            undo.append(functools.partial(_restore, module, attribute, module.__dict__.get(attribute)))
+            object.__setattr__(module, attribute, wrap(name, original))
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+def _restore(module: torch.nn.Module, attribute: str, original: Any) -> None:
+    if original is None:
+        module.__dict__.pop(attribute, None)
+    else:
+        object.__setattr__(module, attribute, original)

@@ -1,0 +1,215 @@
+"""Recording: the ops of planned stretches of forward, with their arguments as references that hold no memory.
+
+A :class:`Slot` stands for one storage. An op's tensor arguments become :class:`View`s on slots, so that a recording
+keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .modes import ToggledMode
+from .operators import Traits, traits
+from .storages import Geometry, is_plain, storage_key, version_probe
+
+if TYPE_CHECKING:
+    from .entry import Entry
+    from .replay import Recipe
+
+
+class View(NamedTuple):
+    """A tensor argument: where it lay, and which content it read (the version counter counts in-place writes)."""
+
+    slot: Slot
+    version: int
+    geometry: Geometry
+
+
+class RecordedOp:
+    """One op as it was called."""
+
+    __slots__ = ("arguments", "births", "func", "generator", "order", "spec", "state", "usable", "writes")
+
+    def __init__(self, order: int, func: Any, arguments: list[Any], spec: pytree.TreeSpec) -> None:
+        self.order = order
+        self.func = func
+        self.usable = True
+        """Whether it can be run again."""
+        self.arguments = arguments
+        """Flat arguments, tensors as :class:`View`."""
+        self.spec = spec
+        self.births: list[tuple[int, Slot]] = []
+        """(position among the flat outputs, slot born there)."""
+        self.writes: list[Slot] = []
+        """Slots that were there before and are written in place."""
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+        """Generator state before the op, when it is random."""
+
+    def views(self) -> Iterator[View]:
+        return (argument for argument in self.arguments if isinstance(argument, View))
+
+
+class Slot:
+    """One storage, as far as recording has seen it.
+
+    ``writers[0]`` is the op that bore it (None when that was not recorded), ``writers[k]`` the one that made version k.
+    """
+
+    __slots__ = ("__weakref__", "entry", "key", "opaque", "probe", "step", "storage", "waiting", "writers")
+
+    def __init__(self, storage: torch.UntypedStorage, registry: dict[int, Slot]) -> None:
+        self.key = storage._cdata
+        self.writers: dict[int, RecordedOp] = {}
+        """Version the op left behind -> op; 0 for the birth."""
+        self.opaque = False
+        self.entry: weakref.ref[Entry] | None = None
+        self.step = 0
+        """The engine's step in which it was first packed; 0 for never."""
+        self.probe: torch.Tensor | None = None
+        """Shares the version counter; only for storages that were there before recording saw them."""
+        self.waiting: list[weakref.ref[Recipe]] = []
+        """Recipes that read this slot before it was packed: they claim its entry when it comes."""
+        self.storage = weakref.ref(storage, lambda _, key=self.key: registry.pop(key, None))
+
+    def attach(self, entry: Entry) -> None:
+        """The slot has become a saved value: recipes that read it claim the entry instead of what they held."""
+        self.entry = weakref.ref(entry)
+        waiting, self.waiting = self.waiting, []
+        for reference in waiting:
+            recipe = reference()
+            if recipe is not None:
+                recipe.refresh()
+
+    def wait_for_entry(self, recipe: Recipe) -> None:
+        """Has the recipe refreshed when this slot is packed."""
+        if all(reference() is not recipe for reference in self.waiting):
+            self.waiting.append(weakref.ref(recipe))
+
+    def entry_at(self, version: int) -> Entry | None:
+        """The saved value of this slot, when it is still there and holds just this content."""
+        entry = self.entry() if self.entry is not None else None
+        return entry if entry is not None and entry.version == version else None
+
+    def writers_up_to(self, version: int) -> list[RecordedOp] | None:
+        """The ops that make this content from nothing; None when one of them was not recorded or is opaque."""
+        if self.opaque:
+            return None
+        found = [self.writers.get(step) for step in range(version + 1)]
+        return None if None in found else found  # type: ignore[return-value]
+
+
+class Recorder(ToggledMode):
+    """Switched on and off at planned save points. State: the registry of live slots, and the count of ops."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.registry: dict[int, Slot] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = traits(func)
+        if facts.pure_view:
+            return func(*args, **(kwargs or {}))
+        recorded, written = self._before(func, facts, args, kwargs or {})
+        outputs = func(*args, **(kwargs or {}))
+        self._after(recorded, written, outputs)
+        return outputs
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot:
+        """The slot of the tensor's storage, made when it is new."""
+        storage = tensor.untyped_storage()
+        slot = self.registry.get(storage._cdata)
+        if slot is None:
+            slot = self.registry[storage._cdata] = Slot(storage, self.registry)
+        return slot
+
+    def _before(
+        self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[RecordedOp, list[tuple[Slot, int]]]:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        self._count += 1
+        recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
+        for position in facts.statistics if updates_statistics(facts, args) else ():
+            recorded.arguments[position] = Scratch.like(flat[position])
+        if facts.random:
+            recorded.generator = _generator_of(flat, self._device_type)
+            recorded.state = recorded.generator.get_state()
+        recorded.usable = not facts.uninitialised and _UNUSABLE not in recorded.arguments
+        statistics = [args[position] for position in facts.statistics if position < len(args)]
+        written = [
+            (self.slot_of(tensor), tensor._version)
+            for tensor in written_tensors(facts, args, kwargs)
+            if is_plain(tensor, self._device_type) and not any(tensor is one for one in statistics)
+        ]
+        return recorded, written
+
+    def _reference(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not is_plain(leaf, self._device_type):
+            return _UNUSABLE
+        slot = self.slot_of(leaf)
+        if slot.probe is None and (slot.opaque or 0 not in slot.writers):
+            slot.probe = version_probe(leaf)
+        return View(slot, leaf._version, Geometry.of(leaf))
+
+    def _after(self, recorded: RecordedOp, written: list[tuple[Slot, int]], outputs: Any) -> None:
+        for slot, version in written:
+            if recorded.usable:
+                slot.writers[version + 1] = recorded  # the counter itself moves only after this handler returns
+                recorded.writes.append(slot)
+        for position, output in enumerate(pytree.tree_leaves(outputs)):
+            if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
+                continue
+            if storage_key(output) in self.registry:
+                continue
+            slot = self.slot_of(output)
+            slot.opaque = not recorded.usable
+            slot.writers[0] = recorded
+            recorded.births.append((position, slot))
+
+
+_UNUSABLE = object()
+"""Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
+
+
+class Scratch(NamedTuple):
+    """Stands for running statistics in training: a replay gives the op a throw-away tensor in their place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor | None) -> Scratch | None:
+        return None if tensor is None else cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def updates_statistics(facts: Traits, args: Any) -> bool:
+    """Whether this call of a batch norm computes from the batch, and only writes its running statistics."""
+    return bool(facts.statistics) and (len(args) < 6 or not isinstance(args[5], bool) or args[5])
+
+
+def written_tensors(facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the operator declares to write in place."""
+    if not facts.written:
+        return []
+    candidates = [args[position] for position in facts.written if position < len(args)]
+    candidates += [value for name, value in kwargs.items() if name in facts.written_names]
+    return [leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, torch.Tensor)]
+
+
+def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:
+    for leaf in flat:
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    if device_type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator

@@ -1,0 +1,48 @@
+"""What a session did, in numbers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepReport(msgspec.Struct, kw_only=True):
+    """One step, or the sum over steps (peaks: the largest)."""
+
+    steps: int = 0
+    peak_bytes: int | None = None
+    """Most live bytes of device storages at any moment; None for steps that were not metered."""
+    out_bytes: int = 0
+    """Bytes copied to the host."""
+    in_bytes: int = 0
+    replay_s: float = 0.0
+    """Seconds spent in replays, waits for their inputs included."""
+    replayed_values: int = 0
+    stall_s: float = 0.0
+    """Seconds the compute stream waited for copies."""
+    fallbacks: int = 0
+    """Values that went another way than planned: after a divergence, on a full disk, or not replayable."""
+    fallback_reasons: list[str] = msgspec.field(default_factory=list)
+
+    def add(self, other: StepReport) -> None:
+        self.steps += other.steps
+        if other.peak_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
+        self.out_bytes += other.out_bytes
+        self.in_bytes += other.in_bytes
+        self.replay_s += other.replay_s
+        self.replayed_values += other.replayed_values
+        self.stall_s += other.stall_s
+        self.fallbacks += other.fallbacks
+        for reason in other.fallback_reasons:
+            if reason not in self.fallback_reasons:
+                self.fallback_reasons.append(reason)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """``session.report()``: the last step that ended, the sum over all of them, and what was promised."""
+
+    last_step: StepReport
+    total: StepReport
+    predicted_peak_bytes: int
+    predicted_first_step_peak_bytes: int
+    budget_bytes: int

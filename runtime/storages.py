@@ -1,0 +1,63 @@
+"""Storages and views: the identity of a value, the geometry of a view on it, and version counters without memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies on its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the tensor's storage for as long as the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether the runtime may touch it: a strided, ordinary tensor with memory, on the plan's device."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == device_type
+        and not tensor.is_inference()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares ``tensor``'s version counter.
+
+    ``detach`` shares the counter; assigning ``.data`` swaps the storage under the alias and leaves the counter. So
+    ``probe._version`` tells of in-place writes to a value whose device copy the runtime has long given up.
+    """
+    key = (tensor.dtype, tensor.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    probe = tensor.detach()
+    probe.data = empty
+    return probe
