@@ -1,0 +1,111 @@
+"""The command line ``pooch``: one class per verb, one place where errors become one line and an exit code.
+
+Exit codes: 0 ok, 1 error, 2 usage, 3 infeasible (names the smallest feasible budget), 4 time limit reached (the best
+plan was written), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from .. import __version__
+from ..errors import PoochError, UsageError
+from .base import Verb
+from .plan import PlanVerb
+from .profile import ProfileVerb
+from .run import RunVerb
+
+VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, RunVerb)
+_EXAMPLES = """\
+examples:
+  pooch profile configs/unet3d.toml -o profile.json
+  pooch plan profile.json --budget 60% -o plan.json
+  pooch run configs/unet3d.toml --plan plan.json --check
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process, so that a usage error is one line like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``pooch`` with a sub-parser for each verb."""
+    parser = _Parser(
+        prog="pooch",
+        description="Train a network that does not fit: measure the step, plan what to keep, swap or recompute, run it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pooch {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for verb in VERBS:
+        sub = verbs.add_parser(
+            verb.name,
+            help=verb.summary,
+            description=verb.description,
+            epilog=f"examples:\n{verb.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="data as JSON on stdout, everything else on stderr")
+        sub.add_argument("--force", action="store_true", help="overwrite output files that exist")
+        sub.add_argument("-v", "--verbose", action="store_true", help="show tracebacks and the details of warnings")
+        sub.set_defaults(verb=verb)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``pooch`` and returns its exit code; the only place where errors are turned into text for a person."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verbose = "-v" in arguments or "--verbose" in arguments
+    with warnings.catch_warnings():
+        if not verbose:
+            warnings.showwarning = _show_warning
+        try:
+            options = build_parser().parse_args(arguments)
+            verb: Verb = options.verb(options)
+            return verb.execute()
+        except PoochError as error:
+            _explain(" ".join(str(error).split()), verbose)
+            return error.exit_code
+        except KeyboardInterrupt:
+            _explain("interrupted", verbose)
+            return 130
+        except BrokenPipeError:
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # the reader went away: no second error at exit
+            return 1
+        except Exception as error:
+            text = " ".join(str(error).split()) or "no message"
+            hint = "" if verbose else "; run again with -v for the traceback"
+            _explain(f"{type(error).__name__}: {text}{hint}", verbose)
+            return 1
+
+
+def _explain(line: str, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exc(file=sys.stderr)
+    print(f"pooch: error: {line}", file=sys.stderr)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,  # noqa: ARG001
+    lineno: int,  # noqa: ARG001
+    file: TextIO | None = None,
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """One line for a warning, without the source line that Python adds."""
+    kind = "" if category is UserWarning else f" ({category.__name__})"
+    print(f"pooch: warning: {' '.join(str(message).split())}{kind}", file=file or sys.stderr)

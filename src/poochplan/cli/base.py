@@ -1,0 +1,142 @@
+"""What every verb shares: where it writes, progress on a terminal, and the check of its output files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import Console
+
+from ..errors import UsageError
+from ..files import check_output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ProgressCallback = Callable[[str], None]
+NARROWEST_TABLE = 100
+
+
+class Verb(ABC):
+    """One verb of the command line. Subclasses say what they take and do; this class says where they write.
+
+    Data goes to stdout as JSON under ``--json``, and then everything else goes to stderr.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[str]
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.console = _console(sys.stderr if options.json else sys.stdout)
+        self._stdout = sys.stdout
+
+    @classmethod
+    @abstractmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the verb's own arguments."""
+
+    @abstractmethod
+    def run(self) -> dict[str, Any]:
+        """Does the work and returns the data that ``--json`` prints."""
+
+    def execute(self) -> int:
+        """Runs the verb; returns the exit code. Raises what the verb raises: ``main`` is the one catch site."""
+        if not self.options.json:
+            self.run()
+            return 0
+        with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not get between the data
+            data = self.run()
+        self.print_json(data)
+        return 0
+
+    def print_json(self, data: dict[str, Any]) -> None:
+        """Prints the verb's data on stdout."""
+        print(json.dumps(data, indent=2, allow_nan=False), file=self._stdout)
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Prints tables or lines for a person; long lines are left to the terminal."""
+        for renderable in renderables:
+            self.console.print(renderable, highlight=False, markup=False, soft_wrap=isinstance(renderable, str))
+
+    def wrote(self, path: Path) -> None:
+        """Says that a file was written."""
+        self.show(f"Wrote {path}")
+
+    def output(self, path: str | Path | None, *, suffix: str = "") -> Path | None:
+        """The path, checked before the work starts; None when no such output was asked for."""
+        if path is None:
+            return None
+        if suffix and not str(path).endswith(suffix):
+            raise UsageError(f"{path}: expected a file name that ends in {suffix}; name one")
+        return check_output(path, force=self.options.force)
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[ProgressCallback]:
+        """A spinner with the current activity on stderr, only on a terminal; yields what updates its text."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield lambda text: None  # noqa: ARG005
+            return
+        with console.status(what) as status:
+            yield lambda text: status.update(f"{what}: {text}")
+
+
+def parse_overrides(settings: list[str] | None) -> dict[str, str]:
+    """Parameters of ``--set name=value``, as text; the workload loader gives them their types.
+
+    Raises
+    ------
+    UsageError
+        An entry is not ``name=value``, or a name comes twice.
+    """
+    overrides: dict[str, str] = {}
+    for setting in settings or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise UsageError(f"--set: expected name=value, such as batch_size=64, found {setting!r}")
+        if name.strip() in overrides:
+            raise UsageError(f"--set: {name.strip()!r} is given twice; give it once")
+        overrides[name.strip()] = value.strip()
+    return overrides
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum}, found {text!r}")
+        return value
+
+    return whole_number
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    return value
+
+
+def _console(stream: Any) -> Console:
+    console = Console(file=stream)
+    if not console.is_terminal and console.width < NARROWEST_TABLE:
+        console.width = NARROWEST_TABLE  # a log file has no width; tables keep their columns
+    return console

@@ -1,0 +1,139 @@
+"""``pooch plan``: decides, for a profile and a budget; needs neither torch nor the device."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import TimeLimitError
+from ..units import parse_budget
+from .base import Verb, at_least, positive
+
+if TYPE_CHECKING:
+    from ..planner.schema import Plan
+    from ..profiler.schema import Profile
+
+LAYERS_SHOWN = 12
+
+
+class PlanVerb(Verb):
+    """Solves for the cheapest decisions that fit the budget and writes them."""
+
+    name = "plan"
+    summary = "decide which saved values to keep, swap and recompute under a memory budget"
+    description = (
+        "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
+        "will cost. Runs on any machine. Ends with exit code 3 and the smallest feasible budget when nothing fits."
+    )
+    examples = """\
+  pooch plan profile.json --budget 60% -o plan.json
+  pooch plan profile.json --budget 8GiB --timeline plan.png
+  pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
+        parser.add_argument(
+            "--budget", required=True, metavar="SIZE", help="60%% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes"
+        )
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="plan to write (default: PROFILE's name, .plan.json)"
+        )
+        parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
+        parser.add_argument(
+            "--time-limit", type=positive, default=60.0, metavar="S", help="seconds for the solver (default: 60)"
+        )
+        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
+        parser.add_argument("--threads", type=at_least(1), default=2, metavar="N", help="solver threads (default: 2)")
+        parser.add_argument(
+            "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
+        )
+
+    def run(self) -> dict[str, Any]:
+        from ..planner.planning import plan
+        from ..profiler.schema import Profile
+
+        options = self.options
+        path = self.output(options.output or default_plan_name(options.profile))
+        picture = self.output(options.timeline, suffix=".png")
+        assert path is not None
+        profile = Profile.load(options.profile)
+        budget_bytes = parse_budget(options.budget, profile.in_core_peak_bytes)
+        with self.progress("planning"):
+            made = plan(
+                profile,
+                budget_bytes,
+                solver=options.solver,
+                time_limit_s=options.time_limit,
+                gap=options.gap,
+                threads=options.threads,
+            )
+        made.save(path, force=options.force)
+        self._show(made)
+        if picture is not None:
+            draw(profile, made, picture, force=options.force)
+        self.wrote(path)
+        if picture is not None:
+            self.wrote(picture)
+        _raise_if_stopped(made, path)
+        return plan_data(made, path)
+
+    def _show(self, made: Plan) -> None:
+        from ..report.layers import decisions_by_layer
+        from ..report.tables import frame_table, plan_rows, summary_table
+
+        self.show(summary_table(f"Plan for {made.workload}", plan_rows(made)))
+        by_layer = decisions_by_layer(made)
+        moved = by_layer[(by_layer["swap"] + by_layer["recompute"]) > 0]
+        if moved.empty:
+            return
+        title = f"What is not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
+        headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
+        self.show(frame_table(title, moved.head(LAYERS_SHOWN), headings))
+
+
+def default_plan_name(profile_path: str) -> Path:
+    """``name.plan.json`` beside ``name.profile.json``."""
+    path = Path(profile_path)
+    name = path.name.removesuffix(".gz").removesuffix(".json")
+    name = name.removesuffix(".profile")
+    return path.with_name("plan.json" if name in ("profile", "") else f"{name}.plan.json")
+
+
+def draw(profile: Profile, plan: Plan, path: Path, *, force: bool) -> None:
+    """Writes the timeline picture of a plan."""
+    from ..report.timeline import timeline_of, write_timeline
+
+    write_timeline(timeline_of(profile, plan), path, force=force)
+
+
+def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
+    """What ``pooch plan --json`` prints: budget, prediction, decisions and how they were found."""
+    import msgspec
+
+    from ..report.layers import decision_totals
+
+    prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
+    decisions = {
+        str(decision): {"values": int(row["values"]), "bytes": int(row["size_bytes"])}
+        for decision, row in decision_totals(plan).iterrows()
+    }
+    return {
+        "plan": str(path),
+        "workload": plan.workload,
+        "budget_bytes": plan.budget_bytes,
+        **prediction,
+        "decisions": decisions,
+        "solve": msgspec.to_builtins(plan.solve),
+        "notes": list(plan.notes),
+    }
+
+
+def _raise_if_stopped(plan: Plan, path: Path) -> None:
+    if "time limit" in plan.solve.status.replace("_", " ").lower():
+        raise TimeLimitError(
+            f"the solver's time limit was reached; the best plan found was written to {path}; "
+            "raise --time-limit for a better one"
+        )

@@ -1,0 +1,149 @@
+"""``pooch profile``: measures a workload's training step and the link."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..units import format_seconds, parse_rate
+from .base import Verb, at_least, parse_overrides
+
+if TYPE_CHECKING:
+    from ..profiler.schema import Profile
+    from ..workload import LoadedWorkload
+
+
+class ProfileVerb(Verb):
+    """Runs the step a few times and writes what it saw."""
+
+    name = "profile"
+    summary = "measure a training step: ops, saved values, memory, and the link to the host tier"
+    description = (
+        "Runs the workload's training step a few times in-core and writes a profile: every op with its time, every "
+        "saved value with its lifetime, the peak, and what the link costs in both directions. WORKLOAD is a TOML, "
+        "package.module:function or path/to/file.py:function."
+    )
+    examples = """\
+  pooch profile configs/unet3d.toml -o profile.json
+  pooch profile train.py:workload --set batch_size=64 --top 10
+  pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
+        parser.add_argument("-o", "--output", metavar="FILE", help="profile to write (default: NAME.profile.json)")
+        add_workload_arguments(parser)
+        parser.add_argument(
+            "--iterations",
+            type=at_least(1),
+            default=5,
+            metavar="N",
+            help="timed steps; medians are stored (default: 5)",
+        )
+        parser.add_argument(
+            "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
+        )
+        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument(
+            "--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s, here and when run"
+        )
+        parser.add_argument("--accumulate", action="store_true", help="gradients of the step before stay in forward")
+        parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="show the N layers that save most")
+
+    def run(self) -> dict[str, Any]:
+        from ..report.tables import profile_rows, summary_table
+
+        options = self.options
+        if options.output is not None:
+            self.output(options.output)
+        throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
+        loaded = load(options)
+        path = self.output(options.output or f"{loaded.name}.profile.json")
+        assert path is not None
+        start_s = time.perf_counter()
+        profile = self._measure(loaded, throttle)
+        profile.save(path, force=options.force)
+        took = format_seconds(time.perf_counter() - start_s)
+        self.show(summary_table(f"Profile of {loaded.name}, taken in {took}", profile_rows(profile)))
+        layers = self._top_layers(profile) if options.top else []
+        self.wrote(path)
+        return profile_data(profile, path) | ({"layers": layers} if options.top else {})
+
+    def _measure(self, loaded: LoadedWorkload, throttle: float | None) -> Profile:
+        from ..profiler.profiling import profile
+
+        options, workload = self.options, loaded.workload
+        with self.progress(f"profiling {loaded.name}") as say:
+            return profile(
+                workload.step,
+                model=workload.model,
+                optimizer=workload.optimizer,
+                workload=loaded.name,
+                iterations=options.iterations,
+                warmup=options.warmup,
+                accumulate=options.accumulate,
+                spill_dir=options.spill_dir,
+                throttle=throttle,
+                progress=say,
+            )
+
+    def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:
+        from ..report.layers import saved_by_layer
+        from ..report.tables import frame_table
+
+        top = saved_by_layer(profile).head(self.options.top)
+        headings = {
+            "saved_bytes": "saved",
+            "values": "values",
+            "forward_s": "forward",
+            "backward_s": "backward",
+            "swap_s": "swap out + in",
+            "recompute_s": "recompute",
+        }
+        self.show(frame_table(f"The {len(top)} layers that save most", top, headings))
+        records: list[dict[str, Any]] = top.reset_index().to_dict("records")
+        return records
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--set`` and ``--seed``, which every verb that builds a workload takes."""
+    parser.add_argument(
+        "--set", dest="settings", action="append", metavar="NAME=VALUE", help="a parameter of the workload; repeatable"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of all generators (default: 0)")
+
+
+def load(options: argparse.Namespace) -> LoadedWorkload:
+    """The seeded workload that the options name; raises what ``load_workload`` raises."""
+    overrides = parse_overrides(options.settings)
+    from ..verify import seed_everything
+    from ..workload import load_workload
+
+    seed_everything(options.seed)
+    return load_workload(options.workload, overrides)
+
+
+def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
+    """What ``pooch profile --json`` prints: the figures of the summary, in bytes and seconds."""
+    times, link = profile.times, profile.link
+    return {
+        "profile": str(path),
+        "workload": profile.workload,
+        "device": profile.device.name,
+        "mode": profile.mode,
+        "in_core_peak_bytes": profile.in_core_peak_bytes,
+        "in_core_peak_layer": profile.in_core_peak_layer,
+        "in_core_step_s": times.step_s,
+        "forward_s": times.forward_s,
+        "backward_s": times.backward_s,
+        "optimizer_s": times.optimizer_s,
+        "spread_s": times.spread_s,
+        "static_bytes": profile.static_bytes,
+        "saved_bytes": sum(value.size_bytes for value in profile.values if value.kind == "activation"),
+        "out_bandwidth_bytes_per_s": link.outward.bandwidth_bytes_per_s,
+        "in_bandwidth_bytes_per_s": link.inward.bandwidth_bytes_per_s,
+        "notes": list(profile.notes),
+    }

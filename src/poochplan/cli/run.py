@@ -1,0 +1,124 @@
+"""``pooch run``: trains a workload for some steps under a plan, measures them, and checks them against in-core."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PoochError, UsageError
+from .base import Verb, at_least, parse_overrides
+from .plan import draw
+from .profile import add_workload_arguments
+
+if TYPE_CHECKING:
+    from ..planner.schema import Plan
+    from ..profiler.schema import Profile
+    from ..report.runs import RunSummary
+    from ..verify import Build
+
+
+class RunVerb(Verb):
+    """Runs steps under a plan; with ``--check`` also in-core, and compares bit by bit."""
+
+    name = "run"
+    summary = "train for some steps under a plan, measure them, and check the gradients"
+    description = (
+        "Builds the workload, runs training steps under the plan, and sets measured peak and step time beside the "
+        "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "
+        "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
+        "times are medians over --timed further steps, which are neither metered nor compared."
+    )
+    examples = """\
+  pooch run configs/unet3d.toml --plan plan.json --check
+  pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
+  pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
+        parser.add_argument("--plan", required=True, metavar="FILE", help="file that pooch plan wrote")
+        parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
+        parser.add_argument(
+            "--timed", type=at_least(1), default=3, metavar="N", help="further steps, for the step time (default: 3)"
+        )
+        parser.add_argument("--check", action="store_true", help="run in-core too, and compare bit by bit")
+        add_workload_arguments(parser)
+        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument(
+            "--on-divergence",
+            choices=("warn", "error"),
+            default="warn",
+            help="when a step leaves the plan (default: warn)",
+        )
+        parser.add_argument("--profile", metavar="FILE", help="profile of the plan, for --timeline")
+        parser.add_argument("--timeline", metavar="FILE.png", help="draw the planned step; needs --profile")
+
+    def run(self) -> dict[str, Any]:
+        from ..planner.schema import Plan
+
+        options = self.options
+        picture = self.output(options.timeline, suffix=".png")
+        if (picture is None) != (options.profile is None):
+            raise UsageError("--timeline and --profile go together: the picture is drawn from the plan and its profile")
+        build = self._builder()
+        plan = Plan.load(options.plan)
+        profile = self._profile(plan)
+        summary = self._measure(plan, build)
+        self._show(plan, summary)
+        if picture is not None and profile is not None:
+            draw(profile, plan, picture, force=options.force)
+            self.wrote(picture)
+        data = summary.data(plan)
+        if summary.difference is not None:
+            if options.json:
+                self.print_json(data)
+            raise PoochError(
+                f"not bitwise equal to in-core: {summary.difference}; "
+                "please report this with the plan, and train in-core meanwhile"
+            )
+        return data
+
+    def _builder(self) -> Build:
+        options, overrides = self.options, parse_overrides(self.options.settings)
+        from ..workload import load_workload
+
+        return lambda: load_workload(options.workload, overrides).workload
+
+    def _profile(self, plan: Plan) -> Profile | None:
+        from ..profiler.schema import Profile
+
+        if self.options.profile is None:
+            return None
+        profile = Profile.load(self.options.profile)
+        if profile.model.fingerprint != plan.model.fingerprint:
+            raise UsageError(
+                f"--profile: {self.options.profile} is of another model than the plan; name the plan's own"
+            )
+        return profile
+
+    def _measure(self, plan: Plan, build: Build) -> RunSummary:
+        from .. import verify
+        from ..report.runs import RunSummary
+
+        options = self.options
+        shared: dict[str, Any] = {
+            "steps": options.steps,
+            "timed_steps": options.timed,
+            "seed": options.seed,
+            "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
+            "on_divergence": options.on_divergence,
+        }
+        with self.progress("running") as say:
+            if options.check:
+                compared = verify.check(build, plan, progress=say, **shared)
+                return RunSummary.of(compared.planned, in_core=compared.in_core, comparison=compared)
+            planned = verify.run_planned(build, plan, record=False, progress=say, **shared)
+            return RunSummary.of(planned)
+
+    def _show(self, plan: Plan, summary: RunSummary) -> None:
+        from ..report.tables import summary_table
+
+        steps = f"{self.options.steps} steps and {self.options.timed} timed ones"
+        self.show(summary_table(f"{plan.workload}: {steps} under the plan", summary.rows(plan)))

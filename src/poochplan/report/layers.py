@@ -1,0 +1,145 @@
+"""Frames with one row per layer: what it saves, what its fates would cost, where a plan's overhead comes from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import zip_longest
+
+import pandas as pd
+
+from ..errors import ModelMismatchError
+from ..planner.problem import build_problem
+from ..planner.schedule import schedule_of
+from ..planner.schema import Decision, Plan
+from ..planner.simulate import Simulation, simulate
+from ..planner.streams import Lane
+from ..profiler.schema import Phase, Profile
+
+OUTSIDE = "(outside the model)"
+SAVED_COLUMNS = ("saved_bytes", "values", "forward_s", "backward_s", "swap_s", "recompute_s")
+
+
+def saved_by_layer(profile: Profile) -> pd.DataFrame:
+    """One row per layer that has ops or saved values, most saved bytes first; the index is the layer's path.
+
+    Columns: ``saved_bytes``, ``values`` (how many), ``forward_s`` and ``backward_s`` (its ops), ``swap_s`` (its saved
+    values out and back in over the measured link, nothing hidden) and ``recompute_s`` (the ops that write them, once).
+    """
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SAVED_COLUMNS, 0.0))
+    writers = writers_by_value(profile)
+    for op in profile.ops:
+        if op.phase is not Phase.OPTIMIZER:
+            rows[op.layer or OUTSIDE]["forward_s" if op.phase is Phase.FORWARD else "backward_s"] += op.duration_s
+    for index in saved_values(profile):
+        value = profile.values[index]
+        row = rows[value.layer or OUTSIDE]
+        row["saved_bytes"] += value.size_bytes
+        row["values"] += 1
+        row["swap_s"] += sum(
+            direction.latency_s + value.size_bytes / direction.bandwidth_bytes_per_s
+            for direction in (profile.link.outward, profile.link.inward)
+        )
+    recomputed_by_layer: dict[str, set[int]] = defaultdict(set)
+    for index in saved_values(profile):
+        recomputed_by_layer[profile.values[index].layer or OUTSIDE].update(writers[index])
+    for layer, ops in recomputed_by_layer.items():
+        rows[layer]["recompute_s"] = sum(profile.ops[op].duration_s for op in ops)
+    return _frame(rows, SAVED_COLUMNS, by="saved_bytes", counts=("saved_bytes", "values"))
+
+
+def saved_values(profile: Profile) -> list[int]:
+    """Values that autograd saves, in the order of first packs: those a plan decides on."""
+    return list(dict.fromkeys(profile.handles[point.handle].value for point in profile.points if point.kind == "save"))
+
+
+def writers_by_value(profile: Profile) -> list[list[int]]:
+    """Forward ops that bear or write each value, in order."""
+    writers: list[list[int]] = [[] for _ in profile.values]
+    for index, op in enumerate(profile.ops):
+        if op.phase is Phase.FORWARD:
+            for value in dict.fromkeys((*op.outputs, *op.writes)):
+                writers[value].append(index)
+    return writers
+
+
+def decisions_by_layer(plan: Plan) -> pd.DataFrame:
+    """Bytes per layer, most that are not kept first: columns ``keep``, ``swap`` and ``recompute``."""
+    columns = tuple(str(decision) for decision in Decision)
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
+    for value in plan.values:
+        rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
+    frame = _frame(rows, columns, by="keep", counts=columns)
+    return frame.loc[(frame["swap"] + frame["recompute"]).sort_values(ascending=False, kind="stable").index]
+
+
+def decision_totals(plan: Plan) -> pd.DataFrame:
+    """``values`` and ``size_bytes`` of each decision; the index is the decision."""
+    rows = {str(decision): {"values": 0, "size_bytes": 0} for decision in Decision}
+    for value in plan.values:
+        rows[value.decision]["values"] += 1
+        rows[value.decision]["size_bytes"] += value.size_bytes
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _frame(
+    rows: dict[str, dict[str, float]], columns: Iterable[str], *, by: str, counts: Iterable[str]
+) -> pd.DataFrame:
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(columns)).rename_axis("layer")
+    return frame.astype(dict.fromkeys(counts, "int64")).sort_values(by, ascending=False, kind="stable")
+
+
+def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
+    """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
+
+    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (the compute stream waits for copies of the layer's values),
+    ``replay_s`` (ops of the layer that run again) and ``overhead_s``, their sum. What compute loses because it runs
+    slower beside copies belongs to no layer and has the row ``(beside copies)``.
+    """
+    simulation = simulate_plan(profile, plan)
+    layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
+    columns = ("swap", "recompute", "stall_s", "replay_s")
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
+    for value in plan.values:
+        if value.decision is not Decision.KEEP:
+            rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
+    for span in simulation.trace:
+        if span.lane is Lane.STALL:
+            rows[layer_of[span.label]]["stall_s"] += span.end_s - span.start_s
+        elif span.lane is Lane.REPLAY:
+            for name, share in _replay_shares(profile, span.label).items():
+                rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
+    if simulation.interference_s:
+        rows["(beside copies)"]["stall_s"] = simulation.interference_s
+    frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
+    frame["overhead_s"] = frame["stall_s"] + frame["replay_s"]
+    return frame.sort_values("overhead_s", ascending=False, kind="stable")
+
+
+def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
+    """The plan's step as the simulator sees it, with its trace.
+
+    Raises
+    ------
+    ModelMismatchError
+        The plan was made from another profile; names the first saved value that differs.
+    """
+    names = [profile.values[index].name for index in saved_values(profile)]
+    for wanted, found in zip_longest((value.name for value in plan.values), names):
+        if wanted != found:
+            raise ModelMismatchError(
+                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, found "
+                f"{found or 'nothing further'}; name the profile that the plan was made from, or plan again"
+            )
+    problem = build_problem(profile)
+    return simulate(problem, schedule_of(plan, problem), trace=True)
+
+
+def _replay_shares(profile: Profile, label: str) -> dict[str, float]:
+    """Share of a replay's seconds that each of its values takes, by the time of the ops that write it."""
+    index_of = {profile.values[index].name: index for index in saved_values(profile)}
+    writers = writers_by_value(profile)
+    names = [name for name in label.split(", ") if name in index_of]
+    seconds = {name: sum(profile.ops[op].duration_s for op in writers[index_of[name]]) for name in names}
+    total_s = sum(seconds.values())
+    return {name: seconds[name] / total_s if total_s else 1 / len(names) for name in names}

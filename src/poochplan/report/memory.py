@@ -1,0 +1,65 @@
+"""Live device bytes over the time of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..profiler.schema import Kind, Profile
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """A step function: from ``times_s[i]`` to ``times_s[i + 1]`` there are ``size_bytes[i]`` live bytes.
+
+    ``times_s`` has one entry more than ``size_bytes`` and starts at 0.
+    """
+
+    times_s: npt.NDArray[np.float64]
+    size_bytes: npt.NDArray[np.int64]
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.size_bytes.max(initial=0))
+
+    @property
+    def peak_s(self) -> float:
+        """Middle of the first stretch at which the peak is reached."""
+        if not self.size_bytes.size:
+            return 0.0
+        index = int(self.size_bytes.argmax())
+        return float(self.times_s[index] + self.times_s[index + 1]) / 2
+
+
+def in_core_bytes(profile: Profile) -> npt.NDArray[np.int64]:
+    """Bytes live at each tick of the in-core step, every value rounded up to the allocation unit."""
+    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
+    for value in profile.values:
+        born = 0 if value.born < 0 else profile.op_ticks[value.born]
+        death = max(value.freed, value.forward_death)
+        size_bytes = profile.rounded_bytes(value.size_bytes)
+        change[born] += size_bytes
+        change[min(death, profile.tick_count - 1) + 1] -= size_bytes
+    live = np.cumsum(change)[:-1]
+    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
+        live[tick] += profile.rounded_bytes(op.workspace_bytes)
+    return live
+
+
+def in_core_curve(profile: Profile) -> MemoryCurve:
+    """The in-core step's memory over time: ops one after another at their profiled durations."""
+    live = in_core_bytes(profile)
+    ticks = np.asarray(profile.op_ticks, dtype=np.int64)
+    durations_s = np.asarray([op.duration_s for op in profile.ops], dtype=np.float64)
+    return MemoryCurve(times_s=np.concatenate([[0.0], np.cumsum(durations_s)]), size_bytes=live[ticks])
+
+
+def static_bytes(profile: Profile) -> dict[str, int]:
+    """Bytes that live all step long, by kind; gradients only where they live through forward."""
+    return {
+        kind: size_bytes
+        for kind, size_bytes in profile.static_bytes.items()
+        if size_bytes and (kind != Kind.GRADIENT or profile.gradients_live_through_forward)
+    }

@@ -1,0 +1,133 @@
+"""What ``pooch run`` found, beside what the plan promised."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..planner.schema import Plan
+from ..units import format_bytes, format_seconds
+from .tables import Rows, overhead_text, swapped_text
+
+if TYPE_CHECKING:
+    from ..runtime.report import StepReport
+    from ..verify import Comparison, Run
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Measured figures of a run under a plan; bytes and seconds of one step are medians over its steps."""
+
+    peak_bytes: int | None
+    """Largest metered peak of any step; None when no step was metered."""
+    step_s: float
+    in_core_step_s: float | None
+    """Measured beside it by ``--check``; None when the run was not compared."""
+    out_bytes: int
+    in_bytes: int
+    replay_s: float
+    replayed_values: int
+    stall_s: float
+    fallbacks: int
+    fallback_reasons: tuple[str, ...]
+    checked: bool
+    compared_steps: int
+    compared_tensors: int
+    difference: str | None
+
+    @classmethod
+    def of(cls, planned: Run, *, in_core: Run | None = None, comparison: Comparison | None = None) -> RunSummary:
+        """Sums up a run under a plan, and the comparison where there is one."""
+        assert planned.report is not None
+        total = planned.report.total
+        steps = planned.step_reports
+        timed = [step for step in steps[1:] if step.peak_bytes is None] or steps
+        return cls(
+            peak_bytes=max((step.peak_bytes for step in steps if step.peak_bytes is not None), default=None),
+            step_s=planned.step_s,
+            in_core_step_s=None if in_core is None else in_core.step_s,
+            out_bytes=_median_bytes(timed, "out_bytes"),
+            in_bytes=_median_bytes(timed, "in_bytes"),
+            replay_s=statistics.median(step.replay_s for step in timed),
+            replayed_values=_median_bytes(timed, "replayed_values"),
+            stall_s=statistics.median(step.stall_s for step in timed),
+            fallbacks=total.fallbacks,
+            fallback_reasons=tuple(total.fallback_reasons),
+            checked=comparison is not None,
+            compared_steps=0 if comparison is None else comparison.compared_steps,
+            compared_tensors=0 if comparison is None else comparison.compared_tensors,
+            difference=None if comparison is None else comparison.difference,
+        )
+
+    def overhead(self, plan: Plan) -> float:
+        """Measured step time over the in-core one, measured beside it or else the profile's, minus 1."""
+        return self.step_s / (self.in_core_step_s or plan.prediction.in_core_step_s) - 1
+
+    def rows(self, plan: Plan) -> Rows:
+        """The table of ``pooch run``."""
+        prediction = plan.prediction
+        predicted_peak_bytes = max(prediction.peak_bytes, prediction.first_step_peak_bytes)
+        in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
+        where = "measured beside it" if self.in_core_step_s else "from the profile"
+        share = plan.budget_bytes / prediction.in_core_peak_bytes
+        rows = {
+            "in-core peak": format_bytes(prediction.in_core_peak_bytes),
+            "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak)",
+            "predicted peak": format_bytes(predicted_peak_bytes),
+            "measured peak": self._peak_text(plan),
+            "in-core step time": f"{format_seconds(in_core_step_s)} ({where})",
+            "planned step time": f"{format_seconds(self.step_s)} (predicted {format_seconds(prediction.step_s)})",
+            "predicted overhead": overhead_text(prediction.overhead),
+            "measured overhead": overhead_text(self.overhead(plan)),
+            "bytes swapped": f"{swapped_text(self.out_bytes, self.in_bytes)} a step",
+            "time recomputed": f"{format_seconds(self.replay_s)} a step, {self.replayed_values} values",
+            "stall": f"{format_seconds(self.stall_s)} a step",
+            "gradients bitwise equal": self._equal_text(),
+        }
+        if self.fallbacks:
+            rows["fallbacks"] = f"{self.fallbacks}: {'; '.join(self.fallback_reasons)}"
+        return rows
+
+    def _peak_text(self, plan: Plan) -> str:
+        if self.peak_bytes is None:
+            return "not metered"
+        within = "within the budget" if self.peak_bytes <= plan.budget_bytes else "OVER THE BUDGET"
+        return f"{format_bytes(self.peak_bytes)} ({within})"
+
+    def _equal_text(self) -> str:
+        if not self.checked:
+            return "not checked (--check compares them with in-core)"
+        if self.difference is not None:
+            return f"no: {self.difference}"
+        return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
+
+    def data(self, plan: Plan) -> dict[str, Any]:
+        """What ``pooch run --json`` prints."""
+        prediction = plan.prediction
+        return {
+            "workload": plan.workload,
+            "in_core_peak_bytes": prediction.in_core_peak_bytes,
+            "budget_bytes": plan.budget_bytes,
+            "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
+            "measured_peak_bytes": self.peak_bytes,
+            "in_core_step_s": self.in_core_step_s or prediction.in_core_step_s,
+            "in_core_step_measured": self.in_core_step_s is not None,
+            "predicted_step_s": prediction.step_s,
+            "planned_step_s": self.step_s,
+            "predicted_overhead": prediction.overhead,
+            "measured_overhead": self.overhead(plan),
+            "out_bytes": self.out_bytes,
+            "in_bytes": self.in_bytes,
+            "replay_s": self.replay_s,
+            "replayed_values": self.replayed_values,
+            "stall_s": self.stall_s,
+            "fallbacks": self.fallbacks,
+            "fallback_reasons": list(self.fallback_reasons),
+            "bitwise_equal": (self.difference is None) if self.checked else None,
+            "difference": self.difference,
+        }
+
+
+def _median_bytes(steps: list[StepReport], field: str) -> int:
+    return int(statistics.median(getattr(step, field) for step in steps))

@@ -1,0 +1,110 @@
+"""Tables for the terminal: a summary of two columns, and one row per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+from rich.table import Table
+
+from ..planner.schema import Plan
+from ..profiler.schema import Profile
+from ..units import format_bytes, format_rate, format_seconds
+from .layers import decision_totals
+from .memory import static_bytes
+
+Rows = Mapping[str, str]
+_FORMATS = {"bytes": format_bytes, "s": format_seconds}
+
+
+def summary_table(title: str, rows: Rows) -> Table:
+    """A title over rows of a name and a value."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str]) -> Table:
+    """The frame with its index as first column; ``headings`` are the columns to show, in order.
+
+    Columns whose name ends in ``_bytes`` or ``_s`` are written with their unit; so are decisions' bytes.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table.add_column(str(frame.index.name or ""), overflow="fold")
+    for heading in headings.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, row in frame.iterrows():
+        table.add_row(str(index), *(_cell(column, row[column]) for column in headings))
+    return table
+
+
+def _cell(column: str, value: float) -> str:
+    if value == 0:
+        return "-"
+    unit = column.rpartition("_")[2]
+    if column in ("keep", "swap", "recompute"):
+        unit = "bytes"
+    return _FORMATS[unit](value) if unit in _FORMATS else f"{value:g}"
+
+
+def profile_rows(profile: Profile) -> Rows:
+    """What ``pooch profile`` says first."""
+    times, link = profile.times, profile.link
+    saved = [value for value in profile.values if value.kind == "activation"]
+    movable = [value for value in saved if not value.pinned]
+    throttle = f", held to {format_rate(link.throttle_bytes_per_s)}" if link.throttle_bytes_per_s else ""
+    static = ", ".join(f"{name} {format_bytes(size)}" for name, size in static_bytes(profile).items())
+    return {
+        "device": f"{profile.device.name} ({profile.device.kind}, {format_bytes(profile.device.memory_bytes)})",
+        "mode": profile.mode,
+        "in-core step": f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)}, "
+        f"{times.iterations} iterations)",
+        "forward / backward / optimizer": " / ".join(
+            format_seconds(seconds) for seconds in (times.forward_s, times.backward_s, times.optimizer_s)
+        ),
+        "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)} (at {profile.in_core_peak_layer or 'no layer'})",
+        "of that all step long": static or "nothing",
+        "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
+        f"{format_bytes(sum(value.size_bytes for value in movable))} of it free to swap or recompute",
+        "ops / values / points": f"{len(profile.ops)} / {len(profile.values)} / {len(profile.points)}",
+        f"link ({link.name})": f"out {format_rate(link.outward.bandwidth_bytes_per_s)}, "
+        f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}",
+    } | {f"note {number}": note for number, note in enumerate(profile.notes, 1)}
+
+
+def plan_rows(plan: Plan) -> Rows:
+    """What ``pooch plan`` says first: the prediction, and how it was found."""
+    prediction, solve = plan.prediction, plan.solve
+    share = plan.budget_bytes / prediction.in_core_peak_bytes
+    totals = decision_totals(plan)
+    found = f"{solve.policy} by {solve.solver}, {solve.status} in {format_seconds(solve.wall_s)}, {solve.rounds} rounds"
+    if solve.gap is not None:
+        found += f", gap {solve.gap:.1%}"
+    return {
+        "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak, "
+        f"{format_bytes(prediction.in_core_peak_bytes)})",
+        "predicted peak": format_bytes(max(prediction.peak_bytes, prediction.first_step_peak_bytes)),
+        "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
+        "predicted overhead": overhead_text(prediction.overhead),
+        "of that": f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
+        f"interference {format_seconds(prediction.interference_s)}",
+        "bytes swapped": swapped_text(prediction.out_bytes, prediction.in_bytes),
+        "decisions": ", ".join(
+            f"{decision} {int(row['values'])} ({format_bytes(row['size_bytes'])})"
+            for decision, row in totals.iterrows()
+        ),
+        "found": found,
+    } | {f"note {number}": note for number, note in enumerate(plan.notes, 1)}
+
+
+def overhead_text(overhead: float) -> str:
+    """Such as ``"+4.2%"``."""
+    return f"{overhead:+.1%}"
+
+
+def swapped_text(out_bytes: int, in_bytes: int) -> str:
+    """Such as ``"12.0 MiB out, 12.0 MiB in"``."""
+    return f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"

@@ -1,0 +1,258 @@
+"""A picture of one planned step: what each stream does, and live memory, over time."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..files import write_atomic
+from ..planner.schema import Plan
+from ..planner.streams import Lane
+from ..profiler.schema import Phase, Profile
+from ..units import format_bytes, format_seconds
+from .layers import simulate_plan
+from .memory import MemoryCurve, in_core_curve, static_bytes
+from .tables import overhead_text, swapped_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart with any colour vision, and in grey by their order of lightness.
+COLOURS = {
+    "forward": "#0072B2",
+    "backward": "#56B4E9",
+    "optimizer": "#BBBBBB",
+    "replay": "#F0A000",
+    "stall": "#D55E00",
+    "swap out": "#CC79A7",
+    "swap in": "#009E73",
+}
+ROWS = ("in-core", "compute", "swap out", "swap in")
+WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 10.0, 5.6, 160
+_INK, _QUIET = "#222222", "#6B6B6B"
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stretch of a row of the picture."""
+
+    row: str
+    """One of ``ROWS``."""
+    what: str
+    """A key of ``COLOURS``."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All that the picture shows."""
+
+    workload: str
+    budget_bytes: int
+    overhead: float
+    bars: tuple[Bar, ...]
+    memory: MemoryCurve
+    in_core_memory: MemoryCurve
+    static_bytes: int
+    """Bytes that live all step long."""
+    peak_layer: str
+    subtitle: str
+    measured_peak_bytes: int | None = None
+    measured_overhead: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        return max(bar.end_s for bar in self.bars)
+
+
+def timeline_of(
+    profile: Profile,
+    plan: Plan,
+    *,
+    measured_peak_bytes: int | None = None,
+    measured_overhead: float | None = None,
+) -> Timeline:
+    """The simulated step of a plan; raises ``ModelMismatchError`` when it was made from another profile."""
+    simulation = simulate_plan(profile, plan)
+    starts_s = simulation.tick_start_s
+    boundaries_s = _phase_starts(profile, [float(starts_s[tick]) for tick in profile.op_ticks])
+    bars = list(_in_core_bars(profile))
+    for span in simulation.trace:
+        if span.lane is Lane.COMPUTE:
+            bars += _split("compute", span.start_s, span.end_s, boundaries_s)
+        elif span.lane in (Lane.STALL, Lane.REPLAY):
+            bars.append(Bar("compute", str(span.lane), span.start_s, span.end_s))
+        else:
+            row = "swap out" if span.lane is Lane.OUT else "swap in"
+            bars.append(Bar(row, row, span.start_s, span.end_s))
+    prediction = plan.prediction
+    return Timeline(
+        workload=plan.workload,
+        budget_bytes=plan.budget_bytes,
+        overhead=prediction.overhead,
+        bars=tuple(bars),
+        memory=MemoryCurve(np.append(starts_s, simulation.step_s), simulation.memory_bytes),
+        in_core_memory=in_core_curve(profile),
+        static_bytes=sum(static_bytes(profile).values()),
+        peak_layer=simulation.peak_layer,
+        subtitle=f"step {format_seconds(prediction.step_s)}, in-core {format_seconds(prediction.in_core_step_s)};  "
+        f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
+        f"interference {format_seconds(prediction.interference_s)};  "
+        f"{swapped_text(prediction.out_bytes, prediction.in_bytes)}",
+        measured_peak_bytes=measured_peak_bytes,
+        measured_overhead=measured_overhead,
+    )
+
+
+def write_timeline(timeline: Timeline, path: str | Path, *, force: bool = False) -> Path:
+    """Writes the picture as PNG, never over a file unless ``force``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = draw_timeline(timeline)
+    data = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(data)
+    return write_atomic(path, data.getvalue(), force=force)
+
+
+def draw_timeline(timeline: Timeline) -> Figure:
+    """The picture as a matplotlib figure: rows of the streams above live memory, on one time axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, 1.55))
+    scale_s, unit = _unit(timeline.step_s)
+    draw_streams(streams, timeline, scale_s)
+    draw_memory(memory, timeline, scale_s)
+    memory.set_xlabel(f"time in the step ({unit})")
+    end = max(timeline.step_s, float(timeline.in_core_memory.times_s[-1])) / scale_s
+    memory.set_xlim(0, end)
+    title = f"{timeline.workload}: {format_bytes(timeline.budget_bytes)} budget "
+    title += f"({timeline.budget_bytes / timeline.in_core_memory.peak_bytes:.0%} of in-core), "
+    title += f"predicted overhead {overhead_text(timeline.overhead)}"
+    if timeline.measured_overhead is not None:
+        title += f", measured {overhead_text(timeline.measured_overhead)}"
+    streams.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=36)
+    streams.annotate(
+        timeline.subtitle, (0, 1), xytext=(0, 24), textcoords="offset points", xycoords="axes fraction",
+        fontsize=8.5, color=_QUIET, va="bottom",
+    )  # fmt: skip
+    return figure
+
+
+def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
+    """One row per stream; a bar's colour says what it does."""
+    from matplotlib.patches import Patch
+
+    shown = [row for row in ROWS if any(bar.row == row for bar in timeline.bars)]
+    for row in shown:
+        y = len(shown) - 1 - shown.index(row)
+        height = 0.42 if row == "in-core" else 0.72
+        for what, colour in COLOURS.items():
+            stretches = [
+                (bar.start_s / scale_s, (bar.end_s - bar.start_s) / scale_s)
+                for bar in timeline.bars
+                if bar.row == row and bar.what == what
+            ]
+            if stretches:
+                axes.broken_barh(stretches, (y - height / 2, height), facecolors=colour, linewidth=0)
+    axes.set_yticks(range(len(shown)), labels=shown[::-1])
+    axes.set_ylim(-0.55, len(shown) - 0.45)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    _quiet(axes, keep=())
+    used = {bar.what for bar in timeline.bars}
+    axes.legend(
+        handles=[Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in used],
+        loc="lower left", bbox_to_anchor=(-0.005, 0.97), ncols=len(COLOURS), frameon=False, fontsize=8.5,
+        handlelength=1.0, handleheight=0.9, columnspacing=1.4, handletextpad=0.5, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
+    """Live bytes over time: in-core, planned, the budget and the peak."""
+    planned, in_core = timeline.memory, timeline.in_core_memory
+    factor, unit = _byte_unit(max(in_core.peak_bytes, timeline.budget_bytes))
+    axes.stairs(
+        in_core.size_bytes / factor, in_core.times_s / scale_s, color=_QUIET, linewidth=1.1, baseline=None,
+        linestyle=(0, (4, 2)), label=f"in-core, peak {format_bytes(in_core.peak_bytes)}",
+    )  # fmt: skip
+    axes.stairs(planned.size_bytes / factor, planned.times_s / scale_s, fill=True, color="#0072B2", alpha=0.18)
+    axes.stairs(
+        planned.size_bytes / factor, planned.times_s / scale_s, color="#0072B2", linewidth=1.3, baseline=None,
+        label=f"planned, peak {format_bytes(planned.peak_bytes)}",
+    )  # fmt: skip
+    if timeline.static_bytes:
+        axes.axhspan(
+            0, timeline.static_bytes / factor, color="#8C8C8C", alpha=0.35, linewidth=0,
+            label=f"parameters, optimizer state, inputs: {format_bytes(timeline.static_bytes)}",
+        )  # fmt: skip
+    axes.axhline(
+        timeline.budget_bytes / factor, color="#D55E00", linewidth=1.3,
+        label=f"budget {format_bytes(timeline.budget_bytes)}",
+    )  # fmt: skip
+    if timeline.measured_peak_bytes is not None:
+        axes.axhline(
+            timeline.measured_peak_bytes / factor, color="#009E73", linewidth=1.2, linestyle=(0, (1, 1.5)),
+            label=f"measured peak {format_bytes(timeline.measured_peak_bytes)}",
+        )  # fmt: skip
+    peak_x, peak_y = planned.peak_s / scale_s, planned.peak_bytes / factor
+    axes.plot([peak_x], [peak_y], marker="v", markersize=6, color=_INK, clip_on=False, zorder=5)
+    axes.set_ylim(0, 1.12 * max(in_core.peak_bytes, planned.peak_bytes, timeline.budget_bytes) / factor)
+    axes.set_ylabel(f"live memory ({unit})")
+    axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    _quiet(axes, keep=("left", "bottom"))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5, frameon=False, fontsize=8.5, handlelength=1.8)
+
+
+def _quiet(axes: Axes, keep: tuple[str, ...]) -> None:
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in keep)
+        spine.set_color("#9A9A9A")
+    axes.tick_params(colors=_INK, labelsize=9)
+
+
+def _in_core_bars(profile: Profile) -> list[Bar]:
+    ends_s = np.cumsum([op.duration_s for op in profile.ops])
+    starts_s = np.concatenate([[0.0], ends_s[:-1]])
+    return _split("in-core", 0.0, float(ends_s[-1]), _phase_starts(profile, starts_s.tolist()))
+
+
+def _phase_starts(profile: Profile, op_starts_s: list[float]) -> dict[str, float]:
+    """Second at which each phase that the step has begins."""
+    starts: dict[str, float] = {}
+    for phase in Phase:
+        first = next((index for index, op in enumerate(profile.ops) if op.phase is phase), None)
+        if first is not None:
+            starts[str(phase)] = op_starts_s[first] if starts else 0.0
+    return starts
+
+
+def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, float]) -> list[Bar]:
+    """The stretch, cut where a phase begins."""
+    phases = list(phase_starts_s.items())
+    bars = []
+    for index, (phase, begins_s) in enumerate(phases):
+        ends_s = phases[index + 1][1] if index + 1 < len(phases) else float("inf")
+        left, right = max(start_s, begins_s), min(end_s, ends_s)
+        if right > left:
+            bars.append(Bar(row, phase, left, right))
+    return bars
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next(((factor, unit) for factor, unit in _UNITS if seconds >= 2 * factor), _UNITS[-1])
+
+
+def _byte_unit(size_bytes: int) -> tuple[int, str]:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 2 << power:
+            return 1 << power, unit
+    return 1, "B"

@@ -1,0 +1,321 @@
+"""Runs a workload in-core and under a plan from the same start, and compares them bit by bit.
+
+Used by ``pooch run``, the tests, the benchmarks and the notebook. Equality is exact: the bytes of every tensor, so that
+-0.0 differs from 0.0 and a NaN equals the same NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .errors import StepError
+from .runtime.session import Session, apply
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from .planner.schema import Plan
+    from .runtime.report import Report, StepReport
+
+Build = Callable[[], Workload]
+Progress = Callable[[str], None]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step left behind: copies, by name."""
+
+    loss: torch.Tensor
+    gradients: Tensors
+    """Of every parameter that has one, before the optimizer's step."""
+    buffers: Tensors
+    parameters: Tensors
+    """After the optimizer's step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one workload, in-core or planned."""
+
+    records: list[StepRecord]
+    """One for each compared step; none when nothing is compared."""
+    seconds: list[float]
+    """Of every step whose time counts: not the first, and none that was metered."""
+    step_reports: list[StepReport]
+    """One for each step under a plan."""
+    report: Report | None = None
+    """The session's own, for a run under a plan."""
+
+    @property
+    def step_s(self) -> float:
+        """Median step time; raises ``ValueError`` when no step counts."""
+        if not self.seconds:
+            raise ValueError("no timed step: every step was the first one or metered; run more steps")
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run in-core and one under a plan, and the first tensor that differs between them."""
+
+    in_core: Run
+    planned: Run
+    difference: str | None
+    """Step, kind and name of the first tensor that differs, and by how much; None when all are bitwise equal."""
+    compared_steps: int
+    compared_tensors: int
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch (all devices), python, and numpy when it is loaded."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def run_steps(
+    workload: Workload,
+    steps: int,
+    *,
+    timed_steps: int = 0,
+    session: Session | None = None,
+    record: bool = True,
+    progress: Progress | None = None,
+) -> Run:
+    """Runs ``steps + timed_steps`` training steps; records the first ``steps`` of them when ``record``.
+
+    Each step is ``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``. The caller has entered
+    ``session``, if any. Raises ``StepError`` when the step returns no scalar loss.
+    """
+    records: list[StepRecord] = []
+    seconds: list[float] = []
+    step_reports: list[StepReport] = []
+    for index in range(steps + timed_steps):
+        if progress is not None:
+            progress(f"step {index + 1} of {steps + timed_steps}")
+        gradients: Tensors = {}
+        elapsed_s, loss = _train(workload, gradients if record and index < steps else None)
+        report = copy.copy(session.report().last_step) if session is not None else None
+        if report is not None:
+            step_reports.append(report)
+        if index > 0 and (report is None or report.peak_bytes is None):
+            seconds.append(elapsed_s)
+        if record and index < steps:
+            records.append(_record(workload, loss, gradients))
+    return Run(records, seconds, step_reports, session.report() if session is not None else None)
+
+
+def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.Tensor]:
+    """One step; its seconds (copying the gradients is not in them) and its loss."""
+    _drop_gradients(workload)
+    _wait_for_device(workload)
+    start_s = time.perf_counter()
+    loss = checked_loss(workload.step())
+    loss.backward()  # type: ignore[no-untyped-call]
+    loss = loss.detach()
+    copying_s = 0.0
+    if gradients is not None:
+        _wait_for_device(workload)
+        copy_start_s = time.perf_counter()
+        gradients.update(_copies((name, p.grad) for name, p in workload.model.named_parameters() if p.grad is not None))
+        copying_s = time.perf_counter() - copy_start_s
+    if workload.optimizer is not None:
+        workload.optimizer.step()
+    _wait_for_device(workload)
+    return time.perf_counter() - start_s - copying_s, loss
+
+
+def checked_loss(loss: object) -> torch.Tensor:
+    """The loss, if it is a scalar that backward can start from; raises ``StepError`` otherwise."""
+    again = "return the scalar loss that backward starts from"
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"step: expected a scalar loss, found {type(loss).__name__}; {again}")
+    if loss.numel() != 1:
+        raise StepError(f"step: expected a scalar loss, found a tensor of shape {list(loss.shape)}; {again}")
+    if not loss.requires_grad:
+        raise StepError(
+            "step: expected a loss with a gradient, found one that requires none; compute it from the model"
+        )
+    return loss
+
+
+def run_in_core(
+    build: Build,
+    *,
+    steps: int,
+    timed_steps: int = 3,
+    seed: int = 0,
+    record: bool = True,
+    progress: Progress | None = None,
+) -> Run:
+    """Builds the workload from ``seed`` and runs it with everything kept."""
+    seed_everything(seed)
+    workload = build()
+    return run_steps(workload, steps, timed_steps=timed_steps, record=record, progress=progress)
+
+
+def run_planned(
+    build: Build,
+    plan: Plan,
+    *,
+    steps: int,
+    timed_steps: int = 3,
+    seed: int = 0,
+    spill_dir: str | Path | None = None,
+    on_divergence: Literal["warn", "error"] = "warn",
+    record: bool = True,
+    progress: Progress | None = None,
+) -> Run:
+    """Builds the workload from ``seed`` and runs it under ``plan``; raises what ``poochplan.apply`` raises."""
+    seed_everything(seed)
+    workload = build()
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence) as session:
+        return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
+
+
+def check(
+    build: Build,
+    plan: Plan,
+    *,
+    steps: int = 3,
+    timed_steps: int = 3,
+    seed: int = 0,
+    spill_dir: str | Path | None = None,
+    on_divergence: Literal["warn", "error"] = "warn",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
+
+    ``build`` is called for each run and must make a new model; ``timed_steps`` more steps of each are only timed. The
+    two runs follow one another, and each step time is the median of its run.
+
+    Raises
+    ------
+    StepError
+        ``build`` gives the same model twice, or the step returns no scalar loss.
+    """
+    say = progress or (lambda text: None)  # noqa: ARG005
+    builds = _Fresh(build)
+    in_core = run_in_core(
+        builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"in-core, {text}")
+    )
+    gc.collect()
+    planned = run_planned(
+        builds,
+        plan,
+        steps=steps,
+        timed_steps=timed_steps,
+        seed=seed,
+        spill_dir=spill_dir,
+        on_divergence=on_divergence,
+        progress=lambda text: say(f"under the plan, {text}"),
+    )
+    difference = first_difference(in_core.records, planned.records)
+    if difference is not None:
+        again = run_in_core(builds, steps=steps, timed_steps=0, seed=seed, progress=lambda text: say(f"again, {text}"))
+        unsteady = first_difference(in_core.records, again.records)
+        if unsteady is not None:
+            difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
+    return Comparison(in_core, planned, difference, steps, _count(in_core.records))
+
+
+def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:
+    """Step, kind and name of the first tensor that is not bitwise equal, and by how much; None when all are."""
+    if len(expected) != len(found):
+        return f"{len(expected)} steps against {len(found)}"
+    for step, (left, right) in enumerate(zip(expected, found, strict=True)):
+        pairs = [("loss", {"": left.loss}, {"": right.loss})]
+        pairs += [(kind, getattr(left, f"{kind}s"), getattr(right, f"{kind}s")) for kind in _KINDS]
+        for kind, wanted, seen in pairs:
+            for name in (*wanted, *(other for other in seen if other not in wanted)):
+                detail = _difference(wanted.get(name), seen.get(name))
+                if detail is not None:
+                    return f"step {step}: {kind} {name}".rstrip() + f" differs: {detail}"
+    return None
+
+
+_KINDS = ("gradient", "buffer", "parameter")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two dense tensors have the same dtype, shape and bits."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype.is_complex:
+        return bitwise_equal(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
+    if not left.dtype.is_floating_point:
+        return torch.equal(left, right)
+    word = _WORDS[left.element_size()]
+    return torch.equal(left.contiguous().view(word), right.contiguous().view(word))
+
+
+def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str | None:
+    if wanted is None or seen is None:
+        return (
+            "there in-core and missing under the plan" if seen is None else "missing in-core and there under the plan"
+        )
+    if bitwise_equal(wanted, seen):
+        return None
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        return f"{wanted.dtype} {list(wanted.shape)} in-core, {seen.dtype} {list(seen.shape)} under the plan"
+    apart = wanted.to(torch.complex128 if wanted.dtype.is_complex else torch.float64) - seen
+    return f"{int((wanted != seen).sum())} of {wanted.numel()} elements, by up to {apart.abs().max().item():.3g}"
+
+
+class _Fresh:
+    """Calls ``build`` and refuses a model it has seen before: the second run would not start where the first did."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def __call__(self) -> Workload:
+        workload = self._build()
+        if workload.model in self._seen:
+            raise StepError(
+                "the workload's function returned the same model twice; "
+                "build a new model in each call, or run without --check"
+            )
+        self._seen.add(workload.model)
+        return workload
+
+
+def _count(records: list[StepRecord]) -> int:
+    return sum(1 + len(record.gradients) + len(record.buffers) + len(record.parameters) for record in records)
+
+
+def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepRecord:
+    model = workload.model
+    buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
+    return StepRecord(_copies(iter([("", loss)]))[""], gradients, buffers, parameters)
+
+
+def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
+    with _disable_current_modes():  # or a meter would count the copies as the step's own
+        return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def _drop_gradients(workload: Workload) -> None:
+    if workload.optimizer is not None:
+        workload.optimizer.zero_grad(set_to_none=True)
+    workload.model.zero_grad(set_to_none=True)
+
+
+def _wait_for_device(workload: Workload) -> None:
+    if any(parameter.is_cuda for parameter in workload.model.parameters()):
+        torch.cuda.synchronize()
