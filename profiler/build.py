@@ -14,7 +14,12 @@ STATIC_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
 
 def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
-    """The ops with their reconciled durations."""
+    """The ops with their reconciled durations. An allocation that is never written whole counts as opaque."""
+    writers = _writers(capture)
+
+    def opaque(op: CapturedOp) -> bool:
+        return op.opaque or (op.uninitialised and not all(_overwritten(writers.get(out, [])) for out in op.outputs))
+
     return tuple(
         Op(
             name=op.name,
@@ -25,7 +30,7 @@ def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
             outputs=tuple(op.outputs),
             writes=tuple(op.writes),
             random=op.random,
-            opaque=op.opaque,
+            opaque=opaque(op),
         )
         for op, duration_s in zip(capture.ops, durations_s, strict=True)
     )
@@ -145,7 +150,14 @@ def _unreplayable(captured: CapturedValue, writers: list[CapturedOp]) -> str:
     for op in writers:
         if op.opaque:
             return f"{op.name} cannot be run again"
+    if writers[0].uninitialised and not _overwritten(writers):
+        return f"{writers[0].name} leaves it uninitialised, and what writes it is not seen"
     return ""
+
+
+def _overwritten(writers: list[CapturedOp]) -> bool:
+    """Whether the storage that the first writer leaves uninitialised is written whole by the second."""
+    return len(writers) > 1 and writers[1].overwrites in writers[0].outputs
 
 
 def _names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import StepError
 from ..runtime.modes import ToggledMode, around_compiled
-from ..runtime.operators import Traits, traits
+from ..runtime.operators import Traits, covers_storage, traits
 from ..runtime.recorder import updates_statistics, written_tensors
 from ..runtime.storages import Geometry, is_plain, storage_key
 from .layers import LayerTracker
@@ -30,7 +30,19 @@ COMPILED_REGION = "compiled_region"
 class CapturedOp:
     """One op under way to becoming a ``schema.Op``."""
 
-    __slots__ = ("duration_s", "inputs", "layer", "name", "opaque", "outputs", "phase", "random", "writes")
+    __slots__ = (
+        "duration_s",
+        "inputs",
+        "layer",
+        "name",
+        "opaque",
+        "outputs",
+        "overwrites",
+        "phase",
+        "random",
+        "uninitialised",
+        "writes",
+    )
 
     def __init__(self, name: str, layer: str, phase: Phase) -> None:
         self.name = name
@@ -42,6 +54,10 @@ class CapturedOp:
         self.writes: list[int] = []
         self.random = False
         self.opaque = False
+        self.uninitialised = False
+        """Bears storages that nobody has written yet."""
+        self.overwrites: int | None = None
+        """The value whose every byte it writes without reading one."""
 
 
 class CapturedValue:
@@ -98,13 +114,10 @@ class CapturedHandle:
 class Clone:
     """The copy of a saved value that backward runs on; shared by the value's handles."""
 
-    __slots__ = ("__weakref__", "death", "storage")
+    __slots__ = ("__weakref__", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage, number: int, by_key: dict[int, int]) -> None:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        key = storage._cdata
-        by_key[key] = number
-        self.death = weakref.ref(storage, lambda _: by_key.pop(key, None))
 
 
 class Capture(ToggledMode):
@@ -126,6 +139,7 @@ class Capture(ToggledMode):
         self._by_key: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._clones: dict[int, weakref.ref[Clone]] = {}
+        self._clone_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
 
@@ -165,7 +179,10 @@ class Capture(ToggledMode):
         plain = [leaf for leaf in leaves if self._counts(leaf)]
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
-        op.opaque = facts.uninitialised or any(not is_plain(leaf, self.device_type) for leaf in leaves)
+        op.opaque = any(not is_plain(leaf, self.device_type) for leaf in leaves)
+        op.uninitialised = facts.uninitialised
+        if facts.overwriting and plain and plain[0] is args[0] and covers_storage(plain[0]):
+            op.overwrites = self.value_of(plain[0])
         op.writes = self._writes(facts, args, kwargs)
         start_s = time.perf_counter()
         outputs = func(*args, **kwargs)
@@ -264,8 +281,9 @@ class Capture(ToggledMode):
             value.pinned_because = "written in place after it was saved"
             clone = None
         if clone is None:
-            clone = Clone(self._copy(tensor.untyped_storage()), number, self._by_key)
+            clone = Clone(self._copy(tensor.untyped_storage()))
             self._clones[number] = weakref.ref(clone)
+            self._follow_clone(clone.storage, number)
         handle = CapturedHandle(self, number, ordinal, Geometry.of(tensor), clone)
         self.handles.append((number, handle.layer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         self._live_handles[number] = self._live_handles.get(number, 0) + 1
@@ -301,6 +319,15 @@ class Capture(ToggledMode):
         self._live_handles[number] -= 1
         if self._live_handles[number] == 0:
             self.values[number].let_go = self.last_tick
+
+    def _follow_clone(self, storage: torch.UntypedStorage, number: int) -> None:
+        key = storage._cdata
+        self._by_key[key] = number
+        self._clone_deaths[key] = weakref.ref(storage, lambda _: self._clone_died(key))
+
+    def _clone_died(self, key: int) -> None:
+        self._by_key.pop(key, None)
+        self._clone_deaths.pop(key, None)
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         self._paused = True

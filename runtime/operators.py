@@ -11,6 +11,11 @@ import torch
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
+# Write the whole of their argument without reading it, so that an uninitialised one is as good as any.
+_OVERWRITING = frozenset(
+    {"bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+    | {"fill_", "zero_", "copy_"}
+)
 # Fresh-looking outputs that lie on their input's storage without saying so in the schema.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
 # Change their running statistics (these argument positions) without declaring it, or as a side effect of the forward.
@@ -38,13 +43,16 @@ class Traits(NamedTuple):
     """Positions of running statistics that a replay must not change again."""
     random: bool
     uninitialised: bool
+    """Bears storages that nobody has written yet."""
+    overwriting: bool
+    """Writes the whole of its first argument without reading it."""
 
 
 @functools.cache
 def traits(func: Any) -> Traits:
     """Facts about an ``OpOverload``; anything else (a higher-order operator) counts as opaque."""
     if not isinstance(func, torch._ops.OpOverload):
-        return Traits(str(func), False, (), frozenset(), (), False, True)
+        return Traits(str(func), False, (), frozenset(), (), False, True, False)
     schema = func._schema
     base = schema.name.split("::")[-1]
     written = [
@@ -63,4 +71,13 @@ def traits(func: Any) -> Traits:
         statistics=_RUNNING_STATISTICS.get(base, ()),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         uninitialised=base in _UNINITIALISED,
+        overwriting=base in _OVERWRITING,
+    )
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are all of its storage, each once."""
+    return (
+        tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        and torch._debug_has_internal_overlap(tensor) == 0
     )

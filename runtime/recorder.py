@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .modes import ToggledMode
-from .operators import Traits, traits
+from .operators import Traits, covers_storage, traits
 from .storages import Geometry, is_plain, storage_key, version_probe
 
 if TYPE_CHECKING:
@@ -33,13 +33,29 @@ class View(NamedTuple):
 class RecordedOp:
     """One op as it was called."""
 
-    __slots__ = ("arguments", "births", "func", "generator", "order", "spec", "state", "usable", "writes")
+    __slots__ = (
+        "arguments",
+        "births",
+        "func",
+        "generator",
+        "order",
+        "overwrites",
+        "spec",
+        "state",
+        "uninitialised",
+        "usable",
+        "writes",
+    )
 
     def __init__(self, order: int, func: Any, arguments: list[Any], spec: pytree.TreeSpec) -> None:
         self.order = order
         self.func = func
         self.usable = True
         """Whether it can be run again."""
+        self.uninitialised = False
+        """Bears storages whose contents are undefined."""
+        self.overwrites: Slot | None = None
+        """The slot whose every byte it writes without reading one."""
         self.arguments = arguments
         """Flat arguments, tensors as :class:`View`."""
         self.spec = spec
@@ -61,13 +77,12 @@ class Slot:
     ``writers[0]`` is the op that bore it (None when that was not recorded), ``writers[k]`` the one that made version k.
     """
 
-    __slots__ = ("__weakref__", "entry", "key", "opaque", "probe", "step", "storage", "waiting", "writers")
+    __slots__ = ("__weakref__", "entry", "key", "probe", "step", "storage", "waiting", "writers")
 
     def __init__(self, storage: torch.UntypedStorage, registry: dict[int, Slot]) -> None:
         self.key = storage._cdata
         self.writers: dict[int, RecordedOp] = {}
         """Version the op left behind -> op; 0 for the birth."""
-        self.opaque = False
         self.entry: weakref.ref[Entry] | None = None
         self.step = 0
         """The engine's step in which it was first packed; 0 for never."""
@@ -97,11 +112,20 @@ class Slot:
         return entry if entry is not None and entry.version == version else None
 
     def writers_up_to(self, version: int) -> list[RecordedOp] | None:
-        """The ops that make this content from nothing; None when one of them was not recorded or is opaque."""
-        if self.opaque:
+        """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
+
+        A storage born uninitialised counts only if the first write was seen and covers it: what is written past the
+        dispatcher before is then overwritten.
+        """
+        found = []
+        for step in range(version + 1):
+            writer = self.writers.get(step)
+            if writer is None or not writer.usable:
+                return None
+            found.append(writer)
+        if found[0].uninitialised and not (version >= 1 and found[1].overwrites is self):
             return None
-        found = [self.writers.get(step) for step in range(version + 1)]
-        return None if None in found else found  # type: ignore[return-value]
+        return found
 
 
 class Recorder(ToggledMode):
@@ -141,7 +165,10 @@ class Recorder(ToggledMode):
         if facts.random:
             recorded.generator = _generator_of(flat, self._device_type)
             recorded.state = recorded.generator.get_state()
-        recorded.usable = not facts.uninitialised and _UNUSABLE not in recorded.arguments
+        recorded.usable = _UNUSABLE not in recorded.arguments
+        recorded.uninitialised = facts.uninitialised
+        if facts.overwriting and isinstance(flat[0], torch.Tensor) and covers_storage(flat[0]):
+            recorded.overwrites = self.slot_of(flat[0])
         statistics = [args[position] for position in facts.statistics if position < len(args)]
         written = [
             (self.slot_of(tensor), tensor._version)
@@ -156,22 +183,20 @@ class Recorder(ToggledMode):
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
         slot = self.slot_of(leaf)
-        if slot.probe is None and (slot.opaque or 0 not in slot.writers):
+        if slot.probe is None and slot.writers_up_to(leaf._version) is None:
             slot.probe = version_probe(leaf)
         return View(slot, leaf._version, Geometry.of(leaf))
 
     def _after(self, recorded: RecordedOp, written: list[tuple[Slot, int]], outputs: Any) -> None:
         for slot, version in written:
-            if recorded.usable:
-                slot.writers[version + 1] = recorded  # the counter itself moves only after this handler returns
-                recorded.writes.append(slot)
+            slot.writers[version + 1] = recorded  # the counter itself moves only after this handler returns
+            recorded.writes.append(slot)
         for position, output in enumerate(pytree.tree_leaves(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
             if storage_key(output) in self.registry:
                 continue
             slot = self.slot_of(output)
-            slot.opaque = not recorded.usable
             slot.writers[0] = recorded
             recorded.births.append((position, slot))
 
