@@ -39,7 +39,7 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the runtime does at one point of its clock, in the order of the fields (DESIGN: release, prefetch, replay)."""
+    """What the runtime does at one point of its clock, in the order of the fields."""
 
     at: Literal["save", "use"]
     index: int

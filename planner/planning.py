@@ -1,0 +1,254 @@
+"""plan(): a Profile and a budget in, a Plan out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InfeasibleError
+from ..profiler.schema import PointKind, Profile
+from ..units import format_bytes, parse_budget
+from .ilp import Solution, solve_fluid
+from .policies import Candidate, movable, simple_plans, swap_all_on_demand, try_decisions
+from .problem import Problem, build_problem
+from .schedule import keep_all
+from .schema import Decision, Plan, PlannedValue, Prediction, Solve
+from .search import improve
+from .simulate import simulate
+
+HOST_ALIGNMENT_BYTES = 4096
+TINY_SHARE = 0.005
+"""Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
+MAX_ROUNDS = 4
+EXTRA_TIGHTENING = 0.002
+"""Share of the budget by which a violated row is tightened beyond its violation."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What came out of the search for one budget."""
+
+    best: Candidate
+    solution: Solution | None
+    rounds: int
+    tiny: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def plan(
+    profile: Profile,
+    budget: str | int | float,
+    *,
+    solver: str | None = None,
+    time_limit_s: float = 60.0,
+    gap: float = 0.005,
+    threads: int = 2,
+    workload: str | None = None,
+) -> Plan:
+    """The plan with the least simulated step time that was found within ``budget``.
+
+    ``budget`` is bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``; ``gap`` is the
+    relative gap at which the solver stops. ``workload`` replaces the profile's name of the workload.
+
+    Raises
+    ------
+    InfeasibleError
+        No plan fits; it names the smallest budget that does.
+    UsageError
+        The budget cannot be read, or the solver is not there.
+    """
+    started_s = time.perf_counter()
+    budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
+    problem = build_problem(profile)
+    in_core = Candidate(
+        "keep-all", keep_all(problem).decisions, keep_all(problem), simulate(problem, keep_all(problem))
+    )
+    if in_core.peak_bytes <= budget_bytes:
+        note = (
+            f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of "
+            f"{format_bytes(in_core.peak_bytes)}: everything is kept"
+        )
+        found = _Search(in_core, None, 0, frozenset(), (note,))
+    else:
+        _check_feasible(profile, problem, budget_bytes)
+        found = _search(problem, budget_bytes, solver, time_limit_s, gap, threads)
+    return _plan_of(profile, problem, found, budget_bytes, workload, time.perf_counter() - started_s)
+
+
+def smallest_budget(profile: Profile) -> int:
+    """Bytes of the smallest budget that has a plan: the peak with every value away except where it must be live."""
+    return swap_all_on_demand(build_problem(profile)).peak_bytes
+
+
+def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> None:
+    smallest = swap_all_on_demand(problem)
+    if smallest.peak_bytes <= budget_bytes:
+        return
+    share = share_that_holds(smallest.peak_bytes, profile.in_core_peak_bytes)
+    where = f" at {smallest.simulation.peak_layer}" if smallest.simulation.peak_layer else ""
+    raise InfeasibleError(
+        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
+        f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}, {share} of the in-core peak of "
+        f"{format_bytes(profile.in_core_peak_bytes)}), which{where} no decision can lower; "
+        f"pass a budget of {share} or more, or make the batch smaller",
+        smallest_budget_bytes=smallest.peak_bytes,
+    )
+
+
+def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:
+    """The smallest share, in hundredths of a percent, that ``parse_budget`` reads as at least ``size_bytes``."""
+    hundredths = size_bytes * 10000 // in_core_peak_bytes
+    while parse_budget(f"{hundredths / 100:.2f}%", in_core_peak_bytes) < size_bytes:
+        hundredths += 1
+    return f"{hundredths / 100:.2f}%"
+
+
+def _search(
+    problem: Problem, budget_bytes: int, solver: str | None, time_limit_s: float, gap: float, threads: int
+) -> _Search:
+    deadline_s = time.perf_counter() + time_limit_s
+    tiny = _tiny(problem, budget_bytes)
+    candidates = [value for value in movable(problem) if value not in tiny]
+    tried = list(simple_plans(problem, budget_bytes))
+    tightened: dict[int, int] = {}
+    first: Solution | None = None
+    rounds = 0
+    while rounds < MAX_ROUNDS and (rounds == 0 or time.perf_counter() < deadline_s):
+        rounds += 1
+        solution = solve_fluid(
+            problem,
+            budget_bytes,
+            candidates,
+            solver=solver,
+            time_limit_s=max(1.0, deadline_s - time.perf_counter()),
+            gap=gap,
+            threads=threads,
+            tightened=tightened,
+        )
+        first = first or solution
+        if solution.decisions is None:
+            break
+        found = try_decisions(problem, "ilp", solution.decisions, budget_bytes)
+        tried.append(found)
+        if found.peak_bytes <= budget_bytes:
+            break
+        _tighten(tightened, found, budget_bytes)
+    best = min(tried, key=lambda candidate: candidate.rank(budget_bytes))
+    best = improve(problem, best, budget_bytes)
+    return _Search(best, first, rounds, tiny, _notes(best, first))
+
+
+def _notes(best: Candidate, solution: Solution | None) -> tuple[str, ...]:
+    if best.policy == "ilp" or solution is None:
+        return ()
+    why = f"the solver ended with {solution.status!r}" if solution.decisions is None else "it simulated faster"
+    return (f"the plan comes from the policy {best.policy!r}: {why}",)
+
+
+def _tiny(problem: Problem, budget_bytes: int) -> frozenset[int]:
+    """Values too small to matter; none when the budget has no room for them."""
+    total = int(problem.rounded_bytes.sum())
+    tiny: set[int] = set()
+    held = 0
+    for value in sorted(movable(problem), key=lambda v: (int(problem.rounded_bytes[v]), v)):
+        held += int(problem.rounded_bytes[value])
+        if held > total * TINY_SHARE:
+            break
+        tiny.add(value)
+    floor = swap_all_on_demand(problem).peak_bytes + held
+    return frozenset(tiny) if floor <= budget_bytes else frozenset()
+
+
+def _tighten(tightened: dict[int, int], found: Candidate, budget_bytes: int) -> None:
+    """Takes the violation, and a little more, off the rows at the worst tick of each violated stretch."""
+    memory = found.simulation.memory_bytes
+    over = np.flatnonzero(memory > budget_bytes)
+    stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
+    for stretch in stretches:
+        tick = int(stretch[np.argmax(memory[stretch])])
+        excess = int(memory[tick]) - budget_bytes + int(budget_bytes * EXTRA_TIGHTENING)
+        tightened[tick] = tightened.get(tick, 0) + excess
+
+
+def _plan_of(
+    profile: Profile, problem: Problem, found: _Search, budget_bytes: int, workload: str | None, wall_s: float
+) -> Plan:
+    best, solution = found.best, found.solution
+    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
+    return Plan(
+        workload=workload or profile.workload,
+        profile_fingerprint=profile.ops_fingerprint,
+        budget_bytes=budget_bytes,
+        device=profile.device.kind,
+        estimate=profile.mode == "fake",
+        gradients_live_through_forward=profile.gradients_live_through_forward,
+        solve=Solve(
+            policy=best.policy,
+            solver=solution.solver if solution else "none",
+            status=solution.status if solution else "not needed",
+            objective_s=solution.objective_s if solution else None,
+            bound_s=None,
+            gap=None,
+            wall_s=wall_s,
+            rounds=found.rounds,
+        ),
+        prediction=_prediction(profile, problem, best, host_bytes),
+        link=profile.link,
+        notes=found.notes,
+        record_from_start=best.schedule.record_from_start,
+        model=profile.model,
+        values=values,
+        handles=problem.handles,
+        uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
+        schedule=best.schedule.actions,
+    )
+
+
+def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int) -> Prediction:
+    simulation = best.simulation
+    return Prediction(
+        peak_bytes=simulation.peak_bytes,
+        first_step_peak_bytes=simulation.first_step_peak_bytes,
+        in_core_peak_bytes=profile.in_core_peak_bytes,
+        in_core_step_s=problem.step_s,
+        step_s=simulation.step_s,
+        overhead=simulation.step_s / problem.step_s - 1 if problem.step_s > 0 else 0.0,
+        stall_s=simulation.stall_s,
+        replay_s=simulation.replay_s,
+        interference_s=simulation.interference_s,
+        out_bytes=simulation.out_bytes,
+        in_bytes=simulation.in_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def _planned_values(
+    profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
+) -> tuple[tuple[PlannedValue, ...], int]:
+    """The plan's values in save order, and the bytes of the host slab."""
+    offset = 0
+    planned = []
+    for value, decision in enumerate(decisions):
+        point = profile.points[problem.save_points[value]]
+        handle = profile.handles[point.handle]
+        host_offset = -1
+        if decision is Decision.SWAP:
+            host_offset = offset
+            size_bytes = int(problem.size_bytes[value])
+            offset += -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
+        is_tiny = decision is Decision.KEEP and value in tiny
+        planned.append(
+            PlannedValue(
+                name=problem.names[value],
+                layer=problem.layers[value],
+                decision=decision,
+                size_bytes=int(problem.size_bytes[value]),
+                dtype=handle.dtype,
+                shape=handle.shape,
+                host_offset=host_offset,
+                why=problem.must_keep[value] or ("too small to matter" if is_tiny else ""),
+            )
+        )
+    return tuple(planned), offset
