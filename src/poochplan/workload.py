@@ -87,7 +87,7 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None) -> Lo
         workload = function(**arguments)
     except PoochError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's sys.exit() must not end the command without a word
         raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
     short_name = name or python_target.rpartition(":")[2]
     return LoadedWorkload(short_name, _checked(workload, found_at), target, arguments)
@@ -153,19 +153,21 @@ def _find_function(python_target: str, folder: Path, asked: str) -> tuple[Callab
         function = getattr(function, part, None)
     if not callable(function):
         raise UsageError(f"{where}{_bad_function(module, place, function_name, function)}")
-    return function, python_target
+    return function, f"{where}{python_target}"
 
 
 def _bad_target(target: str) -> str:
     path = Path(target.rstrip(":"))
-    if path.suffix == ".py":
-        remedy = f"name its function: {path}:function" if path.is_file() else "and no such file exists"
+    if not target.strip(":"):
+        remedy = "name one"
+    elif path.suffix == ".py":
+        remedy = f"name its function: {path}:function" if path.is_file() else "there is no such file"
     elif path.is_file() or path.is_dir():
-        remedy = "which is no TOML" if path.is_file() else "which is a folder"
+        remedy = "that file is no TOML" if path.is_file() else "that is a folder"
     else:
         nearby = [str(other) for other in sorted(Path("configs").glob("*.toml"))]
         named = next((other for other in nearby if Path(other).stem == target), None)
-        remedy = f"did you mean {named}?" if named else "which has no function"
+        remedy = f"did you mean {named}?" if named else "it names no function"
     return f"workload: expected {_FORMS}, found {target!r}; {remedy}"
 
 
@@ -193,7 +195,7 @@ def _load_file(path: Path, where: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise _import_failure(f"{where}{path}", error) from error
     return module
@@ -210,7 +212,7 @@ def _load_module(name: str, where: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f"{where}{_missing_module(name, error.name)}") from None
         raise _import_failure(f"{where}{name}", error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failure(f"{where}{name}", error) from error
 
 
@@ -232,7 +234,7 @@ def _missing_module(name: str, missing: str) -> str:
     return f"{message}; install it, start from the folder it is in, or name a file: path/to/file.py:function"
 
 
-def _import_failure(place: str, error: Exception) -> PoochError:
+def _import_failure(place: str, error: Exception | SystemExit) -> PoochError:
     """What a module that exists but cannot be imported tells the user."""
     if isinstance(error, ModuleNotFoundError):
         return UsageError(f"{place} exists, but an import inside it failed: {_one_line(error)}; install that module")

@@ -1,0 +1,69 @@
+# Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test quick lint format types notebooks demo clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := demo-output
+# The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+# What the caller's shell has set must change neither what is imported nor how many threads are used.
+unexport PYTHONPATH PYTHONHOME OMP_NUM_THREADS
+export MPLBACKEND := Agg
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Make .venv and install poochplan with everything it needs (again only when the pins change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: expected Python 3.11 or newer, found $$(python3 --version 2>&1 || true);" \
+			"install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1) as PYTHON=$(PYTHON)" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version); the first time this downloads torch and takes some minutes."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); \
+		echo "error: $(PYTHON) cannot make a virtual environment with pip in it; install its venv and pip" \
+			"packages (on Debian and Ubuntu: apt install python3-venv python3-pip)" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' || { \
+		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
+	@touch $@
+
+test: setup  ## Check everything: lint, format, types, all tests, the notebooks
+	@$(MAKE) --no-print-directory lint types
+	$(BIN)/pytest
+	@$(MAKE) --no-print-directory notebooks
+	@echo "make test: lint, types, tests and notebooks all passed."
+
+quick: setup  ## Run the tests that are not marked slow
+	$(BIN)/pytest -m "not slow" --quiet
+
+lint: setup  ## Check style and formatting (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## Put style and formatting right where ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## Check types (mypy)
+	$(BIN)/mypy
+
+notebooks: setup  ## Execute the notebooks
+	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks
+
+demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
+	@mkdir -p $(DEMO)
+	$(BIN)/pooch profile configs/demo.toml -o $(DEMO)/profile.json --force
+	$(BIN)/pooch plan $(DEMO)/profile.json --budget 60% -o $(DEMO)/plan.json --force
+	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check --timeline $(DEMO)/timeline.png --force
+
+clean:  ## Remove .venv, the demo's output and all caches
+	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,175 @@
+"""The ready workloads: each config gives a step that trains, the same for the same seed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from poochplan.errors import UsageError
+from poochplan.workload import Workload, load_workload
+from poochplan.workloads import volume
+from poochplan.workloads.common import require
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = {
+    "resnet50": {"batch_size": "2", "image_size": "32", "hidden_sizes": "[64, 64, 64, 64]", "depths": "[1, 1, 1, 1]"},
+    "gpt2": {
+        "batch_size": "2",
+        "sequence_length": "16",
+        "layers": "2",
+        "width": "32",
+        "heads": "2",
+        "vocabulary": "64",
+    },
+    "bert": {
+        "batch_size": "2",
+        "sequence_length": "16",
+        "layers": "2",
+        "width": "32",
+        "heads": "2",
+        "vocabulary": "64",
+    },
+    "unet3d": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
+    "demo": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
+    "tiny": {},
+    "seq2seq": {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"},
+    "char_rnn": {"batch_size": "4", "sequence_length": "12", "width": "16"},
+}
+
+
+class Passing(TorchDispatchMode):
+    """A dispatch mode that only counts, as the profiler's capture and the runtime's recorder see every op."""
+
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def build(name: str, **overrides: str) -> Workload:
+    return load_workload(str(CONFIGS / f"{name}.toml"), {**SMALL[name], **overrides}).workload
+
+
+def test_every_config_is_tried_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_gives_a_finite_scalar_loss_and_a_gradient_for_every_parameter(name: str) -> None:
+    workload = build(name)
+    assert workload.model.training
+    loss = workload.step()
+    assert loss.shape == ()
+    assert loss.isfinite()
+    assert loss.requires_grad
+    assert all(parameter.grad is None for parameter in workload.model.parameters())
+    loss.backward()
+    missing = [key for key, parameter in workload.model.named_parameters() if parameter.grad is None]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(name: str) -> None:
+    def losses(seed: str) -> list[torch.Tensor]:
+        workload = build(name, seed=seed)
+        found = []
+        for _ in range(3):
+            loss = workload.step()
+            loss.backward()
+            workload.optimizer.step()
+            workload.optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    first = losses("1")
+    assert torch.equal(torch.stack(first), torch.stack(losses("1")))
+    assert not torch.equal(first[0], losses("2")[0])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_training_lowers_the_loss(name: str) -> None:
+    workload = build(name)
+    first = workload.step()
+    loss = first
+    for _ in range(8):
+        loss.backward()
+        workload.optimizer.step()
+        workload.optimizer.zero_grad()
+        loss = workload.step()
+    assert loss < first
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_hooks_and_a_dispatch_mode_change_no_gradient(name: str) -> None:
+    plain = build(name)
+    plain.step().backward()
+    watched = build(name)
+    with Passing() as mode, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda copy: copy):
+        watched.step().backward()
+    assert mode.ops > 0
+    for ours, reference in zip(watched.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours.grad, reference.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "tiny"])
+def test_a_config_at_its_own_size_gives_a_finite_loss_and_its_activations_dominate(name: str) -> None:
+    workload = load_workload(str(CONFIGS / f"{name}.toml")).workload
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in workload.model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in theirs:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = workload.step()
+    assert loss.isfinite()
+    loss.backward()
+    parameter_bytes = sum(parameter.nbytes for parameter in workload.model.parameters())
+    assert 100 * 2**20 < sum(saved.values()) < 1536 * 2**20
+    assert sum(saved.values()) > 4 * parameter_bytes
+
+
+def test_the_volume_is_two_real_acquisitions_with_the_outside_at_zero() -> None:
+    volumes = volume.brain_volumes(32)
+    assert volumes.shape == (2, 1, 32, 32, 32)
+    assert volumes.min() == 0
+    assert 0.3 < (volumes > 0).float().mean() < 0.95
+    assert not torch.equal(volumes[0], volumes[1])
+
+
+def test_intensity_classes_are_equally_populated_bands_of_brightness_inside_the_head() -> None:
+    volumes = torch.arange(0, 28).reshape(1, 1, 1, 4, 7).float()
+    classes = volume.intensity_classes(volumes, 4)
+    assert classes.dtype == torch.int64
+    assert classes.flatten().tolist() == [0] + [1] * 9 + [2] * 9 + [3] * 9
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "value", "found"),
+    [
+        ("tiny", "side", "40", "expected a multiple of 16 from 32 on, found 40"),
+        ("tiny", "features", "[1, 2]", "expected 6 channel counts, found 2"),
+        ("tiny", "classes", "1", "expected at least 2"),
+        ("tiny", "optimizer", "adam", "expected one of adamw, sgd, found 'adam'"),
+        ("char_rnn", "sequence_length", "100000000", "sequence_length: expected less than the text's"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_the_reason(name: str, parameter: str, value: str, found: str) -> None:
+    with pytest.raises(UsageError, match=r".") as caught:
+        build(name, **{parameter: value})
+    assert found in str(caught.value)
+
+
+def test_a_missing_library_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install 'poochplan\[workloads\]'"):
+        require("transformers")
