@@ -155,6 +155,8 @@ class Engine:
         if decision is Decision.RECOMPUTE:
             self._forget(entry, slot)
         self._act(self._at_save.get(index, _NOTHING))
+        if self._saves == len(self.plan.values):
+            self.recorder.switch_off()  # nothing that comes now is replayed; backward must not run under it
         return entry
 
     def _next_save_point(self, tensor: torch.Tensor) -> int | None:

@@ -14,12 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 class ToggledMode(TorchDispatchMode):
     """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
 
-    Two states: *off* (not on the stack) and *on*. Both calls are idempotent.
+    States: *off* (not on the stack), *on*, and *muted* (on the stack, to be passed through). Both calls are idempotent.
+    Muted because autograd runs each node of backward under the stack that it found when backward began: what is taken
+    off in between comes back. Subclasses ask :attr:`is_on` in their ``__torch_dispatch__``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._on = False
+        self._pushed = False
+        self._muted = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -28,22 +31,24 @@ class ToggledMode(TorchDispatchMode):
 
     @property
     def is_on(self) -> bool:
-        return self._on
+        return self._pushed and not self._muted
 
     def switch_on(self) -> None:
         """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
-        if not self._on:
-            self._on = True
+        self._muted = False
+        if not self._pushed:
+            self._pushed = True
             TorchDispatchMode.__enter__(self)
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
-        if not self._on:
+        if not self._pushed:
             return
         stack = _get_current_dispatch_mode_stack()
-        if self not in stack:  # another thread's stack: leave it there, pass-through, until that thread is back
+        if torch._C._current_graph_task_id() != -1 or self not in stack:
+            self._muted = True
             return
-        self._on = False
+        self._pushed = False
         above = stack[stack.index(self) + 1 :]
         # The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
         for mode in reversed(above):
@@ -55,7 +60,7 @@ class ToggledMode(TorchDispatchMode):
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
         """Off for the length of a block, then as it was."""
-        was_on = self._on
+        was_on = self.is_on
         self.switch_off()
         try:
             yield

@@ -139,7 +139,7 @@ class Recorder(ToggledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
-        if facts.pure_view:
+        if facts.pure_view or not self.is_on:
             return func(*args, **(kwargs or {}))
         recorded, written = self._before(func, facts, args, kwargs or {})
         outputs = func(*args, **(kwargs or {}))
@@ -165,7 +165,7 @@ class Recorder(ToggledMode):
         if facts.random:
             recorded.generator = _generator_of(flat, self._device_type)
             recorded.state = recorded.generator.get_state()
-        recorded.usable = _UNUSABLE not in recorded.arguments
+        recorded.usable = not any(argument is _UNUSABLE for argument in recorded.arguments)
         recorded.uninitialised = facts.uninitialised
         if facts.overwriting and isinstance(flat[0], torch.Tensor) and covers_storage(flat[0]):
             recorded.overwrites = self.slot_of(flat[0])

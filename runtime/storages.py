@@ -45,6 +45,7 @@ def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     )
 
 
+_COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -53,11 +54,18 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
     ``detach`` shares the counter; assigning ``.data`` swaps the storage under the alias and leaves the counter. So
     ``probe._version`` tells of in-place writes to a value whose device copy the runtime has long given up.
+
+    Inside a dispatch mode the kernels that share counters are switched off; they are switched on for this one call.
     """
     key = (tensor.dtype, tensor.device)
     empty = _EMPTY.get(key)
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    probe = tensor.detach()
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
+    try:
+        probe = tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, excluded)
     probe.data = empty
     return probe

@@ -1,0 +1,99 @@
+"""Feasible plans that no planner made: random decisions, random points, straight from a profile."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from poochplan.planner.schema import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
+from poochplan.profiler.schema import PointKind, Profile
+
+
+def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float] = (1, 2, 2)) -> Plan:
+    """A plan whose decisions are drawn by ``weights`` (keep, swap, recompute) among those the profile allows."""
+    chance = random.Random(seed)
+    saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
+    position = {value: index for index, value in enumerate(saves)}
+    uses = [point.handle for point in profile.points if point.kind is PointKind.USE]
+    first_use: dict[int, int] = {}
+    for index, handle in enumerate(uses):
+        first_use.setdefault(position[profile.handles[handle].value], index)
+    decisions = [_decision(profile, value, chance, weights) for value in saves]
+    return Plan(
+        workload=profile.workload,
+        profile_fingerprint=profile.ops_fingerprint,
+        budget_bytes=1 << 40,
+        device="cpu",
+        solve=Solve(
+            policy="random", solver="none", status="none", objective_s=None, bound_s=None, gap=None, wall_s=0, rounds=0
+        ),
+        prediction=Prediction(
+            peak_bytes=0,
+            first_step_peak_bytes=0,
+            in_core_peak_bytes=profile.in_core_peak_bytes,
+            in_core_step_s=0,
+            step_s=0,
+            overhead=0,
+            stall_s=0,
+            replay_s=0,
+            interference_s=0,
+            out_bytes=0,
+            in_bytes=0,
+            host_bytes=0,
+        ),
+        link=profile.link,
+        record_from_start=True,
+        model=profile.model,
+        values=_values(profile, saves, decisions),
+        handles=tuple(position[handle.value] for handle in profile.handles),
+        uses=tuple(uses),
+        schedule=_schedule(decisions, first_use, len(saves), chance),
+    )
+
+
+def _decision(profile: Profile, value: int, chance: random.Random, weights: tuple[float, float, float]) -> Decision:
+    facts = profile.values[value]
+    drawn = chance.choices(list(Decision), weights)[0]
+    if facts.pinned or (drawn is Decision.RECOMPUTE and facts.unreplayable):
+        return Decision.KEEP
+    return drawn
+
+
+def _values(profile: Profile, saves: list[int], decisions: list[Decision]) -> tuple[PlannedValue, ...]:
+    values, end = [], 0
+    for value, decision in zip(saves, decisions, strict=True):
+        facts = profile.values[value]
+        offset = end if decision is Decision.SWAP else -1
+        end += -(-facts.size_bytes // 4096) * 4096 if decision is Decision.SWAP else 0
+        values.append(
+            PlannedValue(
+                name=facts.name,
+                layer=facts.layer,
+                decision=decision,
+                size_bytes=facts.size_bytes,
+                dtype=facts.dtype,
+                shape=facts.shape,
+                host_offset=offset,
+            )
+        )
+    return tuple(values)
+
+
+def _schedule(
+    decisions: list[Decision], first_use: dict[int, int], saves: int, chance: random.Random
+) -> tuple[PointActions, ...]:
+    at: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, decision in enumerate(decisions):
+        use = first_use.get(index, 0)
+        if decision is Decision.SWAP:
+            at["save", index]["swap_out"].append(index)
+            at["save", chance.randint(index, min(saves - 1, index + 6))]["release"].append(index)
+            if chance.random() < 0.7:
+                at["use", chance.randint(max(0, use - 5), use)]["prefetch"].append(index)
+        if decision is Decision.RECOMPUTE and chance.random() < 0.5:
+            at["use", chance.randint(max(0, use - 3), use)]["replay"].append(index)
+    ordered = sorted(at, key=lambda point: (point[0] == "use", point[1]))
+    return tuple(
+        PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
+        for kind, index in ordered
+    )
