@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .planner.schema import Plan
     from .runtime.report import Report, StepReport
 
+METERED_STEPS = 2
+"""A session meters its first two steps, which takes time; see ``poochplan.apply``."""
+
 Build = Callable[[], Workload]
 Progress = Callable[[str], None]
 Tensors = dict[str, torch.Tensor]
@@ -53,7 +56,7 @@ class Run:
     records: list[StepRecord]
     """One for each compared step; none when nothing is compared."""
     seconds: list[float]
-    """Of every step whose time counts: not the first, and none that was metered."""
+    """Of each timed step."""
     step_reports: list[StepReport]
     """One for each step under a plan."""
     report: Report | None = None
@@ -61,9 +64,9 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """Median step time; raises ``ValueError`` when no step counts."""
+        """Median step time; raises ``ValueError`` when none was timed."""
         if not self.seconds:
-            raise ValueError("no timed step: every step was the first one or metered; run more steps")
+            raise ValueError("no timed step; pass timed_steps")
         return statistics.median(self.seconds)
 
 
@@ -96,25 +99,31 @@ def run_steps(
     record: bool = True,
     progress: Progress | None = None,
 ) -> Run:
-    """Runs ``steps + timed_steps`` training steps; records the first ``steps`` of them when ``record``.
+    """Runs ``steps`` training steps, recorded when ``record``, and then ``timed_steps`` whose time is taken.
 
     Each step is ``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``. The caller has entered
-    ``session``, if any. Raises ``StepError`` when the step returns no scalar loss.
+    ``session``, if any. Between the two come as many steps as it takes that none of the timed ones is metered.
+
+    Raises
+    ------
+    StepError
+        The step returns no scalar loss.
     """
     records: list[StepRecord] = []
     seconds: list[float] = []
     step_reports: list[StepReport] = []
-    for index in range(steps + timed_steps):
+    first_timed = max(steps, METERED_STEPS) if timed_steps else steps
+    for index in range(first_timed + timed_steps):
         if progress is not None:
-            progress(f"step {index + 1} of {steps + timed_steps}")
+            progress(f"step {index + 1} of {first_timed + timed_steps}")
+        is_recorded = record and index < steps
         gradients: Tensors = {}
-        elapsed_s, loss = _train(workload, gradients if record and index < steps else None)
-        report = copy.copy(session.report().last_step) if session is not None else None
-        if report is not None:
-            step_reports.append(report)
-        if index > 0 and (report is None or report.peak_bytes is None):
+        elapsed_s, loss = _train(workload, gradients if is_recorded else None)
+        if session is not None:
+            step_reports.append(copy.copy(session.report().last_step))
+        if index >= first_timed:
             seconds.append(elapsed_s)
-        if record and index < steps:
+        if is_recorded:
             records.append(_record(workload, loss, gradients))
     return Run(records, seconds, step_reports, session.report() if session is not None else None)
 
@@ -208,7 +217,7 @@ def check(
     StepError
         ``build`` gives the same model twice, or the step returns no scalar loss.
     """
-    say = progress or (lambda text: None)  # noqa: ARG005
+    say = progress or (lambda text: None)
     builds = _Fresh(build)
     in_core = run_in_core(
         builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"in-core, {text}")

@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of ``pooch`` with a sub-parser for each verb."""
     parser = _Parser(
         prog="pooch",
-        description="Train a network that does not fit: measure the step, plan what to keep, swap or recompute, run it.",
+        description="Train a network that does not fit: measure its step, plan what to keep, swap or recompute, run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = build_parser().parse_args(arguments)
             verb: Verb = options.verb(options)
             return verb.execute()
+        except SystemExit as ended:  # --help and --version
+            return int(ended.code or 0)
         except PoochError as error:
             _explain(" ".join(str(error).split()), verbose)
             return error.exit_code
@@ -101,10 +103,10 @@ def _explain(line: str, verbose: bool) -> None:
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
-    filename: str,  # noqa: ARG001
-    lineno: int,  # noqa: ARG001
+    filename: str,
+    lineno: int,
     file: TextIO | None = None,
-    line: str | None = None,  # noqa: ARG001
+    line: str | None = None,
 ) -> None:
     """One line for a warning, without the source line that Python adds."""
     kind = "" if category is UserWarning else f" ({category.__name__})"

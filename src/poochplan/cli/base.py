@@ -84,7 +84,7 @@ class Verb(ABC):
         """A spinner with the current activity on stderr, only on a terminal; yields what updates its text."""
         console = Console(stderr=True)
         if not console.is_terminal:
-            yield lambda text: None  # noqa: ARG005
+            yield lambda text: None
             return
         with console.status(what) as status:
             yield lambda text: status.update(f"{what}: {text}")

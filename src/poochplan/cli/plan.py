@@ -73,12 +73,15 @@ class PlanVerb(Verb):
         made.save(path, force=options.force)
         self._show(made)
         if picture is not None:
-            draw(profile, made, picture, force=options.force)
+            draw(profile, made, picture, options.force)
         self.wrote(path)
         if picture is not None:
             self.wrote(picture)
+        data = plan_data(made, path)
+        if options.json and was_stopped(made):
+            self.print_json(data)
         _raise_if_stopped(made, path)
-        return plan_data(made, path)
+        return data
 
     def _show(self, made: Plan) -> None:
         from ..report.layers import decisions_by_layer
@@ -102,11 +105,19 @@ def default_plan_name(profile_path: str) -> Path:
     return path.with_name("plan.json" if name in ("profile", "") else f"{name}.plan.json")
 
 
-def draw(profile: Profile, plan: Plan, path: Path, *, force: bool) -> None:
-    """Writes the timeline picture of a plan."""
+def draw(
+    profile: Profile,
+    plan: Plan,
+    path: Path,
+    force: bool,
+    measured_peak_bytes: int | None = None,
+    measured_overhead: float | None = None,
+) -> None:
+    """Writes the timeline picture of a plan, with what was measured where there is something."""
     from ..report.timeline import timeline_of, write_timeline
 
-    write_timeline(timeline_of(profile, plan), path, force=force)
+    timeline = timeline_of(profile, plan, measured_peak_bytes=measured_peak_bytes, measured_overhead=measured_overhead)
+    write_timeline(timeline, path, force=force)
 
 
 def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
@@ -131,9 +142,14 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
     }
 
 
+def was_stopped(plan: Plan) -> bool:
+    """Whether the solver ran out of time."""
+    return plan.solve.status in ("time limit", "no solution found")
+
+
 def _raise_if_stopped(plan: Plan, path: Path) -> None:
-    if "time limit" in plan.solve.status.replace("_", " ").lower():
+    if was_stopped(plan):
         raise TimeLimitError(
-            f"the solver's time limit was reached; the best plan found was written to {path}; "
+            f"the solver's time limit was reached ({plan.solve.status}); the best plan found was written to {path}; "
             "raise --time-limit for a better one"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PoochError, UsageError
+from ..errors import InputFileError, PoochError, UsageError
 from .base import Verb, at_least, parse_overrides
 from .plan import draw
 from .profile import add_workload_arguments
@@ -52,23 +53,26 @@ class RunVerb(Verb):
             default="warn",
             help="when a step leaves the plan (default: warn)",
         )
-        parser.add_argument("--profile", metavar="FILE", help="profile of the plan, for --timeline")
-        parser.add_argument("--timeline", metavar="FILE.png", help="draw the planned step; needs --profile")
+        parser.add_argument(
+            "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
+        )
+        parser.add_argument(
+            "--profile", metavar="FILE", help="the plan's profile, for --timeline (default: found beside the plan)"
+        )
 
     def run(self) -> dict[str, Any]:
         from ..planner.schema import Plan
 
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
-        if (picture is None) != (options.profile is None):
-            raise UsageError("--timeline and --profile go together: the picture is drawn from the plan and its profile")
         build = self._builder()
         plan = Plan.load(options.plan)
-        profile = self._profile(plan)
+        profile = self._profile(plan) if picture is not None else None
         summary = self._measure(plan, build)
         self._show(plan, summary)
         if picture is not None and profile is not None:
-            draw(profile, plan, picture, force=options.force)
+            measured = None if summary.in_core_step_s is None else summary.overhead(plan)
+            draw(profile, plan, picture, options.force, summary.peak_bytes, measured)
             self.wrote(picture)
         data = summary.data(plan)
         if summary.difference is not None:
@@ -86,17 +90,26 @@ class RunVerb(Verb):
 
         return lambda: load_workload(options.workload, overrides).workload
 
-    def _profile(self, plan: Plan) -> Profile | None:
+    def _profile(self, plan: Plan) -> Profile:
+        """The profile that the plan was made from: the one that was named, or the one beside the plan."""
         from ..profiler.schema import Profile
 
-        if self.options.profile is None:
-            return None
-        profile = Profile.load(self.options.profile)
-        if profile.model.fingerprint != plan.model.fingerprint:
-            raise UsageError(
-                f"--profile: {self.options.profile} is of another model than the plan; name the plan's own"
-            )
-        return profile
+        named = self.options.profile
+        folder = Path(self.options.plan).parent
+        if named:
+            profiles = [Profile.load(named)]
+        else:
+            profiles = []
+            for path in sorted((*folder.glob("*profile.json"), *folder.glob("*profile.json.gz"))):
+                with contextlib.suppress(InputFileError):  # a broken neighbour is not this command's business
+                    profiles.append(Profile.load(path))
+        for profile in profiles:
+            if profile.ops_fingerprint == plan.profile_fingerprint:
+                return profile
+        found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
+        raise UsageError(
+            f"--timeline: expected the profile that the plan was made from, {found}; name it with --profile"
+        )
 
     def _measure(self, plan: Plan, build: Build) -> RunSummary:
         from .. import verify

@@ -92,12 +92,13 @@ def _frame(
 def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
 
-    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (the compute stream waits for copies of the layer's values),
-    ``replay_s`` (ops of the layer that run again) and ``overhead_s``, their sum. What compute loses because it runs
-    slower beside copies belongs to no layer and has the row ``(beside copies)``.
+    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (the compute stream waits for copies of its values),
+    ``replay_s`` (replays of the layer's values) and ``overhead_s``, their sum. What compute loses because it runs
+    slower beside copies belongs to no layer and is the ``stall_s`` of the row ``(beside copies)``.
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
+    seconds = _writing_seconds(profile)
     columns = ("swap", "recompute", "stall_s", "replay_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
@@ -107,7 +108,7 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
         if span.lane is Lane.STALL:
             rows[layer_of[span.label]]["stall_s"] += span.end_s - span.start_s
         elif span.lane is Lane.REPLAY:
-            for name, share in _replay_shares(profile, span.label).items():
+            for name, share in _shares(seconds, span.label).items():
                 rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
     if simulation.interference_s:
         rows["(beside copies)"]["stall_s"] = simulation.interference_s
@@ -128,18 +129,24 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
     for wanted, found in zip_longest((value.name for value in plan.values), names):
         if wanted != found:
             raise ModelMismatchError(
-                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, found "
-                f"{found or 'nothing further'}; name the profile that the plan was made from, or plan again"
+                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
+                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
             )
     problem = build_problem(profile)
     return simulate(problem, schedule_of(plan, problem), trace=True)
 
 
-def _replay_shares(profile: Profile, label: str) -> dict[str, float]:
-    """Share of a replay's seconds that each of its values takes, by the time of the ops that write it."""
-    index_of = {profile.values[index].name: index for index in saved_values(profile)}
+def _writing_seconds(profile: Profile) -> dict[str, float]:
+    """Seconds of the ops that write each saved value, by the value's name."""
     writers = writers_by_value(profile)
-    names = [name for name in label.split(", ") if name in index_of]
-    seconds = {name: sum(profile.ops[op].duration_s for op in writers[index_of[name]]) for name in names}
-    total_s = sum(seconds.values())
-    return {name: seconds[name] / total_s if total_s else 1 / len(names) for name in names}
+    return {
+        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
+        for index in saved_values(profile)
+    }
+
+
+def _shares(seconds: dict[str, float], label: str) -> dict[str, float]:
+    """Share of a replay that each of the values it brings back takes; ``label`` is their names."""
+    part = {name: seconds[name] for name in label.split(", ")}
+    total_s = sum(part.values())
+    return {name: part_s / total_s if total_s else 1 / len(part) for name, part_s in part.items()}

@@ -34,7 +34,8 @@ COLOURS = {
 }
 ROWS = ("in-core", "compute", "swap out", "swap in")
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 10.0, 5.6, 160
-_INK, _QUIET = "#222222", "#6B6B6B"
+LEFT = 0.083
+_INK, _QUIET, _BLUE = "#222222", "#6B6B6B", "#0072B2"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -113,11 +114,8 @@ def timeline_of(
 
 def write_timeline(timeline: Timeline, path: str | Path, *, force: bool = False) -> Path:
     """Writes the picture as PNG, never over a file unless ``force``."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    figure = draw_timeline(timeline)
     data = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(data)
+    draw_timeline(timeline).savefig(data, format="png", dpi=DOTS_PER_INCH)
     return write_atomic(path, data.getvalue(), force=force)
 
 
@@ -125,91 +123,112 @@ def draw_timeline(timeline: Timeline) -> Figure:
     """The picture as a matplotlib figure: rows of the streams above live memory, on one time axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-    streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, 1.55))
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, facecolor="white")
+    frame = {"left": LEFT, "right": 0.985, "top": 0.82, "bottom": 0.16, "hspace": 0.07}
+    streams, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1.0, 1.6), **frame})
     scale_s, unit = _unit(timeline.step_s)
     draw_streams(streams, timeline, scale_s)
     draw_memory(memory, timeline, scale_s)
-    memory.set_xlabel(f"time in the step ({unit})")
-    end = max(timeline.step_s, float(timeline.in_core_memory.times_s[-1])) / scale_s
-    memory.set_xlim(0, end)
-    title = f"{timeline.workload}: {format_bytes(timeline.budget_bytes)} budget "
-    title += f"({timeline.budget_bytes / timeline.in_core_memory.peak_bytes:.0%} of in-core), "
-    title += f"predicted overhead {overhead_text(timeline.overhead)}"
-    if timeline.measured_overhead is not None:
-        title += f", measured {overhead_text(timeline.measured_overhead)}"
-    streams.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=36)
-    streams.annotate(
-        timeline.subtitle, (0, 1), xytext=(0, 24), textcoords="offset points", xycoords="axes fraction",
-        fontsize=8.5, color=_QUIET, va="bottom",
-    )  # fmt: skip
+    memory.set_xlabel(f"time in the step ({unit})", fontsize=9.5, color=_INK)
+    memory.set_xlim(0, max(timeline.step_s, float(timeline.in_core_memory.times_s[-1])) / scale_s)
+    figure.text(LEFT, 0.945, _title(timeline), fontsize=12.5, fontweight="bold", color=_INK)
+    figure.text(LEFT, 0.905, timeline.subtitle, fontsize=8.5, color=_QUIET)
+    _legend(figure, streams, y=0.86, handlelength=1.0, handleheight=0.9)
+    _legend(figure, memory, y=0.035, handlelength=1.9)
     return figure
 
 
 def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
-    """One row per stream; a bar's colour says what it does."""
-    from matplotlib.patches import Patch
-
+    """One row per stream; a bar's colour says what it does. Each colour is labelled once, for a legend."""
     shown = [row for row in ROWS if any(bar.row == row for bar in timeline.bars)]
-    for row in shown:
-        y = len(shown) - 1 - shown.index(row)
-        height = 0.42 if row == "in-core" else 0.72
-        for what, colour in COLOURS.items():
+    for what, colour in COLOURS.items():
+        label: str | None = what
+        for row in shown:
+            y = len(shown) - 1 - shown.index(row)
+            height = 0.42 if row == "in-core" else 0.74
             stretches = [
                 (bar.start_s / scale_s, (bar.end_s - bar.start_s) / scale_s)
                 for bar in timeline.bars
                 if bar.row == row and bar.what == what
             ]
             if stretches:
-                axes.broken_barh(stretches, (y - height / 2, height), facecolors=colour, linewidth=0)
+                axes.broken_barh(
+                    stretches,
+                    (y - height / 2, height),
+                    facecolors=colour,
+                    linewidth=0.4,
+                    edgecolors=colour,
+                    label=label,
+                )
+                label = None
     axes.set_yticks(range(len(shown)), labels=shown[::-1])
     axes.set_ylim(-0.55, len(shown) - 0.45)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", length=0, labelbottom=False)
     _quiet(axes, keep=())
-    used = {bar.what for bar in timeline.bars}
-    axes.legend(
-        handles=[Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in used],
-        loc="lower left", bbox_to_anchor=(-0.005, 0.97), ncols=len(COLOURS), frameon=False, fontsize=8.5,
-        handlelength=1.0, handleheight=0.9, columnspacing=1.4, handletextpad=0.5, borderaxespad=0.2,
-    )  # fmt: skip
+    axes.tick_params(axis="both", length=0, labelbottom=False)
 
 
 def draw_memory(axes: Axes, timeline: Timeline, scale_s: float) -> None:
     """Live bytes over time: in-core, planned, the budget and the peak."""
-    planned, in_core = timeline.memory, timeline.in_core_memory
-    factor, unit = _byte_unit(max(in_core.peak_bytes, timeline.budget_bytes))
+    planned, in_core, budget_bytes = timeline.memory, timeline.in_core_memory, timeline.budget_bytes
+    factor, unit = _byte_unit(max(in_core.peak_bytes, budget_bytes))
+    times, sizes = planned.times_s / scale_s, planned.size_bytes / factor
     axes.stairs(
         in_core.size_bytes / factor, in_core.times_s / scale_s, color=_QUIET, linewidth=1.1, baseline=None,
         linestyle=(0, (4, 2)), label=f"in-core, peak {format_bytes(in_core.peak_bytes)}",
     )  # fmt: skip
-    axes.stairs(planned.size_bytes / factor, planned.times_s / scale_s, fill=True, color="#0072B2", alpha=0.18)
+    axes.axhline(budget_bytes / factor, color=_INK, linewidth=1.1, label=f"budget {format_bytes(budget_bytes)}")
+    axes.stairs(sizes, times, fill=True, color=_BLUE, alpha=0.18, linewidth=0)
     axes.stairs(
-        planned.size_bytes / factor, planned.times_s / scale_s, color="#0072B2", linewidth=1.3, baseline=None,
+        sizes, times, color=_BLUE, linewidth=1.3, baseline=None,
         label=f"planned, peak {format_bytes(planned.peak_bytes)}",
-    )  # fmt: skip
-    if timeline.static_bytes:
-        axes.axhspan(
-            0, timeline.static_bytes / factor, color="#8C8C8C", alpha=0.35, linewidth=0,
-            label=f"parameters, optimizer state, inputs: {format_bytes(timeline.static_bytes)}",
-        )  # fmt: skip
-    axes.axhline(
-        timeline.budget_bytes / factor, color="#D55E00", linewidth=1.3,
-        label=f"budget {format_bytes(timeline.budget_bytes)}",
     )  # fmt: skip
     if timeline.measured_peak_bytes is not None:
         axes.axhline(
-            timeline.measured_peak_bytes / factor, color="#009E73", linewidth=1.2, linestyle=(0, (1, 1.5)),
+            timeline.measured_peak_bytes / factor, color="#8A1C7C", linewidth=1.4, linestyle=(0, (1, 1.5)),
             label=f"measured peak {format_bytes(timeline.measured_peak_bytes)}",
         )  # fmt: skip
-    peak_x, peak_y = planned.peak_s / scale_s, planned.peak_bytes / factor
-    axes.plot([peak_x], [peak_y], marker="v", markersize=6, color=_INK, clip_on=False, zorder=5)
-    axes.set_ylim(0, 1.12 * max(in_core.peak_bytes, planned.peak_bytes, timeline.budget_bytes) / factor)
-    axes.set_ylabel(f"live memory ({unit})")
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
+    if timeline.static_bytes:
+        axes.axhspan(
+            0, timeline.static_bytes / factor, color="#8C8C8C", alpha=0.35, linewidth=0,
+            label=f"always live {format_bytes(timeline.static_bytes)}",
+        )  # fmt: skip
+    axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes) / factor)
+    axes.set_ylabel(f"live memory ({unit})", fontsize=9.5, color=_INK)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     _quiet(axes, keep=("left", "bottom"))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5, frameon=False, fontsize=8.5, handlelength=1.8)
+    _mark_peak(axes, timeline, scale_s, factor)
+
+
+def _mark_peak(axes: Axes, timeline: Timeline, scale_s: float, factor: int) -> None:
+    """A dot at the planned peak, and the layer it is in."""
+    x, y = timeline.memory.peak_s / scale_s, timeline.memory.peak_bytes / factor
+    axes.plot([x], [y], marker="o", markersize=4.5, color=_INK, zorder=5)
+    is_left = timeline.memory.peak_s < 0.6 * timeline.step_s
+    axes.annotate(
+        f"peak in {timeline.peak_layer}" if timeline.peak_layer else "peak",
+        (x, y), xytext=(3 if is_left else -3, 6), textcoords="offset points", ha="left" if is_left else "right",
+        fontsize=8, color=_INK, zorder=6,
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
+    )  # fmt: skip
+
+
+def _title(timeline: Timeline) -> str:
+    share = timeline.budget_bytes / timeline.in_core_memory.peak_bytes
+    title = (
+        f"{timeline.workload} within {share:.0%} of its memory: predicted overhead {overhead_text(timeline.overhead)}"
+    )
+    if timeline.measured_overhead is not None:
+        title += f", measured {overhead_text(timeline.measured_overhead)}"
+    return title
+
+
+def _legend(figure: Figure, axes: Axes, *, y: float, **style: float) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="center left", bbox_to_anchor=(LEFT, y), ncols=len(handles), frameon=False, fontsize=8.5,
+        columnspacing=1.5, handletextpad=0.5, borderpad=0, borderaxespad=0, **style,
+    )  # fmt: skip
 
 
 def _quiet(axes: Axes, keep: tuple[str, ...]) -> None:

@@ -1,0 +1,293 @@
+"""Bad input is one line that says what was expected, what was found and what to do, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Pooch = Any
+
+
+def edited(path: Path, target: Path, **changes: object) -> Path:
+    """A copy of a JSON file with some fields changed."""
+    target.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return target
+
+
+# -- the command line itself ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: VERB; see `pooch --help`"),
+        (["profil"], "invalid choice: 'profil'"),
+        (["plan", "p.json"], "required: --budget; see `pooch plan --help`"),
+        (["plan", "p.json", "--budget", "60%", "--threads", "none"], "a whole number of at least 1, found 'none'"),
+        (["plan", "p.json", "--budget", "60%", "--gap", "-1"], "a number above 0, found '-1'"),
+        (["run", "w.toml", "--plan", "p.json", "--steps", "0"], "a whole number of at least 1, found '0'"),
+        (["profile", "w.toml", "--set", "batch"], "--set: expected name=value, such as batch_size=64, found 'batch'"),
+        (["profile", "w.toml", "--set", "a=1", "--set", "a=2"], "--set: 'a' is given twice"),
+        (["profile", "w.toml", "--throttle", "fast"], "--throttle: expected a rate such as 400MB/s"),
+        (["profile", "w.toml", "-o", "missing/p.json"], "the folder missing does not exist"),
+        (["plan", "p.json", "--budget", "60%", "--timeline", "plan.jpg"], "expected a file name that ends in .png"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(pooch: Pooch, arguments: list[str], message: str) -> None:
+    result = pooch(*arguments)
+    assert result.code == 2
+    assert message in result.error
+
+
+# -- workloads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target", ["nowhere.toml", "nowhere.py:build", "no_such_package.models:build", "nowhere", "a:b:"]
+)
+@pytest.mark.parametrize("verb", ["profile", "run"])
+def test_a_workload_that_does_not_exist(pooch: Pooch, plan_path: Path, verb: str, target: str) -> None:
+    result = pooch(verb, target, *(["--plan", plan_path] if verb == "run" else []))
+    assert result.code == 2
+    assert target.partition(":")[0] in result.error
+
+
+def test_a_function_that_does_not_exist_names_those_that_do(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:smal")
+    assert result.code == 2
+    assert "no function 'smal'; did you mean small?" in result.error
+
+
+def test_a_function_that_returns_something_else(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:no_workload")
+    assert result.code == 2
+    assert "expected a poochplan.Workload, found torch.nn.modules.linear.Linear" in result.error
+    assert "return poochplan.Workload(model=..., step=..., optimizer=None)" in result.error
+
+
+def test_a_parameter_that_does_not_exist(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:small", "--set", "batchsize=4")
+    assert result.code == 2
+    assert "unknown parameter 'batchsize'; did you mean batch_size?" in result.error
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("no_scalar", "found shape [4, 8]"), ("no_tensor", "found float"), ("no_gradient", "requires gradients")],
+)
+def test_a_step_without_a_scalar_loss(pooch: Pooch, workloads: Path, name: str, found: str) -> None:
+    result = pooch("profile", f"{workloads}:{name}")
+    assert result.code == 1
+    assert "step" in result.error
+    assert found in result.error
+    assert not Path(f"{name}.profile.json").exists()
+
+
+def test_an_error_of_the_users_own_is_one_line_too(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:fails")
+    assert result.code == 1
+    assert "two lines of trouble" in result.error
+    assert "-v" in result.error
+
+
+def test_verbose_shows_the_traceback_as_well(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:fails", "-v")
+    assert result.code == 1
+    assert "Traceback (most recent call last)" in result.err
+    assert "raise ValueError" in result.err
+    assert "two lines of trouble" in result.err.splitlines()[-1]
+
+
+# -- profiles and plans --------------------------------------------------------------------------------------------
+
+
+def test_a_missing_profile_or_plan_names_the_command_that_makes_it(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("plan", "none.json", "--budget", "60%")
+    assert result.code == 2
+    assert "no such profile file; make one with `pooch profile`" in result.error
+    result = pooch("run", f"{workloads}:small", "--plan", "none.json")
+    assert result.code == 2
+    assert "no such plan file; make one with `pooch plan`" in result.error
+
+
+def test_a_truncated_profile(pooch: Pooch, profile_path: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.json"
+    short.write_bytes(profile_path.read_bytes()[: profile_path.stat().st_size // 2])
+    result = pooch("plan", short, "--budget", "60%")
+    assert result.code == 1
+    assert "truncated or not JSON" in result.error
+    assert "make it again with `pooch profile`" in result.error
+
+
+def test_a_truncated_plan(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.json"
+    short.write_bytes(plan_path.read_bytes()[: plan_path.stat().st_size // 2])
+    result = pooch("run", f"{workloads}:small", "--plan", short)
+    assert result.code == 1
+    assert "truncated or not JSON" in result.error
+    assert "make it again with `pooch plan`" in result.error
+
+
+def test_a_profile_of_a_newer_schema(pooch: Pooch, profile_path: Path, tmp_path: Path) -> None:
+    newer = edited(profile_path, tmp_path / "newer.json", schema_version=99)
+    result = pooch("plan", newer, "--budget", "60%")
+    assert result.code == 1
+    assert "expected profile schema 1, found schema 99; update poochplan" in result.error
+
+
+def test_a_plan_of_a_newer_schema(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
+    newer = edited(plan_path, tmp_path / "newer.json", schema_version=99)
+    result = pooch("run", f"{workloads}:small", "--plan", newer)
+    assert result.code == 1
+    assert "expected plan schema 1, found schema 99; update poochplan" in result.error
+
+
+def test_a_plan_where_a_profile_is_expected(pooch: Pooch, plan_path: Path) -> None:
+    result = pooch("plan", plan_path, "--budget", "60%")
+    assert result.code == 1
+    assert 'expected a profile (kind "profile"), found kind "plan"' in result.error
+
+
+def test_a_profile_with_a_wrong_field_names_it(pooch: Pooch, profile_path: Path, tmp_path: Path) -> None:
+    wrong = edited(profile_path, tmp_path / "wrong.json", in_core_peak_bytes="much")
+    result = pooch("plan", wrong, "--budget", "60%")
+    assert result.code == 1
+    assert "$.in_core_peak_bytes" in result.error
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_plan_for_another_model_names_the_first_layer_that_differs(
+    pooch: Pooch, workloads: Path, plan_path: Path, check: list[str]
+) -> None:
+    result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--set", "width=32", *check)
+    assert result.code == 1
+    assert "expected 0.weight float32[64, 64], found 0.weight float32[32, 32]" in result.error
+
+
+def test_a_picture_needs_the_plans_own_profile(
+    pooch: Pooch, workloads: Path, plan_path: Path, profile_path: Path, tmp_path: Path
+) -> None:
+    lone = tmp_path / "lone.json"
+    lone.write_bytes(plan_path.read_bytes())
+    result = pooch("run", f"{workloads}:small", "--plan", lone, "--timeline", "run.png")
+    assert result.code == 2
+    assert "expected the profile that the plan was made from" in result.error
+    other = edited(profile_path, tmp_path / "other.json", ops_fingerprint="other")
+    result = pooch("run", f"{workloads}:small", "--plan", lone, "--timeline", "run.png", "--profile", other)
+    assert result.code == 2
+    assert "is of another step; name it with --profile" in result.error
+
+
+# -- budgets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["lots", "60 percent", "0%", "8 gigs", ""])
+def test_an_unreadable_budget(pooch: Pooch, profile_path: Path, budget: str) -> None:
+    result = pooch("plan", profile_path, "--budget", budget, "-o", "plan.json")
+    assert result.code == 2
+    assert f"budget: expected 60%, 8GiB, 800MB or bytes, found {budget!r}" in result.error
+
+
+def test_an_infeasible_budget_names_the_smallest_one_and_that_one_works(
+    pooch: Pooch, profile_path: Path, tmp_path: Path
+) -> None:
+    from poochplan.planner.planning import smallest_budget
+    from poochplan.profiler.schema import Profile
+
+    smallest = smallest_budget(Profile.load(profile_path))
+    result = pooch("plan", profile_path, "--budget", "1KiB", "-o", "plan.json")
+    assert result.code == 3
+    assert f"{smallest} bytes" in result.error
+    assert not (tmp_path / "plan.json").exists()
+    assert pooch("plan", profile_path, "--budget", smallest, "-o", "plan.json").code == 0
+    assert pooch("plan", profile_path, "--budget", smallest - 1, "-o", "less.json").code == 3
+
+
+def test_a_budget_above_the_in_core_peak_keeps_all_and_says_so(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("plan", profile_path, "--budget", "120%", "--json", "-o", "plan.json")
+    assert result.code == 0
+    data = json.loads(result.out)
+    assert data["decisions"]["swap"]["values"] == data["decisions"]["recompute"]["values"] == 0
+    assert data["overhead"] == pytest.approx(0, abs=1e-9)
+    assert any("everything is kept" in note for note in data["notes"])
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_output_is_not_overwritten_without_force(
+    pooch: Pooch, workloads: Path, profile_path: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.png"
+    mine.write_text("mine")
+    refused = [
+        ("profile", f"{workloads}:small", "-o", mine),
+        ("plan", profile_path, "--budget", "85%", "-o", mine),
+        ("plan", profile_path, "--budget", "85%", "-o", "plan.json", "--timeline", mine),
+        ("run", f"{workloads}:small", "--plan", plan_path, "--timeline", mine),
+    ]
+    for arguments in refused:
+        result = pooch(*arguments)
+        assert result.code == 1
+        assert "mine.png exists and will not be overwritten; pass --force" in result.error
+    assert mine.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.png"]
+    assert pooch("plan", profile_path, "--budget", "85%", "-o", mine, "--force").code == 0
+    assert json.loads(mine.read_text())["kind"] == "plan"
+
+
+def test_a_crash_while_writing_leaves_no_file(
+    pooch: Pooch, profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
+    assert result.code == 1
+    assert "No space left on device" in result.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_ends_with_code_130(pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poochplan.planner.planning.plan", interrupt)
+    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
+    assert result.code == 130
+    assert result.error == "interrupted"
+
+
+def test_a_spill_folder_that_is_not_there(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--spill-dir", "nowhere")
+    assert result.code == 1
+    assert "spill directory nowhere: expected a folder, found none" in result.error
+
+
+# -- verification --------------------------------------------------------------------------------------------------
+
+
+def test_a_workload_that_returns_the_same_model_cannot_be_checked(
+    pooch: Pooch, workloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(workloads.parent)
+    target = f"{workloads.stem}:same_model"
+    assert pooch("profile", target, "-o", "p.json", "--iterations", "1").code == 0
+    assert pooch("plan", "p.json", "--budget", "200%", "-o", "plan.json").code == 0
+    result = pooch("run", target, "--plan", "plan.json", "--check", "--timed", "1")
+    assert result.code == 1
+    assert "returned the same model twice" in result.error
+
+
+def test_a_workload_that_ignores_the_seed_is_told_from_a_wrong_gradient(
+    pooch: Pooch, workloads: Path, plan_path: Path
+) -> None:
+    result = pooch("run", f"{workloads}:unsteady", "--plan", plan_path, "--check", "--steps", "1", "--timed", "1")
+    assert result.code == 1
+    assert "not bitwise equal to in-core: step 0: loss differs" in result.error
+    assert "the workload itself is not deterministic" in result.error
+    assert "gradients bitwise equal" in result.out

@@ -1,0 +1,120 @@
+"""The three verbs, end to end on a small network: what they print, what they write, what they import."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import poochplan
+from poochplan.cli import VERBS
+
+Pooch = Any
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_the_three_steps_of_the_main_job(pooch: Pooch, workloads: Path, tmp_path: Path) -> None:
+    target = f"{workloads}:small"
+    result = pooch("profile", target, "--iterations", "1", "--top", "3")
+    assert (result.code, result.err) == (0, "")
+    assert "Wrote small.profile.json" in result.out
+    assert "The 3 layers that save most" in result.out
+    result = pooch("plan", "small.profile.json", "--budget", "85%", "--timeline", "plan.png")
+    assert (result.code, result.err) == (0, "")
+    assert "predicted overhead" in result.out
+    assert "What is not kept, by layer" in result.out
+    assert "Wrote small.plan.json\nWrote plan.png" in result.out
+    result = pooch("run", target, "--plan", "small.plan.json", "--check", "--timeline", "run.png")
+    assert (result.code, result.err) == (0, "")
+    for name in (
+        "in-core peak", "budget", "predicted peak", "measured peak", "in-core step time", "planned step time",
+        "predicted overhead", "measured overhead", "bytes swapped", "time recomputed", "stall",
+    ):  # fmt: skip
+        assert re.search(rf"^{name} +\S", result.out, re.MULTILINE), name
+    assert re.search(r"^gradients bitwise equal +yes", result.out, re.MULTILINE)
+    assert "Wrote run.png" in result.out
+    assert png_size(tmp_path / "plan.png") == png_size(tmp_path / "run.png") == (1600, 896)
+
+
+def test_json_is_alone_on_stdout(pooch: Pooch, workloads: Path) -> None:
+    target = f"{workloads}:noisy"
+    result = pooch("profile", target, "--iterations", "1", "--top", "2", "--json")
+    profile = json.loads(result.out)
+    assert "a workload that prints" in result.err
+    assert "Wrote noisy.profile.json" in result.err
+    assert profile["in_core_peak_bytes"] > 0
+    assert len(profile["layers"]) == 2
+    plan = json.loads(pooch("plan", "noisy.profile.json", "--budget", "85%", "--json").out)
+    assert plan["peak_bytes"] <= plan["budget_bytes"] < profile["in_core_peak_bytes"]
+    result = pooch("run", target, "--plan", "noisy.plan.json", "--steps", "2", "--check", "--json")
+    run = json.loads(result.out)
+    assert run["bitwise_equal"] is True
+    assert run["measured_peak_bytes"] is not None
+    assert run["in_core_step_measured"] is True
+
+
+def test_without_check_the_run_says_what_was_not_checked(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--steps", "1", "--timed", "1")
+    assert result.code == 0
+    assert re.search(r"gradients bitwise equal +not checked", result.out)
+    assert "(from the profile)" in result.out
+
+
+def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:
+    assert pooch("profile", f"{workloads}:small", "--iterations", "1", "-o", "p.profile.json.gz").code == 0
+    assert pooch("plan", "p.profile.json.gz", "--budget", "90%").code == 0
+    assert Path("p.plan.json").is_file()
+
+
+def test_a_stopped_solver_writes_the_best_plan_and_ends_with_code_4(
+    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import msgspec
+
+    from poochplan.planner import planning
+
+    solve = planning.plan
+
+    def stopped(*arguments: Any, **options: Any) -> poochplan.Plan:
+        made = solve(*arguments, **options)
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status="time limit"))
+
+    monkeypatch.setattr(planning, "plan", stopped)
+    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
+    assert result.code == 4
+    assert "the best plan found was written to plan.json" in result.error
+    assert poochplan.Plan.load("plan.json").solve.status == "time limit"
+
+
+def test_planning_imports_neither_torch_nor_pictures(profile_path: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from poochplan.cli import main; "
+        f"code = main(['plan', {str(profile_path)!r}, '--budget', '85%', '-o', {str(tmp_path / 'plan.json')!r}]); "
+        "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_the_version(pooch: Pooch) -> None:
+    result = pooch("--version")
+    assert (result.code, result.out) == (0, f"pooch {poochplan.__version__}\n")
+
+
+@pytest.mark.parametrize("verb", [[], *([verb.name] for verb in VERBS)], ids=lambda verb: " ".join(verb) or "pooch")
+def test_every_help_has_examples(pooch: Pooch, verb: list[str]) -> None:
+    result = pooch(*verb, "--help")
+    assert result.code == 0
+    assert f"examples:\n  pooch {verb[0] if verb else 'profile'} " in result.out
