@@ -62,7 +62,8 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 	@mkdir -p $(DEMO)
 	$(BIN)/pooch profile configs/demo.toml -o $(DEMO)/profile.json --force
 	$(BIN)/pooch plan $(DEMO)/profile.json --budget 60% -o $(DEMO)/plan.json --force
-	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check --timeline $(DEMO)/timeline.png --force
+	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check \
+		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
 
 clean:  ## Remove .venv, the demo's output and all caches
 	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
