@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from .planning import plan, smallest_budget
-from .problem import build_problem
-from .schedule import schedule_of
-from .schema import Decision, Plan
-from .simulate import simulate
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Decision", "Plan", "build_problem", "plan", "schedule_of", "simulate", "smallest_budget"]
+from .schema import Decision, Plan
+
+if TYPE_CHECKING:
+    from .planning import plan, smallest_budget
+
+__all__ = ["Decision", "Plan", "plan", "smallest_budget"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, because the runtime reads plans and should not wait for a solver to load.
+    if name in ("plan", "smallest_budget"):
+        from . import planning
+
+        return getattr(planning, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

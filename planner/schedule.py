@@ -72,10 +72,7 @@ def needs_of(problem: Problem, decisions: Sequence[Decision]) -> Needs:
             if back[source] < 0:
                 back[source] = point
         replays.append((point, value, targets))
-    for value, decision in enumerate(decisions):
-        if decision is Decision.RECOMPUTE and back[value] < 0:  # never used: its claims last as long as its handles
-            sources = list(_direct_inputs(problem, (value,)))
-            claim[sources] = np.maximum(claim[sources], problem.freed[value])
+    claim_for_never_replayed(problem, decisions, back, claim)
     return Needs(tuple(back), claim, tuple(replays))
 
 
@@ -91,6 +88,20 @@ def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, 
                 targets.add(source)
                 pending.append(source)
     return tuple(sorted(targets))
+
+
+def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], back: Sequence[int], claim: Ints) -> None:
+    """Extends ``claim``: a recomputed value that never comes back claims its inputs as long as it is itself held."""
+    replays = problem.replay.replays
+    pending = [
+        (replay.ops[-1], value, replay.inputs)
+        for value, replay in enumerate(replays)
+        if replay is not None and decisions[value] is Decision.RECOMPUTE and back[value] < 0
+    ]
+    for _, value, inputs in sorted(pending, reverse=True):  # what holds a value comes after it
+        until = max(int(problem.freed[value]), int(claim[value]))
+        for source in inputs:
+            claim[source] = max(int(claim[source]), until)
 
 
 def _direct_inputs(problem: Problem, targets: tuple[int, ...]) -> set[int]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from .problem import Floats, Ints, Problem
-from .schedule import Schedule, replay_closure
+from .schedule import Schedule, claim_for_never_replayed, replay_closure
 from .schema import Decision
 from .streams import Span, Streams
 
@@ -94,7 +94,7 @@ class _Walk:
         count = problem.value_count
         self.back_tick = [-1] * count
         self.release_tick = [-1] * count
-        self.claim = [-1] * count
+        self.claim: Ints = np.full(count, -1, dtype=np.int64)
         self.is_arriving = [False] * count
         self.commands: list[tuple[int, _Do, int]] = []
         """(point, what, value), or the position in ``replays`` for a replay."""
@@ -127,7 +127,7 @@ class _Walk:
             used = first_uses.get(point, -1)
             if used >= 0:
                 self._use(point, used)
-        self._claim_for_never_used()
+        claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
 
     def _release(self, point: int, value: int) -> None:
         self.commands.append((point, _Do.WAIT_OUT, value))
@@ -174,19 +174,12 @@ class _Walk:
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
         self.replays.append(_ReplayRun(tick, targets, merged.peak_bytes, merged.seconds))
 
-    def _claim_for_never_used(self) -> None:
-        for value, decision in enumerate(self.decisions):
-            replay = self.problem.replay.replays[value]
-            if decision is Decision.RECOMPUTE and self.back_tick[value] < 0 and replay is not None:
-                for source in replay.inputs:
-                    self.claim[source] = max(self.claim[source], int(self.problem.freed[value]))
-
 
 def _memory(problem: Problem, walk: _Walk) -> Ints:
     """Most bytes live at each tick."""
     last = problem.tick_count - 1
     size_bytes, death = problem.rounded_bytes, problem.forward_death
-    end = np.maximum(problem.freed, np.array(walk.claim, dtype=np.int64))
+    end = np.maximum(problem.freed, walk.claim)
     release = np.array(walk.release_tick, dtype=np.int64)
     back = np.array(walk.back_tick, dtype=np.int64)
     recomputed = np.array([decision is Decision.RECOMPUTE for decision in walk.decisions])

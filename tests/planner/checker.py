@@ -1,0 +1,330 @@
+"""An independent judge of plans: replays a plan tick by tick against its profile. Shares no code with the planner.
+
+It walks through every op and point of the step, keeps each storage in its hands, runs every replay op by op with
+versions of contents, and fails on the first thing that the runtime could not do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from poochplan.planner.schema import Plan, PointActions
+from poochplan.profiler.schema import Profile
+
+
+class Violation(AssertionError):
+    """The plan asks for something that cannot be done, or leaves something undone."""
+
+
+@dataclass
+class Verdict:
+    """What the plan was seen to do."""
+
+    peak_bytes: int = 0
+    first_step_peak_bytes: int = 0
+    replayed_ops: list[int] = field(default_factory=list)
+    out_bytes: int = 0
+    in_bytes: int = 0
+    host_slab_bytes: int = 0
+
+
+@dataclass
+class _Entry:
+    value: int
+    decision: str
+    in_forward_storage: bool = True
+    in_new_storage: bool = False
+    on_host: bool = False
+    copy_started: bool = False
+    has_been_back: bool = False
+    claims: set[int] = field(default_factory=set)
+
+
+def check(profile: Profile, plan: Plan) -> Verdict:
+    """Walks through the step; raises :class:`Violation`."""
+    return _Judge(profile, plan).walk()
+
+
+def _ensure(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)
+
+
+class _Judge:
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.profile, self.plan = profile, plan
+        self.timeline = self._merge()
+        self.tick_of_op = {item: tick for tick, (what, item) in enumerate(self.timeline) if what == "op"}
+        self.writers: dict[int, list[int]] = {v: [] for v in range(len(profile.values))}
+        for number, op in enumerate(profile.ops):
+            if op.phase.value == "forward":
+                for value in [*op.outputs, *op.writes]:
+                    self.writers[value].append(number)
+        self.saves = [p for p in profile.points if p.kind.value == "save"]
+        self.uses = [p for p in profile.points if p.kind.value == "use"]
+        self.saved = [profile.handles[p.handle].value for p in self.saves]
+        self.entry_of = {value: index for index, value in enumerate(self.saved)}
+        self.version_saved = {
+            index: sum(writer < p.op for writer in self.writers[self.saved[index]])
+            for index, p in enumerate(self.saves)
+        }
+        self.verdict = Verdict()
+        self.entries: dict[int, _Entry] = {}
+        self.recorded = self._recorded_ops()
+        self.needs: dict[int, tuple[set[int], set[int]]] = {}
+
+    def _merge(self) -> list[tuple[str, int]]:
+        timeline: list[tuple[str, int]] = []
+        points = list(enumerate(self.profile.points))
+        for number in range(len(self.profile.ops)):
+            while points and points[0][1].op == number:
+                timeline.append(("point", points.pop(0)[0]))
+            timeline.append(("op", number))
+        timeline.extend(("point", index) for index, _ in points)
+        return timeline
+
+    def _recorded_ops(self) -> set[int]:
+        switch = {action.index: action.record for action in self.plan.schedule if action.at == "save" and action.record}
+        recorded, on = set(), self.plan.record_from_start
+        for number in range(len(self.profile.ops)):
+            pending = ""
+            for index, point in enumerate(self.saves):
+                if point.op == number and switch.get(index) == "off":
+                    on, pending = False, ""
+                if point.op == number and switch.get(index) == "on":
+                    pending = "on"
+            if on:
+                recorded.add(number)
+            on = on or pending == "on"
+        return recorded
+
+    # -- the walk ---------------------------------------------------------------------------------------------
+
+    def walk(self) -> Verdict:
+        self._check_header()
+        done_saves = done_uses = 0
+        actions = {(action.at, action.index): action for action in self.plan.schedule}
+        for tick, (what, item) in enumerate(self.timeline):
+            if what == "op":
+                self._note(tick, self._rounded(self.profile.ops[item].workspace_bytes))
+            else:
+                point = self.profile.points[item]
+                if point.kind.value == "save":
+                    self._bind(done_saves)
+                    self._act(tick, actions.pop(("save", done_saves), None))
+                    done_saves += 1
+                else:
+                    self._act(tick, actions.pop(("use", done_uses), None))
+                    self._check_use(tick, point.handle)
+                    done_uses += 1
+                self._note(tick)
+            self._end_of_tick(tick)
+        _ensure(not actions, f"actions at points that do not exist: {sorted(actions)}")
+        self._check_host()
+        return self.verdict
+
+    def _check_header(self) -> None:
+        plan, profile = self.plan, self.profile
+        _ensure([v.name for v in plan.values] == [profile.values[v].name for v in self.saved], "values in save order")
+        _ensure(plan.handles == tuple(self.entry_of[h.value] for h in profile.handles), "handles in pack order")
+        _ensure(plan.uses == tuple(p.handle for p in self.uses), "uses in order")
+        for index, planned in enumerate(plan.values):
+            record = profile.values[self.saved[index]]
+            if record.pinned:
+                _ensure(planned.decision.value == "keep", f"{planned.name} is pinned but {planned.decision}")
+            if planned.decision.value == "recompute":
+                _ensure(not record.unreplayable, f"{planned.name} cannot be replayed")
+
+    def _bind(self, index: int) -> None:
+        decision = self.plan.values[index].decision.value
+        entry = self.entries[index] = _Entry(index, decision)
+        if decision == "recompute":
+            entry.in_forward_storage = False
+            entry.claims = self._needs(index)[1]
+
+    def _act(self, tick: int, action: PointActions | None) -> None:
+        if action is None:
+            return
+        for index in action.swap_out:
+            entry = self._entry(index)
+            _ensure(entry.decision == "swap" and not entry.copy_started, f"swap_out of {index} at tick {tick}")
+            entry.copy_started = True
+            self.verdict.out_bytes += self.profile.values[self.saved[index]].size_bytes
+        for index in action.release:
+            entry = self._entry(index)
+            _ensure(entry.copy_started and entry.in_forward_storage, f"release of {index} at tick {tick}")
+            entry.in_forward_storage, entry.on_host = False, True
+        for index in action.prefetch:
+            entry = self._entry(index)
+            _ensure(entry.on_host and not entry.in_new_storage, f"prefetch of {index} at tick {tick}")
+            entry.in_new_storage = entry.has_been_back = True
+            self.verdict.in_bytes += self.profile.values[self.saved[index]].size_bytes
+        for index in action.replay:
+            self._replay(tick, index)
+
+    def _entry(self, index: int) -> _Entry:
+        _ensure(index in self.entries, f"value {index} is not saved yet")
+        return self.entries[index]
+
+    def _check_use(self, tick: int, handle: int) -> None:
+        entry = self._entry(self.entry_of[self.profile.handles[handle].value])
+        _ensure(self._resident(entry), f"value {entry.value} ({entry.decision}) is away at its use, tick {tick}")
+
+    @staticmethod
+    def _resident(entry: _Entry) -> bool:
+        return entry.in_forward_storage or entry.in_new_storage
+
+    # -- lifetimes and bytes ----------------------------------------------------------------------------------
+
+    def _rounded(self, size_bytes: int) -> int:
+        unit = self.profile.allocation_unit_bytes
+        return (size_bytes + unit - 1) // unit * unit
+
+    def _bytes(self, value: int) -> int:
+        return self._rounded(self.profile.values[value].size_bytes)
+
+    def _live_bytes(self, tick: int) -> int:
+        total = 0
+        for value, record in enumerate(self.profile.values):
+            born = self.tick_of_op[record.born] if record.born >= 0 else 0
+            if tick < born:
+                continue
+            entry = self.entries.get(self.entry_of.get(value, -1))
+            if value not in self.entry_of:
+                copies = int(tick <= record.freed)
+            elif entry is None:
+                copies = 1  # not packed yet
+            else:
+                copies = int(tick <= record.forward_death or entry.in_forward_storage) + int(entry.in_new_storage)
+            total += copies * self._bytes(value)
+        return total
+
+    def _note(self, tick: int, extra_bytes: int = 0) -> None:
+        live = self._live_bytes(tick) + extra_bytes
+        self.verdict.peak_bytes = max(self.verdict.peak_bytes, live)
+        first_optimizer = [self.tick_of_op[n] for n, op in enumerate(self.profile.ops) if op.phase.value == "optimizer"]
+        if first_optimizer and tick < first_optimizer[0]:
+            live -= sum(
+                self._bytes(n)
+                for n, v in enumerate(self.profile.values)
+                if v.kind.value == "optimizer_state" and v.born < 0
+            )
+        self.verdict.first_step_peak_bytes = max(self.verdict.first_step_peak_bytes, live)
+
+    def _end_of_tick(self, tick: int) -> None:
+        held = {number for number, value in enumerate(self.saved) if tick < self.profile.values[value].freed}
+        pending = [number for number in held if number in self.entries]
+        while pending:
+            entry = self.entries[pending.pop()]
+            if entry.decision == "recompute" and not entry.has_been_back:
+                pending += [number for number in entry.claims - held if number in self.entries]
+                held |= entry.claims
+        for entry in self.entries.values():
+            if entry.value not in held:
+                entry.in_forward_storage = entry.in_new_storage = False
+
+    # -- replays ----------------------------------------------------------------------------------------------
+
+    def _version_read(self, value: int, op: int) -> int:
+        return sum(writer < op for writer in self.writers[value])
+
+    def _is_entry(self, value: int, version: int) -> bool:
+        return value in self.entry_of and self.version_saved[self.entry_of[value]] == version
+
+    def _needs(self, index: int) -> tuple[set[int], set[int]]:
+        """(ops, saved values) that a replay of this value alone comes to."""
+        if index not in self.needs:
+            ops: set[int] = set()
+            entries: set[int] = set()
+
+            def need(value: int, version: int, is_root: bool = False) -> None:
+                if self.profile.values[value].born < 0:
+                    return
+                if not is_root and self._is_entry(value, version):
+                    entries.add(self.entry_of[value])
+                    return
+                for writer in self.writers[value][:version]:
+                    if writer not in ops:
+                        ops.add(writer)
+                        for read in {*self.profile.ops[writer].inputs, *self.profile.ops[writer].writes}:
+                            need(read, self._version_read(read, writer))
+
+            need(self.saved[index], self.version_saved[index], is_root=True)
+            self.needs[index] = ops, entries
+        return self.needs[index]
+
+    def _replay(self, tick: int, index: int) -> None:
+        root = self._entry(index)
+        if root.has_been_back:
+            return
+        _ensure(root.decision == "recompute", f"replay of {index}, which is {root.decision}")
+        targets, ops, pending = {index}, set(), [index]
+        while pending:
+            more_ops, inputs = self._needs(pending.pop())
+            ops |= more_ops
+            for number in inputs - targets:
+                source = self._entry(number)
+                if source.decision == "recompute" and not source.has_been_back:
+                    targets.add(number)
+                    pending.append(number)
+        self._run(tick, sorted(ops), targets)
+        for target in targets:
+            self.entries[target].in_new_storage = self.entries[target].has_been_back = True
+
+    def _run(self, tick: int, ops: list[int], targets: set[int]) -> None:
+        rebuilt: dict[int, int] = {}  # value -> version it is at
+        wanted = {self.saved[target] for target in targets}
+        last: dict[int, int] = {}
+        for op in ops:
+            for value in {*self.profile.ops[op].inputs, *self.profile.ops[op].writes}:
+                if not self._found_elsewhere(value, op, wanted):
+                    last[value] = op
+        for op in ops:
+            record = self.profile.ops[op]
+            _ensure(op in self.recorded, f"op {op} is replayed but was not recorded")
+            _ensure(not record.opaque, f"op {op} is opaque")
+            for value in {*record.inputs, *record.writes}:
+                self._check_input(tick, value, op, rebuilt, wanted)
+            rebuilt.update(dict.fromkeys(record.outputs, 1))
+            for value in record.writes:
+                if value in rebuilt:
+                    rebuilt[value] += 1
+            inside = sum(self._bytes(value) for value in rebuilt) + self._rounded(record.workspace_bytes)
+            self._note(tick, inside)
+            for value in list(rebuilt):
+                if value not in wanted and last.get(value, -1) <= op:
+                    del rebuilt[value]
+        for target in targets:
+            _ensure(rebuilt.get(self.saved[target]) == self.version_saved[target], f"{target} not rebuilt")
+        self.verdict.replayed_ops += ops
+
+    def _found_elsewhere(self, value: int, op: int, wanted: set[int]) -> bool:
+        is_before = self.profile.values[value].born < 0
+        return is_before or (value not in wanted and self._is_entry(value, self._version_read(value, op)))
+
+    def _check_input(self, tick: int, value: int, op: int, rebuilt: dict[int, int], wanted: set[int]) -> None:
+        record = self.profile.values[value]
+        version = self._version_read(value, op)
+        if record.born < 0:
+            _ensure(tick <= record.freed, f"op {op} reads {record.name}, which is gone")
+            if value in self.profile.ops[op].writes:
+                _ensure(record.kind.value == "buffer", f"op {op} would write {record.name} again")
+            else:
+                _ensure(version == len(self.writers[value]), f"op {op} reads {record.name}, written since")
+        elif self._found_elsewhere(value, op, wanted):
+            _ensure(self._resident(self._entry(self.entry_of[value])), f"op {op} reads {record.name}, which is away")
+            _ensure(version == len(self.writers[value]), f"op {op} reads {record.name}, written since its save")
+        else:
+            _ensure(rebuilt.get(value) == version, f"op {op} reads {record.name} at {version}, found {rebuilt}")
+
+    # -- the host ---------------------------------------------------------------------------------------------
+
+    def _check_host(self) -> None:
+        end = 0
+        for planned in self.plan.values:
+            if planned.decision.value == "swap":
+                _ensure(planned.host_offset >= end and planned.host_offset % 4096 == 0, f"{planned.name}: host offset")
+                end = planned.host_offset + planned.size_bytes
+            else:
+                _ensure(planned.host_offset == -1, f"{planned.name} has a place on the host but is not swapped")
+        self.verdict.host_slab_bytes = end
