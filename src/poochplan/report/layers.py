@@ -93,8 +93,8 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
 
     Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (the compute stream waits for copies of its values),
-    ``replay_s`` (replays of the layer's values) and ``overhead_s``, their sum. What compute loses because it runs
-    slower beside copies belongs to no layer and is the ``stall_s`` of the row ``(beside copies)``.
+    ``replay_s`` (replays of the layer's values) and ``overhead_s``, their sum. What the rest of compute
+    loses because it runs slower beside copies belongs to no layer: it is ``stall_s`` of the row ``(beside copies)``.
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
@@ -110,8 +110,10 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
         elif span.lane is Lane.REPLAY:
             for name, share in _shares(seconds, span.label).items():
                 rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
-    if simulation.interference_s:
-        rows["(beside copies)"]["stall_s"] = simulation.interference_s
+    attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
+    beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s
+    if simulation.interference_s and beside_copies_s > 0:
+        rows["(beside copies)"]["stall_s"] = beside_copies_s
     frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
     frame["overhead_s"] = frame["stall_s"] + frame["replay_s"]
     return frame.sort_values("overhead_s", ascending=False, kind="stable")

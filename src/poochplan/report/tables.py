@@ -10,7 +10,7 @@ from rich.table import Table
 from ..planner.schema import Plan
 from ..profiler.schema import Profile
 from ..units import format_bytes, format_rate, format_seconds
-from .layers import decision_totals
+from .layers import OUTSIDE, decision_totals
 from .memory import static_bytes
 
 Rows = Mapping[str, str]
@@ -65,7 +65,7 @@ def profile_rows(profile: Profile) -> Rows:
         "forward / backward / optimizer": " / ".join(
             format_seconds(seconds) for seconds in (times.forward_s, times.backward_s, times.optimizer_s)
         ),
-        "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)} (at {profile.in_core_peak_layer or 'no layer'})",
+        "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)}, in {profile.in_core_peak_layer or OUTSIDE}",
         "of that all step long": static or "nothing",
         "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
         f"{format_bytes(sum(value.size_bytes for value in movable))} of it free to swap or recompute",

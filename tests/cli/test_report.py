@@ -1,0 +1,134 @@
+"""Pictures and frames say what the profile, the plan and the simulator say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import poochplan
+from poochplan.errors import ModelMismatchError, OutputExistsError
+from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.schema import LinkDirection, Profile
+from poochplan.report.layers import (
+    decision_totals,
+    decisions_by_layer,
+    overhead_by_layer,
+    saved_by_layer,
+    simulate_plan,
+)
+from poochplan.report.memory import in_core_bytes, in_core_curve, static_bytes
+from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
+
+
+@pytest.fixture(scope="module")
+def profile(profile_path: Path) -> Profile:
+    """A real profile, with a link so slow that copies do not hide."""
+    measured = Profile.load(profile_path)
+    slow = LinkDirection(
+        latency_s=1e-5, bandwidth_bytes_per_s=sum(measured.static_bytes.values()) / measured.times.step_s
+    )
+    link = msgspec.structs.replace(
+        measured.link, outward=slow, inward=slow, duplex=0.8, interference_out=0.1, interference_in=0.1
+    )
+    return msgspec.structs.replace(measured, link=link)
+
+
+@pytest.fixture(scope="module")
+def plan(profile: Profile) -> poochplan.Plan:
+    return poochplan.plan(profile, smallest_budget(profile))
+
+
+def test_the_in_core_curve_peaks_where_the_profile_says(profile: Profile) -> None:
+    assert in_core_bytes(profile).max() == profile.in_core_peak_bytes
+    assert in_core_curve(profile).peak_bytes == profile.in_core_peak_bytes
+    assert in_core_curve(profile).times_s[-1] == pytest.approx(sum(op.duration_s for op in profile.ops))
+
+
+def test_what_is_always_live_is_the_least_that_is_live(profile: Profile) -> None:
+    assert "gradient" not in static_bytes(profile)
+    assert sum(static_bytes(profile).values()) <= in_core_bytes(profile).min()
+
+
+def test_the_timeline_covers_the_simulated_step(profile: Profile, plan: poochplan.Plan) -> None:
+    timeline = timeline_of(profile, plan)
+    assert timeline.memory.peak_bytes == plan.prediction.peak_bytes <= plan.budget_bytes
+    assert timeline.memory.times_s[-1] == pytest.approx(plan.prediction.step_s)
+    assert np.all(np.diff(timeline.memory.times_s) >= -1e-12)
+    compute = [bar for bar in timeline.bars if bar.row == "compute"]
+    assert sum(bar.end_s - bar.start_s for bar in compute) == pytest.approx(plan.prediction.step_s)
+    in_core = [bar for bar in timeline.bars if bar.row == "in-core"]
+    assert sum(bar.end_s - bar.start_s for bar in in_core) == pytest.approx(plan.prediction.in_core_step_s)
+    assert [bar.what for bar in in_core] == ["forward", "backward", "optimizer"]
+    replay_s = sum(bar.end_s - bar.start_s for bar in compute if bar.what == "replay")
+    stall_s = sum(bar.end_s - bar.start_s for bar in compute if bar.what == "stall")
+    assert stall_s == pytest.approx(plan.prediction.stall_s)
+    assert replay_s >= plan.prediction.replay_s * (1 - 1e-9)
+    assert stall_s + replay_s > 0
+
+
+def test_the_picture_has_a_row_for_each_stream_and_names_the_budget(profile: Profile, plan: poochplan.Plan) -> None:
+    timeline = timeline_of(profile, plan, measured_peak_bytes=plan.prediction.peak_bytes, measured_overhead=0.07)
+    streams, memory = (figure := draw_timeline(timeline)).axes
+    shown = [label.get_text() for label in streams.get_yticklabels()][::-1]
+    assert shown == [row for row in ROWS if row in shown]
+    assert {"in-core", "compute"} < set(shown)
+    labels = memory.get_legend_handles_labels()[1]
+    for start in ("in-core, peak", "budget", "planned, peak", "measured peak", "always live"):
+        assert any(label.startswith(start) for label in labels), start
+    assert any("measured +7.0%" in text.get_text() for text in figure.texts)
+
+
+def test_everything_in_the_picture_is_inside_it(profile: Profile, plan: poochplan.Plan) -> None:
+    figure = draw_timeline(timeline_of(profile, plan, measured_peak_bytes=1, measured_overhead=0.123))
+    FigureCanvasAgg(figure).draw()
+    for artist in (*figure.texts, *figure.legends, *figure.axes[0].get_yticklabels(), figure.axes[1].yaxis.label):
+        box = artist.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, artist
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1, artist
+
+
+def test_the_picture_is_a_real_png_and_never_overwrites(profile: Profile, plan: poochplan.Plan, tmp_path: Path) -> None:
+    path = write_timeline(timeline_of(profile, plan), tmp_path / "plan.png")
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert data.endswith(b"IEND\xaeB`\x82")
+    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1600, 896)
+    assert len(data) > 20_000
+    with pytest.raises(OutputExistsError):
+        write_timeline(timeline_of(profile, plan), path)
+
+
+def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: Profile, plan: poochplan.Plan) -> None:
+    values = (msgspec.structs.replace(plan.values[0], name="stem/out"), *plan.values[1:])
+    with pytest.raises(ModelMismatchError, match="expected the saved value stem/out, found"):
+        simulate_plan(profile, msgspec.structs.replace(plan, values=values))
+
+
+def test_saved_bytes_by_layer_add_up(profile: Profile) -> None:
+    frame = saved_by_layer(profile)
+    saved = {profile.handles[point.handle].value for point in profile.points if point.kind == "save"}
+    assert frame["saved_bytes"].sum() == sum(profile.values[value].size_bytes for value in saved)
+    assert frame["values"].sum() == len(saved)
+    assert frame["saved_bytes"].is_monotonic_decreasing
+    step_s = sum(op.duration_s for op in profile.ops if op.phase != "optimizer")
+    assert frame["forward_s"].sum() + frame["backward_s"].sum() == pytest.approx(step_s)
+
+
+def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:
+    by_layer, totals = decisions_by_layer(plan), decision_totals(plan)
+    assert totals["values"].sum() == len(plan.values)
+    for decision in ("keep", "swap", "recompute"):
+        assert by_layer[decision].sum() == totals.loc[decision, "size_bytes"]
+    away = by_layer["swap"] + by_layer["recompute"]
+    assert away.is_monotonic_decreasing
+
+
+def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profile, plan: poochplan.Plan) -> None:
+    frame = overhead_by_layer(profile, plan)
+    prediction = plan.prediction
+    assert frame["overhead_s"].sum() == pytest.approx(prediction.step_s - prediction.in_core_step_s, rel=1e-6)
+    assert frame["overhead_s"].is_monotonic_decreasing

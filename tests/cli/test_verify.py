@@ -1,0 +1,103 @@
+"""Verification is bit by bit and names the first tensor that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import StepError
+from poochplan.verify import StepRecord, bitwise_equal, check, checked_loss, first_difference, run_in_core
+
+
+def record(**changes: dict[str, torch.Tensor]) -> StepRecord:
+    tensors = {kind: {"a.weight": torch.ones(3), "b.weight": torch.ones(2, 2)} for kind in ("gradients", "parameters")}
+    return dataclasses.replace(StepRecord(torch.ones(()), buffers={"bn.mean": torch.zeros(2)}, **tensors), **changes)
+
+
+def build() -> poochplan.Workload:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8))
+    images = torch.randn(16, 8)
+    return poochplan.Workload(model, lambda: model(images).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), True),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]), True),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), False),
+        (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), True),
+        (torch.tensor([True]), torch.tensor([False]), False),
+        (torch.tensor(7), torch.tensor(7), True),
+    ],
+)
+def test_equality_is_of_bits(left: torch.Tensor, right: torch.Tensor, equal: bool) -> None:
+    assert bitwise_equal(left, right) is equal
+
+
+def test_equal_records_have_no_difference() -> None:
+    assert first_difference([record(), record()], [record(), record()]) is None
+
+
+def test_the_first_difference_names_step_kind_tensor_and_size() -> None:
+    off = record(gradients={"a.weight": torch.ones(3), "b.weight": torch.tensor([[1.0, 1.0], [1.5, 1.0]])})
+    assert first_difference([record(), record()], [record(), off]) == (
+        "step 1: gradient b.weight differs: 1 of 4 elements, by up to 0.5"
+    )
+    assert first_difference([record()], [record(buffers={"bn.mean": torch.full((2,), -0.0)})]) is not None
+    assert first_difference([record()], [record(loss=torch.zeros(()))]) == (
+        "step 0: loss differs: 1 of 1 elements, by up to 1"
+    )
+
+
+def test_a_missing_or_added_gradient_is_a_difference() -> None:
+    fewer = record(gradients={"a.weight": torch.ones(3)})
+    assert first_difference([record()], [fewer]) == (
+        "step 0: gradient b.weight differs: there in-core and missing under the plan"
+    )
+    assert "missing in-core" in str(first_difference([fewer], [record()]))
+
+
+def test_two_in_core_runs_from_one_seed_are_equal_and_from_two_are_not() -> None:
+    first, again, other = (run_in_core(build, steps=2, timed_steps=0, seed=seed) for seed in (1, 1, 2))
+    assert len(first.records) == 2
+    assert first_difference(first.records, again.records) is None
+    assert first_difference(first.records, other.records) is not None
+
+
+def test_the_records_are_copies() -> None:
+    run = run_in_core(build, steps=2, timed_steps=0)
+    assert not torch.equal(run.records[0].parameters["0.weight"], run.records[1].parameters["0.weight"])
+    assert not torch.equal(run.records[0].buffers["2.running_mean"], run.records[1].buffers["2.running_mean"])
+
+
+def test_copying_for_the_comparison_does_not_count_as_the_steps_memory() -> None:
+    torch.manual_seed(0)
+    workload = build()
+    profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=1)
+    compared = check(build, poochplan.plan(profile, "200%"), steps=3, timed_steps=1)
+    assert compared.difference is None
+    assert compared.compared_tensors == 3 * (1 + 4 + 3 + 4)
+    metered = [report.peak_bytes for report in compared.planned.step_reports if report.peak_bytes is not None]
+    assert max(metered) <= 1.01 * profile.in_core_peak_bytes + 1024
+    assert len(compared.planned.seconds) == len(compared.in_core.seconds) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (3.0, "found float"),
+        (torch.ones(2, requires_grad=True), r"found a tensor of shape \[2\]"),
+        (torch.ones(()), "none"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss: object, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        checked_loss(loss)
