@@ -181,6 +181,8 @@ class Capture(ToggledMode):
         op.random = facts.random
         op.opaque = any(not is_plain(leaf, self.device_type) for leaf in leaves)
         op.uninitialised = facts.uninitialised
+        if facts.uninitialised:
+            op.inputs = []  # they give it a shape, and a replay knows that
         if facts.overwriting and plain and plain[0] is args[0] and covers_storage(plain[0]):
             op.overwrites = self.value_of(plain[0])
         op.writes = self._writes(facts, args, kwargs)

@@ -67,6 +67,12 @@ class RecordedOp:
         self.state: torch.Tensor | None = None
         """Generator state before the op, when it is random."""
 
+    def allocate_only(self, output: torch.Tensor) -> None:
+        """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
+        options = {"dtype": output.dtype, "device": output.device}
+        self.func = torch.ops.aten.empty_strided.default
+        self.arguments, self.spec = pytree.tree_flatten(((list(output.shape), list(output.stride())), options))
+
     def views(self) -> Iterator[View]:
         return (argument for argument in self.arguments if isinstance(argument, View))
 
@@ -188,6 +194,8 @@ class Recorder(ToggledMode):
         return View(slot, leaf._version, Geometry.of(leaf))
 
     def _after(self, recorded: RecordedOp, written: list[tuple[Slot, int]], outputs: Any) -> None:
+        if recorded.uninitialised and isinstance(outputs, torch.Tensor) and not written:
+            recorded.allocate_only(outputs)
         for slot, version in written:
             slot.writers[version + 1] = recorded  # the counter itself moves only after this handler returns
             recorded.writes.append(slot)

@@ -65,9 +65,9 @@ def closure_of(root: Slot, version: int, *, follow_recipes: bool) -> Closure:
             continue
         closure.rebuilt[slot] = None
         for op in writers:
-            if op.order not in closure.ops:
-                closure.ops[op.order] = op
-                pending += [(view.slot, view.version) for view in op.views()]
+            closure.ops[op.order] = op
+            # Of the slot itself an op reads what the writers before it left: they run anyway.
+            pending += [(view.slot, view.version) for view in op.views() if view.slot is not slot]
     if any(written not in closure.rebuilt for op in closure.ops.values() for written in op.writes):
         raise NotReplayable("an op of the replay writes into something it does not own")
     return closure
