@@ -125,6 +125,7 @@ def run_steps(
             seconds.append(elapsed_s)
         if is_recorded:
             records.append(_record(workload, loss, gradients))
+        del loss  # or it would be live in the next step, which the profiled step was not
     return Run(records, seconds, step_reports, session.report() if session is not None else None)
 
 

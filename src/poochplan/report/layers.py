@@ -92,14 +92,14 @@ def _frame(
 def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
 
-    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (the compute stream waits for copies of its values),
-    ``replay_s`` (replays of the layer's values) and ``overhead_s``, their sum. What the rest of compute
-    loses because it runs slower beside copies belongs to no layer: it is ``stall_s`` of the row ``(beside copies)``.
+    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
+    ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies; it belongs to
+    no layer and has a row of its own, ``(beside copies)``) and ``overhead_s``, their sum.
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
     seconds = _writing_seconds(profile)
-    columns = ("swap", "recompute", "stall_s", "replay_s")
+    columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
         if value.decision is not Decision.KEEP:
@@ -113,9 +113,9 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
     beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s
     if simulation.interference_s and beside_copies_s > 0:
-        rows["(beside copies)"]["stall_s"] = beside_copies_s
+        rows["(beside copies)"]["interference_s"] = beside_copies_s
     frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
-    frame["overhead_s"] = frame["stall_s"] + frame["replay_s"]
+    frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s"]].sum(axis="columns")
     return frame.sort_values("overhead_s", ascending=False, kind="stable")
 
 
