@@ -69,11 +69,15 @@ def solve_fluid(
     solver: str | None = None,
     time_limit_s: float = 60.0,
     gap: float = 0.005,
+    absolute_gap_s: float = 0.0,
     threads: int = 2,
     tightened: dict[int, int] | None = None,
     host_bytes: int | None = None,
 ) -> Solution:
-    """Decisions that the fluid model finds best within ``budget_bytes``; values outside ``candidates`` are kept."""
+    """Decisions that the fluid model finds best within ``budget_bytes``; values outside ``candidates`` are kept.
+
+    The solver stops at ``gap`` (relative to the overhead) or at ``absolute_gap_s``, whichever is reached first.
+    """
     started_s = time.perf_counter()
     name = choose_solver(solver)
     model = build_fluid_model(problem, budget_bytes, candidates, tightened, host_bytes)
@@ -81,7 +85,7 @@ def solve_fluid(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            engine = _engine(name, remaining_s, gap, threads)
+            engine = _engine(name, remaining_s, gap, absolute_gap_s / model.time_unit_s, threads)
             model.lp.solve(engine)
         status = int(model.lp.sol_status)
     except pulp.PulpSolverError as error:
@@ -102,12 +106,12 @@ def solve_fluid(
     )
 
 
-def _engine(name: str, time_limit_s: float, gap: float, threads: int) -> pulp.LpSolver:
+def _engine(name: str, time_limit_s: float, gap: float, absolute_gap: float, threads: int) -> pulp.LpSolver:
     full = _NAMES.get(name, name)
     if full != "HiGHS":
         by_name = {solver.lower(): solver for solver in pulp.listSolvers()}
         full = by_name[full.lower()]
-    return pulp.getSolver(full, msg=False, timeLimit=time_limit_s, gapRel=gap, threads=threads)
+    return pulp.getSolver(full, msg=False, timeLimit=time_limit_s, gapRel=gap, gapAbs=absolute_gap, threads=threads)
 
 
 def _has_values(swap: dict[int, pulp.LpVariable]) -> bool:

@@ -21,7 +21,16 @@ from .simulate import simulate
 HOST_ALIGNMENT_BYTES = 4096
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
-MAX_ROUNDS = 4
+MAX_ROUNDS = 3
+ROUND_MARGIN = 0.015
+"""Share of the budget taken off the model in each further round."""
+LATER_ROUND_LIMIT_S = 5.0
+WORTH_ANOTHER_ROUND = 0.002
+"""Share of the step that the simulated overhead must lose against the fluid one for another round."""
+STARTS = 3
+"""How many of the best plans local search starts from."""
+ABSOLUTE_GAP = 0.1
+"""The solver also stops at this fraction of the gap, taken of the whole step instead of the overhead."""
 EXTRA_TIGHTENING = 0.002
 """Share of the budget by which a violated row is tightened beyond its violation."""
 
@@ -99,7 +108,7 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
 
 def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:
     """The smallest share, in hundredths of a percent, that ``parse_budget`` reads as at least ``size_bytes``."""
-    hundredths = size_bytes * 10000 // in_core_peak_bytes
+    hundredths = max(1, size_bytes * 10000 // in_core_peak_bytes)
     while parse_budget(f"{hundredths / 100:.2f}%", in_core_peak_bytes) < size_bytes:
         hundredths += 1
     return f"{hundredths / 100:.2f}%"
@@ -108,36 +117,72 @@ def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:
 def _search(
     problem: Problem, budget_bytes: int, solver: str | None, time_limit_s: float, gap: float, threads: int
 ) -> _Search:
-    deadline_s = time.perf_counter() + time_limit_s
     tiny = _tiny(problem, budget_bytes)
-    candidates = [value for value in movable(problem) if value not in tiny]
     tried = list(simple_plans(problem, budget_bytes))
+    solved, solution, rounds = _solve_rounds(problem, budget_bytes, tiny, solver, time_limit_s, gap, threads)
+    tried += solved
+    tried.sort(key=lambda candidate: candidate.rank(budget_bytes))
+    improved = [improve(problem, candidate, budget_bytes) for candidate in _distinct(tried)[:STARTS]]
+    best = min(improved, key=lambda candidate: candidate.rank(budget_bytes))
+    return _Search(best, solution, rounds, tiny, _notes(best, solution))
+
+
+def _solve_rounds(
+    problem: Problem,
+    budget_bytes: int,
+    tiny: frozenset[int],
+    solver: str | None,
+    time_limit_s: float,
+    gap: float,
+    threads: int,
+) -> tuple[list[Candidate], Solution, int]:
+    """Plans of the ILP, the solution for the full budget, and how often it was solved.
+
+    It is solved again with tighter rows where the simulated peak is over budget, and for a slightly smaller budget
+    where the simulated step is slower than the fluid one: whole values need more room than fluid ones.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    candidates = [value for value in movable(problem) if value not in tiny]
     tightened: dict[int, int] = {}
-    first: Solution | None = None
-    rounds = 0
-    while rounds < MAX_ROUNDS and (rounds == 0 or time.perf_counter() < deadline_s):
-        rounds += 1
+    solutions: list[Solution] = []
+    found: list[Candidate] = []
+    model_budget_bytes = budget_bytes
+    limit_s = time_limit_s
+    for _ in range(MAX_ROUNDS):
         solution = solve_fluid(
             problem,
-            budget_bytes,
+            model_budget_bytes,
             candidates,
             solver=solver,
-            time_limit_s=max(1.0, deadline_s - time.perf_counter()),
+            time_limit_s=min(limit_s, max(1.0, deadline_s - time.perf_counter())),
             gap=gap,
+            absolute_gap_s=ABSOLUTE_GAP * gap * problem.step_s,
             threads=threads,
             tightened=tightened,
         )
-        first = first or solution
-        if solution.decisions is None:
+        solutions.append(solution)
+        limit_s = LATER_ROUND_LIMIT_S
+        if solution.decisions is None or solution.objective_s is None:
             break
-        found = try_decisions(problem, "ilp", solution.decisions, budget_bytes)
-        tried.append(found)
-        if found.peak_bytes <= budget_bytes:
+        found.append(try_decisions(problem, "ilp", solution.decisions, budget_bytes))
+        lost_s = found[-1].simulation.step_s - problem.step_s - solution.objective_s
+        if found[-1].peak_bytes > budget_bytes:
+            _tighten(tightened, found[-1], budget_bytes)
+        elif lost_s > WORTH_ANOTHER_ROUND * problem.step_s:
+            model_budget_bytes -= int(budget_bytes * ROUND_MARGIN)
+        else:
             break
-        _tighten(tightened, found, budget_bytes)
-    best = min(tried, key=lambda candidate: candidate.rank(budget_bytes))
-    best = improve(problem, best, budget_bytes)
-    return _Search(best, first, rounds, tiny, _notes(best, first))
+        if time.perf_counter() > deadline_s:
+            break
+    return found, solutions[0], len(solutions)
+
+
+def _distinct(ranked: list[Candidate]) -> list[Candidate]:
+    """The candidates without those whose schedule does what a better one's does."""
+    kept: dict[tuple[Decision, ...], Candidate] = {}
+    for candidate in ranked:
+        kept.setdefault(candidate.schedule.decisions, candidate)
+    return list(kept.values())
 
 
 def _notes(best: Candidate, solution: Solution | None) -> tuple[str, ...]:

@@ -303,9 +303,9 @@ def resnet_like(blocks: int = 8, *, mib: int = 4, link_gb_per_s: float = 1.0, co
         for _ in range(2):
             weight, gamma, mean = r.before(size // 16), r.before(1024), r.before(1024, Kind.BUFFER)
             (y,) = r.op("conv", [y, weight], [size], saves=[y], seconds=4e-3 * compute_scale)
-            y, *_ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=4e-4 * compute_scale)[
-                :3
-            ]
+            seconds = 4e-4 * compute_scale
+            y, *statistics, _ = r.op("bn", [y, gamma], [size, 1024, 1024], writes=[mean], saves=[y], seconds=seconds)
+            r.nodes[-1].handles.extend(r._pack(value, len(r.ops)) for value in statistics)
             (y,) = r.op("relu_", [y], writes=[y], saves_outputs=True, seconds=2e-4 * compute_scale)
         if size != r.values[x].size_bytes:
             (x,) = r.op("down", [x, r.before(size // 16)], [size], saves=[x], seconds=1e-3 * compute_scale)

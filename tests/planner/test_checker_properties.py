@@ -2,24 +2,100 @@
 
 from __future__ import annotations
 
+import random
+
+import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.problem import Problem, build_problem
+from poochplan.planner.schedule import Schedule, Style, fit, schedule_of
+from poochplan.planner.schema import Decision, Plan
+from poochplan.planner.simulate import simulate
 from poochplan.profiler.schema import Profile
 
-from .checker import check
-from .random_profiles import profiles
+from .checker import Violation, check
+from .random_profiles import profiles, resnet_like, transformer_like, unet_like
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(QUICK, max_examples=50)
 @given(profile=profiles(), share=st.floats(0.0, 1.0))
-def test_a_plan_for_any_feasible_budget_stays_within_it_and_finds_every_input(profile: Profile, share: float) -> None:
+def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:
     smallest = smallest_budget(profile)
     budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
     found = plan(profile, budget)
     verdict = check(profile, found)
-    assert verdict.peak_bytes <= budget
+    assert max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget
     assert verdict.peak_bytes == found.prediction.peak_bytes
     assert verdict.first_step_peak_bytes == found.prediction.first_step_peak_bytes
     assert (verdict.out_bytes, verdict.in_bytes) == (found.prediction.out_bytes, found.prediction.in_bytes)
+    assert verdict.host_slab_bytes <= found.prediction.host_bytes
+
+
+@settings(QUICK, max_examples=150)
+@given(profile=profiles(30), seed=st.integers(0, 2**32), style=st.sampled_from(STYLES), share=st.floats(0.4, 1.0))
+def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
+    profile: Profile, seed: int, style: Style, share: float
+) -> None:
+    problem = build_problem(profile)
+    schedule = fit(problem, _random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
+    simulation = simulate(problem, schedule, trace=True)
+    verdict = check(profile, _plan_with(profile, schedule))
+    assert verdict.peak_bytes == simulation.peak_bytes
+    assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
+    assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
+    assert simulation.step_s >= problem.step_s
+
+
+@pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
+def test_a_plan_that_was_written_and_read_again_does_the_same(make, tmp_path) -> None:
+    profile = make(2)
+    problem = build_problem(profile)
+    found = plan(profile, "75%")
+    again = Plan.load(found.save(tmp_path / "plan.json"))
+    assert again == found
+    assert simulate(problem, schedule_of(again, problem)).step_s == found.prediction.step_s
+    assert check(profile, again).peak_bytes == found.prediction.peak_bytes
+
+
+def test_the_checker_sees_a_missing_replay_input_a_missing_record_and_an_early_release() -> None:
+    profile = transformer_like(2, link_gb_per_s=0.5)
+    found = plan(profile, "50%")
+    decisions = [value.decision for value in found.values]
+    assert Decision.RECOMPUTE in decisions
+    assert Decision.SWAP in decisions
+    without_replay = [msgspec.structs.replace(action, replay=()) for action in found.schedule]
+    without_record = [msgspec.structs.replace(action, record="") for action in found.schedule]
+    without_prefetch = [msgspec.structs.replace(action, prefetch=()) for action in found.schedule]
+    without_swap_out = [msgspec.structs.replace(action, swap_out=()) for action in found.schedule]
+    for broken in (without_replay, without_record, without_prefetch, without_swap_out):
+        with pytest.raises(Violation):
+            check(profile, msgspec.structs.replace(found, schedule=tuple(broken), record_from_start=False))
+
+
+def _random_decisions(problem: Problem, seed: int) -> list[Decision]:
+    rng = random.Random(seed)
+    decisions = []
+    for value, reason in enumerate(problem.must_keep):
+        choices = [Decision.KEEP, Decision.SWAP]
+        if problem.replay.replays[value] is not None:
+            choices += [Decision.RECOMPUTE, Decision.RECOMPUTE]
+        decisions.append(Decision.KEEP if reason else rng.choice(choices))
+    return decisions
+
+
+def _plan_with(profile: Profile, schedule: Schedule) -> Plan:
+    kept = plan(profile, profile.in_core_peak_bytes)
+    values, offset = [], 0
+    for value, decision in zip(kept.values, schedule.decisions, strict=True):
+        swapped = decision is Decision.SWAP
+        values.append(msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1))
+        offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
+    return msgspec.structs.replace(
+        kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
+    )

@@ -1,0 +1,174 @@
+"""What plan() promises."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.planner.ilp import choose_solver, solve_fluid
+from poochplan.planner.planning import plan, share_that_holds, smallest_budget
+from poochplan.planner.policies import movable, swap_all_on_demand
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schema import Decision, Plan
+from poochplan.profiler.schema import Kind, Profile
+from poochplan.units import parse_budget
+
+from .random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
+
+
+def decisions_of(found: Plan) -> set[Decision]:
+    return {value.decision for value in found.values}
+
+
+def test_a_budget_that_holds_the_in_core_peak_keeps_everything_and_says_so() -> None:
+    profile = resnet_like(2)
+    found = plan(profile, "100%")
+    assert decisions_of(found) == {Decision.KEEP}
+    assert found.schedule == ()
+    assert found.prediction.overhead == 0
+    assert "everything is kept" in found.notes[0]
+
+
+@pytest.mark.parametrize("profile", [resnet_like(3), unet_like(3), transformer_like(2)], ids=["resnet", "unet", "gpt"])
+def test_the_smallest_budget_has_a_plan_and_one_byte_less_has_none(profile: Profile) -> None:
+    smallest = smallest_budget(profile)
+    assert plan(profile, smallest).prediction.peak_bytes <= smallest
+    with pytest.raises(InfeasibleError) as caught:
+        plan(profile, smallest - 1)
+    assert caught.value.smallest_budget_bytes == smallest
+
+
+def test_the_infeasible_message_names_a_budget_that_works_when_it_is_typed() -> None:
+    profile = unet_like(2)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(profile, 1000)
+    message = str(caught.value)
+    share = message.split("pass a budget of ")[1].split()[0]
+    assert str(smallest_budget(profile)) in message
+    assert "\n" not in message
+    plan(profile, share)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 999, 123_457, 1_000_000])
+def test_a_share_is_rounded_up(size_bytes: int) -> None:
+    share = share_that_holds(size_bytes, 1_000_003)
+    assert parse_budget(share, 1_000_003) >= size_bytes
+
+
+def test_the_three_decisions_are_mixed_where_that_pays() -> None:
+    profile = transformer_like(2, link_gb_per_s=0.5)
+    found = plan(profile, "50%")
+    assert decisions_of(found) == set(Decision)
+
+
+def test_a_fast_link_swaps_and_a_slow_link_recomputes() -> None:
+    fast = plan(transformer_like(2, link_gb_per_s=10), "60%")
+    slow = plan(transformer_like(2, link_gb_per_s=0.001), "60%")
+    assert decisions_of(fast) == {Decision.KEEP, Decision.SWAP}
+    assert decisions_of(slow) == {Decision.KEEP, Decision.RECOMPUTE}
+
+
+def test_less_memory_never_predicts_a_faster_step() -> None:
+    profile = resnet_like(2, link_gb_per_s=0.3)
+    steps = [plan(profile, f"{share}%").prediction.step_s for share in (45, 60, 80, 100)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_pinned_and_tiny_values_are_kept_and_say_why() -> None:
+    found = plan(resnet_like(4), "60%")
+    pinned = found.values[0]
+    assert pinned.why == "it was there before the step"
+    reasons = {value.why for value in found.values if value.size_bytes <= 1024}
+    assert "too small to matter" in reasons
+
+
+def test_a_value_held_past_its_first_use_is_kept() -> None:
+    r = Recorder()
+    (x,) = r.op("f0", [r.before(512, Kind.INPUT)], [1 << 20])
+    r.op("f1", [x], [1 << 20], saves=[x])
+    r.hold_until_end(x)
+    problem = build_problem(r.finish(link()))
+    assert "held" in problem.must_keep[0]
+
+
+def test_swapped_values_have_places_of_their_own_on_the_host() -> None:
+    found = plan(resnet_like(4, link_gb_per_s=10), "50%")
+    places = [(v.host_offset, v.size_bytes) for v in found.values if v.decision is Decision.SWAP]
+    assert places
+    assert all(offset % 4096 == 0 for offset, _ in places)
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
+    assert all(v.host_offset == -1 for v in found.values if v.decision is not Decision.SWAP)
+    assert found.prediction.host_bytes >= places[-1][0] + places[-1][1]
+
+
+def test_bound_and_gap_are_not_claimed() -> None:
+    solve = plan(unet_like(2), "80%").solve
+    assert (solve.bound_s, solve.gap) == (None, None)
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    profile = unet_like(3)
+    first, second = plan(profile, "75%"), plan(profile, "75%")
+    assert first.values == second.values
+    assert first.schedule == second.schedule
+
+
+def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
+    profile = unet_like(3)
+    try:
+        choose_solver("cbc")
+    except UsageError as missing:
+        pytest.skip(str(missing))
+    highs, cbc = plan(profile, "75%"), plan(profile, "75%", solver="cbc")
+    assert cbc.solve.solver == "cbc"
+    assert cbc.prediction.step_s == pytest.approx(highs.prediction.step_s, rel=0.02)
+
+
+def test_an_unknown_solver_is_named() -> None:
+    with pytest.raises(UsageError, match="solver 'nonesuch' is not available"):
+        plan(unet_like(2), "80%", solver="nonesuch")
+
+
+def test_a_link_without_bandwidth_is_named() -> None:
+    profile = unet_like(2)
+    broken = msgspec.structs.replace(
+        profile.link, inward=msgspec.structs.replace(profile.link.inward, bandwidth_bytes_per_s=0.0)
+    )
+    with pytest.raises(PoochError, match=r"link\.inward"):
+        plan(msgspec.structs.replace(profile, link=broken), "80%")
+
+
+def test_a_budget_that_cannot_be_read_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="budget"):
+        plan(unet_like(2), "plenty")
+
+
+def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
+    problem = build_problem(resnet_like(4, link_gb_per_s=100))
+    keep_all_peak = int(problem.base_bytes.max() + problem.rounded_bytes.sum())
+    solution = solve_fluid(problem, keep_all_peak // 2, movable(problem))
+    assert solution.decisions is not None
+    assert solution.objective_s == pytest.approx(0, abs=1e-3 * problem.step_s)
+
+
+def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None:
+    for seed in range(30):
+        profile = random_profile(seed)
+        if not any(point.kind == "save" for point in profile.points):
+            continue
+        problem = build_problem(profile)
+        floor = problem.base_bytes.copy()
+        for value in range(problem.value_count):
+            size = problem.rounded_bytes[value]
+            born, death, first, freed = (
+                int(array[value]) for array in (problem.born, problem.forward_death, problem.first_use, problem.freed)
+            )
+            end = max(death, freed) if problem.must_keep[value] else death
+            floor[born : end + 1] += size
+            if not problem.must_keep[value] and first < problem.tick_count:
+                floor[first : freed + 1] += size
+        # A value that is packed only later than forward lets go of it would make the floor lower than reachable.
+        assert swap_all_on_demand(problem).peak_bytes == floor.max()
