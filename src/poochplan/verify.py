@@ -1,7 +1,6 @@
 """Runs a workload in-core and under a plan from the same start, and compares them bit by bit.
 
-Used by ``pooch run``, the tests, the benchmarks and the notebook. Equality is exact: the bytes of every tensor, so that
--0.0 differs from 0.0 and a NaN equals the same NaN.
+Used by ``pooch run``, the tests, the benchmarks and the notebook.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
+from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
 
@@ -34,19 +34,6 @@ METERED_STEPS = 2
 
 Build = Callable[[], Workload]
 Progress = Callable[[str], None]
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step left behind: copies, by name."""
-
-    loss: torch.Tensor
-    gradients: Tensors
-    """Of every parameter that has one, before the optimizer's step."""
-    buffers: Tensors
-    parameters: Tensors
-    """After the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -241,50 +228,6 @@ def check(
         if unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
     return Comparison(in_core, planned, difference, steps, _count(in_core.records))
-
-
-def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:
-    """Step, kind and name of the first tensor that is not bitwise equal, and by how much; None when all are."""
-    if len(expected) != len(found):
-        return f"{len(expected)} steps against {len(found)}"
-    for step, (left, right) in enumerate(zip(expected, found, strict=True)):
-        pairs = [("loss", {"": left.loss}, {"": right.loss})]
-        pairs += [(kind, getattr(left, f"{kind}s"), getattr(right, f"{kind}s")) for kind in _KINDS]
-        for kind, wanted, seen in pairs:
-            for name in (*wanted, *(other for other in seen if other not in wanted)):
-                detail = _difference(wanted.get(name), seen.get(name))
-                if detail is not None:
-                    return f"step {step}: {kind} {name}".rstrip() + f" differs: {detail}"
-    return None
-
-
-_KINDS = ("gradient", "buffer", "parameter")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two dense tensors have the same dtype, shape and bits."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    if left.dtype.is_complex:
-        return bitwise_equal(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
-    if not left.dtype.is_floating_point:
-        return torch.equal(left, right)
-    word = _WORDS[left.element_size()]
-    return torch.equal(left.contiguous().view(word), right.contiguous().view(word))
-
-
-def _difference(wanted: torch.Tensor | None, seen: torch.Tensor | None) -> str | None:
-    if wanted is None or seen is None:
-        return (
-            "there in-core and missing under the plan" if seen is None else "missing in-core and there under the plan"
-        )
-    if bitwise_equal(wanted, seen):
-        return None
-    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
-        return f"{wanted.dtype} {list(wanted.shape)} in-core, {seen.dtype} {list(seen.shape)} under the plan"
-    apart = wanted.to(torch.complex128 if wanted.dtype.is_complex else torch.float64) - seen
-    return f"{int((wanted != seen).sum())} of {wanted.numel()} elements, by up to {apart.abs().max().item():.3g}"
 
 
 class _Fresh:

@@ -9,7 +9,8 @@ import torch
 
 import poochplan
 from poochplan.errors import StepError
-from poochplan.verify import StepRecord, bitwise_equal, check, checked_loss, first_difference, run_in_core
+from poochplan.records import StepRecord, bitwise_equal, first_difference
+from poochplan.verify import check, checked_loss, run_in_core
 
 
 def record(**changes: dict[str, torch.Tensor]) -> StepRecord:
