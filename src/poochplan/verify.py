@@ -89,7 +89,7 @@ def run_steps(
     """Runs ``steps`` training steps, recorded when ``record``, and then ``timed_steps`` whose time is taken.
 
     Each step is ``zero_grad(set_to_none=True)``, forward, backward, ``optimizer.step()``. The caller has entered
-    ``session``, if any. Between the two come as many steps as it takes that none of the timed ones is metered.
+    ``session``, if any. Between the two come as many steps as it takes that none of the timed ones is cold or metered.
 
     Raises
     ------
@@ -99,7 +99,8 @@ def run_steps(
     records: list[StepRecord] = []
     seconds: list[float] = []
     step_reports: list[StepReport] = []
-    first_timed = max(steps, METERED_STEPS) if timed_steps else steps
+    warm_steps = METERED_STEPS if session is not None else 1
+    first_timed = max(steps, warm_steps) if timed_steps else steps
     for index in range(first_timed + timed_steps):
         if progress is not None:
             progress(f"step {index + 1} of {first_timed + timed_steps}")
@@ -197,8 +198,9 @@ def check(
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model; ``timed_steps`` more steps of each are only timed. The
-    two runs follow one another, and each step time is the median of its run.
+    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed, the
+    in-core ones both before and after the planned ones, so that a machine that gets slower or faster meanwhile tells on
+    both; a step time is the median.
 
     Raises
     ------
@@ -207,9 +209,9 @@ def check(
     """
     say = progress or (lambda text: None)
     builds = _Fresh(build)
-    in_core = run_in_core(
-        builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"in-core, {text}")
-    )
+    seed_everything(seed)
+    workload = builds()
+    in_core = run_steps(workload, steps, timed_steps=timed_steps, progress=lambda text: say(f"in-core, {text}"))
     gc.collect()
     planned = run_planned(
         builds,
@@ -221,6 +223,8 @@ def check(
         on_divergence=on_divergence,
         progress=lambda text: say(f"under the plan, {text}"),
     )
+    after = run_steps(workload, 0, timed_steps=timed_steps, progress=lambda text: say(f"in-core again, {text}"))
+    in_core.seconds.extend(after.seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:
         again = run_in_core(builds, steps=steps, timed_steps=0, seed=seed, progress=lambda text: say(f"again, {text}"))
