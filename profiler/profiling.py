@@ -123,6 +123,8 @@ class _Runner:
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
+        self.loss: torch.Tensor | None = None
+        """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
 
     def one_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
         """Runs it; ``enter`` is told each phase as it begins."""
@@ -131,10 +133,10 @@ class _Runner:
                 parameter.grad = None
         times_s = [time.perf_counter()]
         enter(Phase.FORWARD)
-        loss = _checked_loss(self.step())
+        self.loss = _checked_loss(self.step())
         times_s.append(time.perf_counter())
         enter(Phase.BACKWARD)
-        loss.backward()
+        self.loss.backward()
         times_s.append(time.perf_counter())
         enter(Phase.OPTIMIZER)
         if self.optimizer is not None:
@@ -187,6 +189,7 @@ def _capture(runner: _Runner, device: str) -> tuple[Capture, dict[int, Kind]]:
         if phase is Phase.OPTIMIZER:
             note((p.grad for p in model.parameters()), Kind.GRADIENT)
 
+    note([runner.loss], Kind.INPUT)
     note(model.parameters(), Kind.PARAMETER)
     note(model.buffers(), Kind.BUFFER)
     if optimizer is not None:

@@ -94,6 +94,7 @@ class Engine:
         self.stats = StepReport(steps=1)
         self._begin_clock(active=True)
         self._static = self._parameters()
+        self.recorder.forget()
         if self.plan.record_from_start:
             self.recorder.switch_on()
 
@@ -122,8 +123,8 @@ class Engine:
             if self._outside_the_plan(tensor):
                 return Handle(self, None, tensor)
             slot = self.recorder.slot_of(tensor)
-            entry = slot.entry_at(tensor._version)
-            if entry is None:
+            entry = slot.entry() if slot.entry is not None else None
+            if entry is None or not entry.stands_for(tensor):
                 entry = self._new_entry(slot, tensor)  # Rule 1
             elif not self._astray:
                 self._expect_handle(entry.index, tensor)
@@ -139,15 +140,17 @@ class Engine:
         )
 
     def _new_entry(self, slot: Slot, tensor: torch.Tensor) -> Entry:
-        if slot.step == self.step:  # written since its save point, or saved anew after all its handles had gone
-            entry = Entry(None, Decision.KEEP, slot, tensor)
+        if slot.packed:  # written since its save point, or saved anew after all its handles had gone
+            entry = Entry(None, Decision.SWAP if self._astray else Decision.KEEP, slot, tensor)
             slot.attach(entry)
+            if self._astray:
+                self._swap_soon(entry)
             return entry
         index = self._next_save_point(tensor)
         decision = Decision.SWAP if index is None else self.plan.values[index].decision
         entry = Entry(index, decision, slot, tensor)
         slot.attach(entry)
-        slot.step = self.step
+        slot.packed = True
         if index is None:
             self._swap_soon(entry)
             return entry
@@ -188,7 +191,9 @@ class Engine:
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         try:
-            entry.recipe = Recipe(slot, entry.version)
+            if entry.version > len(slot.writes):
+                raise NotReplayable("it was written where recording was off")
+            entry.recipe = Recipe(slot, entry.generation)
         except NotReplayable as reason:  # Rule 10
             self._count_fallback(f"{self._name(entry)} is swapped, not recomputed: {reason}")
             entry.decision = Decision.SWAP

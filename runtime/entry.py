@@ -28,10 +28,13 @@ class Entry:
         "__weakref__",
         "decision",
         "device_type",
+        "generation",
+        "geometry",
         "host_offset",
         "in_copy",
         "index",
         "out_copy",
+        "probe",
         "recipe",
         "size_bytes",
         "slot",
@@ -45,7 +48,10 @@ class Entry:
         """Its save point, or None outside the plan."""
         self.decision = decision
         self.slot = slot
+        self.generation = len(slot.writes)
+        self.probe = version_probe(tensor)
         self.version = tensor._version
+        self.geometry = Geometry.of(tensor)
         self.device_type = tensor.device.type
         self.size_bytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
@@ -53,6 +59,14 @@ class Entry:
         self.out_copy: Copy | None = None
         self.in_copy: Copy | None = None
         self.recipe: Recipe | None = None
+
+    def stands_for(self, tensor: torch.Tensor) -> bool:
+        """Whether a later pack of the same storage is of this same content.
+
+        The plan knows that nobody writes between the packs of a planned value. Without a plan only the very same part
+        of the storage counts: chunks with version counters of their own may have been written unseen.
+        """
+        return self.probe._version == self.version and (self.index is not None or self.geometry == Geometry.of(tensor))
 
     @property
     def waits_for_replay(self) -> bool:

@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 
 class View(NamedTuple):
-    """A tensor argument: where it lay, and which content it read (the version counter counts in-place writes)."""
+    """A tensor argument: where it lay, and which content it read."""
 
     slot: Slot
-    version: int
+    generation: int
+    """Recorded writes to the slot before it was read."""
     geometry: Geometry
+    watch: tuple[torch.Tensor, int] | None
+    """For a slot whose birth was not recorded: a version probe, and the version that was read."""
+
+    @property
+    def still_there(self) -> bool:
+        """Whether the storage still holds what was read, when its birth was not recorded."""
+        return self.watch is None or self.watch[0]._version == self.watch[1]
 
 
 class RecordedOp:
@@ -38,6 +46,7 @@ class RecordedOp:
         "births",
         "func",
         "generator",
+        "grad_enabled",
         "order",
         "overwrites",
         "spec",
@@ -50,6 +59,8 @@ class RecordedOp:
     def __init__(self, order: int, func: Any, arguments: list[Any], spec: pytree.TreeSpec) -> None:
         self.order = order
         self.func = func
+        self.grad_enabled = torch.is_grad_enabled()
+        """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
         self.usable = True
         """Whether it can be run again."""
         self.uninitialised = False
@@ -80,20 +91,20 @@ class RecordedOp:
 class Slot:
     """One storage, as far as recording has seen it.
 
-    ``writers[0]`` is the op that bore it (None when that was not recorded), ``writers[k]`` the one that made version k.
+    Contents are told apart by *generation*, the number of recorded writes, not by torch's version counters: chunks of
+    ``unsafe_split`` (GRU cells) have counters of their own on one storage.
     """
 
-    __slots__ = ("__weakref__", "entry", "key", "probe", "step", "storage", "waiting", "writers")
+    __slots__ = ("__weakref__", "birth", "entry", "key", "packed", "storage", "waiting", "writes")
 
     def __init__(self, storage: torch.UntypedStorage, registry: dict[int, Slot]) -> None:
         self.key = storage._cdata
-        self.writers: dict[int, RecordedOp] = {}
-        """Version the op left behind -> op; 0 for the birth."""
+        self.birth: RecordedOp | None = None
+        self.writes: list[RecordedOp] = []
+        """The ops that wrote it in place, in order: ``writes[k]`` made generation ``k + 1``."""
         self.entry: weakref.ref[Entry] | None = None
-        self.step = 0
-        """The engine's step in which it was first packed; 0 for never."""
-        self.probe: torch.Tensor | None = None
-        """Shares the version counter; only for storages that were there before recording saw them."""
+        self.packed = False
+        """Whether it has had its save point."""
         self.waiting: list[weakref.ref[Recipe]] = []
         """Recipes that read this slot before it was packed: they claim its entry when it comes."""
         self.storage = weakref.ref(storage, lambda _, key=self.key: registry.pop(key, None))
@@ -112,26 +123,24 @@ class Slot:
         if all(reference() is not recipe for reference in self.waiting):
             self.waiting.append(weakref.ref(recipe))
 
-    def entry_at(self, version: int) -> Entry | None:
+    def entry_at(self, generation: int) -> Entry | None:
         """The saved value of this slot, when it is still there and holds just this content."""
         entry = self.entry() if self.entry is not None else None
-        return entry if entry is not None and entry.version == version else None
+        return entry if entry is not None and entry.generation == generation else None
 
-    def writers_up_to(self, version: int) -> list[RecordedOp] | None:
+    def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
         """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
 
         A storage born uninitialised counts only if the first write was seen and covers it: what is written past the
         dispatcher before is then overwritten.
         """
-        found = []
-        for step in range(version + 1):
-            writer = self.writers.get(step)
-            if writer is None or not writer.usable:
-                return None
-            found.append(writer)
-        if found[0].uninitialised and not (version >= 1 and found[1].overwrites is self):
+        if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
-        return found
+        writers = [self.birth, *self.writes[:generation]]
+        return writers if all(writer.usable for writer in writers) else None
+
+    def _overwritten(self, generation: int) -> bool:
+        return generation >= 1 and self.writes[0].overwrites is self
 
 
 class Recorder(ToggledMode):
@@ -152,6 +161,10 @@ class Recorder(ToggledMode):
         self._after(recorded, written, outputs)
         return outputs
 
+    def forget(self) -> None:
+        """Begins with no slots: what an earlier step recorded goes, unless a recipe of that step still refers to it."""
+        self.registry = {}
+
     def slot_of(self, tensor: torch.Tensor) -> Slot:
         """The slot of the tensor's storage, made when it is new."""
         storage = tensor.untyped_storage()
@@ -160,9 +173,7 @@ class Recorder(ToggledMode):
             slot = self.registry[storage._cdata] = Slot(storage, self.registry)
         return slot
 
-    def _before(
-        self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[RecordedOp, list[tuple[Slot, int]]]:
+    def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
         flat, spec = pytree.tree_flatten((args, kwargs))
         self._count += 1
         recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
@@ -177,7 +188,7 @@ class Recorder(ToggledMode):
             recorded.overwrites = self.slot_of(flat[0])
         statistics = [args[position] for position in facts.statistics if position < len(args)]
         written = [
-            (self.slot_of(tensor), tensor._version)
+            self.slot_of(tensor)
             for tensor in written_tensors(facts, args, kwargs)
             if is_plain(tensor, self._device_type) and not any(tensor is one for one in statistics)
         ]
@@ -189,23 +200,22 @@ class Recorder(ToggledMode):
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
         slot = self.slot_of(leaf)
-        if slot.probe is None and slot.writers_up_to(leaf._version) is None:
-            slot.probe = version_probe(leaf)
-        return View(slot, leaf._version, Geometry.of(leaf))
+        watch = None if slot.birth is not None else (version_probe(leaf), leaf._version)
+        return View(slot, len(slot.writes), Geometry.of(leaf), watch)
 
-    def _after(self, recorded: RecordedOp, written: list[tuple[Slot, int]], outputs: Any) -> None:
+    def _after(self, recorded: RecordedOp, written: list[Slot], outputs: Any) -> None:
         if recorded.uninitialised and isinstance(outputs, torch.Tensor) and not written:
             recorded.allocate_only(outputs)
-        for slot, version in written:
-            slot.writers[version + 1] = recorded  # the counter itself moves only after this handler returns
-            recorded.writes.append(slot)
+        recorded.writes = list(dict.fromkeys(written))
+        for slot in recorded.writes:
+            slot.writes.append(recorded)
         for position, output in enumerate(pytree.tree_leaves(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
             if storage_key(output) in self.registry:
                 continue
             slot = self.slot_of(output)
-            slot.writers[0] = recorded
+            slot.birth = recorded
             recorded.births.append((position, slot))
 
 

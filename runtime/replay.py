@@ -36,8 +36,8 @@ class Closure:
         return [self.ops[order] for order in sorted(self.ops)]
 
 
-def closure_of(root: Slot, version: int, *, follow_recipes: bool) -> Closure:
-    """Follows ``need(root, version)`` of ``docs/semantics.md`` to its end.
+def closure_of(root: Slot, generation: int, *, follow_recipes: bool) -> Closure:
+    """Follows ``need(root, generation)`` of ``docs/semantics.md`` to its end.
 
     With ``follow_recipes`` a saved input that waits for a replay is brought back too; without, it is a leaf.
 
@@ -45,7 +45,7 @@ def closure_of(root: Slot, version: int, *, follow_recipes: bool) -> Closure:
     that the replay does not own.
     """
     closure = Closure()
-    pending, seen = [(root, version)], set()
+    pending, seen = [(root, generation)], set()
     while pending:
         need = slot, wanted = pending.pop()
         if need in seen:
@@ -67,9 +67,11 @@ def closure_of(root: Slot, version: int, *, follow_recipes: bool) -> Closure:
         for op in writers:
             closure.ops[op.order] = op
             # Of the slot itself an op reads what the writers before it left: they run anyway.
-            pending += [(view.slot, view.version) for view in op.views() if view.slot is not slot]
+            pending += [(view.slot, view.generation) for view in op.views() if view.slot is not slot]
     if any(written not in closure.rebuilt for op in closure.ops.values() for written in op.writes):
         raise NotReplayable("an op of the replay writes into something it does not own")
+    if not all(view.still_there for op in closure.ops.values() for view in op.views()):
+        raise NotReplayable("an input of the replay was written in place since it was read")
     return closure
 
 
@@ -80,24 +82,24 @@ class Recipe:
     there before recording began: parameters, buffers, inputs.
     """
 
-    __slots__ = ("__weakref__", "entries", "slot", "storages", "version")
+    __slots__ = ("__weakref__", "entries", "generation", "slot", "storages")
 
-    def __init__(self, slot: Slot, version: int) -> None:
+    def __init__(self, slot: Slot, generation: int) -> None:
         self.slot = slot
-        self.version = version
+        self.generation = generation
         self.entries: list[Entry] = []
         self.storages: list[torch.UntypedStorage] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Works out anew what has to stay; called again when a slot on the way has become a saved value."""
-        closure = closure_of(self.slot, self.version, follow_recipes=False)
+        closure = closure_of(self.slot, self.generation, follow_recipes=False)
         entries, storages = [], []
-        for (slot, version), entry in closure.leaves.items():
+        for (slot, _), entry in closure.leaves.items():
             if entry is not None:
                 entries.append(entry)
             else:
-                storages.append(_storage_with(slot, version))
+                storages.append(_storage_of(slot))
                 slot.wait_for_entry(self)
         for slot in closure.rebuilt:
             if slot is not self.slot:
@@ -105,10 +107,10 @@ class Recipe:
         self.entries, self.storages = entries, storages
 
 
-def _storage_with(slot: Slot, version: int) -> torch.UntypedStorage:
+def _storage_of(slot: Slot) -> torch.UntypedStorage:
     storage = slot.storage()
-    if storage is None or slot.probe is None or slot.probe._version != version:
-        raise NotReplayable("an input of the replay is gone or was written in place since it was read")
+    if storage is None:
+        raise NotReplayable("an input of the replay is gone")
     return storage
 
 
@@ -119,21 +121,18 @@ def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> i
     Returns how many saved values came back. Raises ``RuntimeError`` as autograd would when an input was written in
     place after it was read.
     """
-    assert entry.slot is not None
-    closure = closure_of(entry.slot, entry.version, follow_recipes=True)
+    try:
+        closure = closure_of(entry.slot, entry.generation, follow_recipes=True)
+        there = {
+            need: _storage_of(need[0]) if source is None else resident(source)
+            for need, source in closure.leaves.items()
+        }
+    except NotReplayable as reason:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"it is to be recomputed, and {reason}"
+        ) from None
     targets = [(entry.slot, entry), *closure.targets]
-    there: dict[tuple[Slot, int], torch.UntypedStorage] = {}
-    for (slot, version), source in closure.leaves.items():
-        if source is not None:
-            there[slot, version] = resident(source)
-            continue
-        try:
-            there[slot, version] = _storage_with(slot, version)
-        except NotReplayable:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"an input of a recomputed value was at version {version} when it was read and has been written since"
-            ) from None
     built = _run(closure.in_order(), there, keep={slot for slot, _ in targets}, device_type=entry.device_type)
     for slot, target in targets:
         target.came_back(built[slot])
@@ -153,9 +152,11 @@ def _run(
         for view in op.views():
             last_use[view.slot] = op.order
     built: dict[Slot, torch.UntypedStorage] = {}
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+    # No graph comes of it: what goes in is detached.
+    with torch.autocast(device_type, enabled=False):
         for op in ops:
-            outputs = _call(op, there, built)
+            with torch.set_grad_enabled(op.grad_enabled):
+                outputs = _call(op, there, built)
             for position, slot in op.births:
                 if slot in keep or last_use.get(slot, 0) > op.order:
                     built[slot] = outputs[position].untyped_storage()
@@ -171,7 +172,7 @@ def _call(
 ) -> list[Any]:
     def restore(argument: Any) -> Any:
         if isinstance(argument, View):
-            storage = there.get((argument.slot, argument.version))
+            storage = there.get((argument.slot, argument.generation))
             return argument.geometry.on(built[argument.slot] if storage is None else storage)
         if isinstance(argument, Scratch):
             return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)

@@ -63,7 +63,7 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     written = str(text).strip()
     if written.endswith("%"):
         share = _quantity(written[:-1], {"": 1})
-        if share is not None and 0 < share and math.isfinite(share):
+        if share is not None and share > 0 and math.isfinite(share):
             return int(in_core_peak_bytes * share / 100)
     elif re.fullmatch(r"(0?\.[0-9]+|1\.0*)", written):
         if float(written) > 0:

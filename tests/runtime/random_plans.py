@@ -42,7 +42,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
             host_bytes=0,
         ),
         link=profile.link,
-        record_from_start=True,
+        record_from_start=Decision.RECOMPUTE in decisions,
         model=profile.model,
         values=_values(profile, saves, decisions),
         handles=tuple(position[handle.value] for handle in profile.handles),

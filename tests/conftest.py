@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Helpers of the tests are imported by their plain names, from wherever pytest was started.
+for folder in (".", "runtime", "planner"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
+
+
+@pytest.fixture(autouse=True)
+def _same_seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device on this machine")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,171 @@
+"""Small networks that between them need every kind of replay, and the two ways of running their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.planner.schema import Plan
+from poochplan.runtime.report import Report
+
+
+class Residual(nn.Module):
+    """Convolutions, batch norm, in-place ReLU, dropout, skips: in-place chains, statistics, random ops."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Dropout(0.2)
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            images = images + block(images)
+        return self.head(images.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Embedding, layer norm, attention, chunked views of one storage, GELU, tied weights."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.drop = nn.Dropout(0.1)
+        self.out = nn.Linear(width, vocabulary, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for _ in range(2):
+            query, key, value = self.qkv(self.norm(hidden)).chunk(3, dim=-1)
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            hidden = hidden + self.drop(nn.functional.gelu(attended))
+        return self.out(hidden)
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a GRU: fused ops with several outputs."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, series: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(self.lstm(series)[0])[0])
+
+
+@dataclass
+class Case:
+    """A model with its step; ``fresh()`` makes the same one again."""
+
+    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
+
+    def fresh(self) -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model, loss_of = self.make()
+        return model, lambda: loss_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def profile(self, **options: object) -> poochplan.Profile:
+        model, step, optimizer = self.fresh()
+        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK, **options)  # type: ignore[arg-type]
+
+
+def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
+    return Residual(), lambda model: nn.functional.cross_entropy(model(images), labels)
+
+
+def _attention() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    tokens = torch.randint(0, 50, (3, 24))
+    return Attention(), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def _recurrent() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    series = torch.randn(3, 20, 16)
+    return Recurrent(), lambda model: model(series).square().mean()
+
+
+def _autocast() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.cross_entropy(model(images), labels)
+
+    return Residual(), loss_of
+
+
+def _channels_last() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    images = torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last)
+    model = Residual().to(memory_format=torch.channels_last)
+    return model, lambda model: model(images).square().mean()
+
+
+CASES = {
+    "residual": Case(_residual),
+    "attention": Case(_attention),
+    "recurrent": Case(_recurrent),
+    "autocast": Case(_autocast),
+    "channels_last": Case(_channels_last),
+}
+
+
+def _link() -> object:
+    from poochplan.profiler.schema import Link, LinkDirection
+
+    direction = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    return Link(name="spill", outward=direction, inward=direction)
+
+
+LINK = _link()
+
+
+def train(
+    case: Case, steps: int, plan: Plan | None = None, **options: object
+) -> tuple[list[list[torch.Tensor]], Report | None]:
+    """Loss, gradients, buffers and parameters after each step, in-core or under a plan, from the same start."""
+    model, step, optimizer = case.fresh()
+    seen: list[list[torch.Tensor]] = []
+
+    def go() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            loss.backward()
+            seen.append(snapshot(model, loss))
+            del loss
+            optimizer.step()
+
+    torch.manual_seed(1)
+    if plan is None:
+        go()
+        return seen, None
+    with poochplan.apply(plan, model, **options) as session:  # type: ignore[arg-type]
+        go()
+    return seen, session.report()
+
+
+def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of the loss, every gradient, every buffer and every parameter."""
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach().clone(), *gradients, *(t.detach().clone() for t in (*model.buffers(), *model.parameters()))]
+
+
+def equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
+    """Bitwise."""
+    return len(left) == len(right) and all(
+        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(left, right, strict=True)
+    )

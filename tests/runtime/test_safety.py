@@ -1,0 +1,264 @@
+"""Never a wrong gradient, whatever the user's code does between pack and unpack."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from nets import CASES, Residual, equal, snapshot, train
+from random_plans import random_plan
+from torch.utils.checkpoint import checkpoint
+
+import poochplan
+from poochplan.errors import DivergenceError, ModelMismatchError, UsageError
+from poochplan.planner.schema import Plan
+
+CASE = CASES["residual"]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return random_plan(CASE.profile(), 1, (1, 2, 2))
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return equal([left], [right])
+
+
+def _both(plan: Plan, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], list[torch.Tensor]]) -> None:
+    """Runs ``use`` in-core and under the plan and asserts that it returns the same tensors."""
+    model, step, _ = CASE.fresh()
+    reference = use(model, step)
+    model, step, _ = CASE.fresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with poochplan.apply(plan, model):
+            planned = use(model, step)
+    assert _same(reference, planned)
+
+
+def test_backward_twice_with_retain_graph(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        loss = step()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_double_backward(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        gradients = torch.autograd.grad(step(), weights, create_graph=True)
+        sum(g.square().sum() for g in gradients).backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_several_forwards_before_one_backward(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        (step() + step() + step()).backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_gradient_accumulation(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        for _ in range(3):
+            step().backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_an_exception_between_forward_and_backward_then_another_step(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        with pytest.raises(KeyError):
+            loss = step()
+            raise KeyError(loss.item())
+        del loss
+        step().backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_part_of_the_graph_alone(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        assert isinstance(model, Residual)
+        return list(torch.autograd.grad(step(), [model.head.weight]))
+
+    _both(plan, use)
+
+
+def test_evaluation_inside_the_session(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        loss = step()
+        with torch.no_grad():
+            step()
+        loss.backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_backward_on_another_thread(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        loss = step()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_backward_after_the_session(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+    step().backward()
+    reference = _gradients(model)
+    model, step, _ = CASE.fresh()
+    with poochplan.apply(plan, model):
+        loss = step()
+    loss.backward()
+    assert _same(reference, _gradients(model))
+
+
+def test_the_users_own_checkpoint(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        images = torch.ones(4, 8, 16, 16, requires_grad=True)
+        checkpoint(model, images, use_reentrant=False).sum().backward()
+        step().backward()
+        return _gradients(model)
+
+    _both(plan, use)
+
+
+def test_an_optimizer_that_steps_inside_backward_is_told_of_like_in_core(plan: Plan) -> None:
+    def outcome(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> str:
+        loss = step()
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" if "modified by an inplace operation" in str(error) else "other"
+        return "none"
+
+    model, step, _ = CASE.fresh()
+    reference = outcome(model, step)
+    model, step, _ = CASE.fresh()
+    with poochplan.apply(plan, model):
+        assert outcome(model, step) == reference
+
+
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["keep", "swap", "replay"])
+def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tuple[float, float, float]) -> None:
+    written: list[torch.Tensor] = []
+
+    class Writes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(batch).sigmoid()
+            written[:] = [hidden.detach()]
+            return self.second(hidden)
+
+    batch = torch.randn(4, 8)
+    model = Writes()
+    profile = poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1)
+    # The profile sees the alias in ``written`` and pins the value; a plan that did not know must not go wrong either.
+    free = msgspec.structs.replace(
+        profile, values=tuple(msgspec.structs.replace(value, pinned="") for value in profile.values)
+    )
+    with poochplan.apply(random_plan(free, 0, weights), model):
+        loss = model(batch).sum()
+        written[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_another_batch_size_falls_back_with_one_warning_that_names_the_layer_and_both_shapes(plan: Plan) -> None:
+    def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model(torch.ones(2, 8, 16, 16)).sum().backward()
+        return _gradients(model)
+
+    model, _, _ = CASE.fresh()
+    reference = gradients_of(model)
+    model, _, _ = CASE.fresh()
+    with pytest.warns(RuntimeWarning, match=r"layer blocks\.0.*\[4, 8, 16, 16\].*\[2, 8, 16, 16\]") as caught:
+        with poochplan.apply(plan, model) as session:
+            planned = gradients_of(model)
+            report = session.report()
+    assert _same(reference, planned)
+    assert len([warning for warning in caught if "poochplan" in str(warning.message)]) == 1
+    assert report.last_step.fallbacks > 0
+
+
+def test_a_step_after_a_diverging_one_follows_the_plan_again(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+    with pytest.warns(RuntimeWarning, match="left the plan"), poochplan.apply(plan, model) as session:
+        model(torch.ones(2, 8, 16, 16)).sum().backward()
+        model.zero_grad(set_to_none=True)
+        step().backward()
+        assert session.report().last_step.fallbacks == 0
+
+
+def test_divergence_raises_when_asked_to(plan: Plan) -> None:
+    model, _, _ = CASE.fresh()
+    with poochplan.apply(plan, model, on_divergence="error"), pytest.raises(DivergenceError, match="left the plan"):
+        model(torch.ones(2, 8, 16, 16))
+
+
+def test_a_plan_for_another_model_is_refused_and_names_the_first_difference(plan: Plan) -> None:
+    with pytest.raises(ModelMismatchError, match=r"expected blocks\.0\.0\.weight float32\[8, 8, 3, 3\], found .*4, 4"):
+        poochplan.apply(plan, Residual(width=4))
+
+
+def test_options_that_do_not_exist_are_refused(plan: Plan) -> None:
+    model, _, _ = CASE.fresh()
+    with pytest.raises(UsageError, match="on_divergence"):
+        poochplan.apply(plan, model, on_divergence="ignore")  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
+    threads = threading.active_count()
+    model, step, optimizer = CASE.fresh()
+    with poochplan.apply(plan, model) as session:
+        counts = []
+        for _ in range(12):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+            gc.collect()
+            counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        assert session.engine.live_handles == 0
+        assert counts[-1] == counts[4]
+    assert threading.active_count() == threads
+
+
+def test_a_snapshot_holds_loss_gradients_buffers_and_parameters() -> None:
+    model, step, _ = CASE.fresh()
+    loss = step()
+    loss.backward()
+    parameters = list(model.parameters())
+    assert len(snapshot(model, loss)) == 1 + 2 * len(parameters) + len(list(model.buffers()))
+
+
+def test_in_core_training_repeats_itself_bitwise() -> None:
+    assert equal(train(CASE, 2)[0], train(CASE, 2)[0])
