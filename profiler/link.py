@@ -58,7 +58,7 @@ CopyCall = Callable[[torch.UntypedStorage, int], SpillCopy]
 
 def _buffer(device: CpuDevice, size_bytes: int) -> torch.UntypedStorage:
     storage = device.allocate(size_bytes)
-    storage.fill_(1)  # touch the pages
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(1)  # touch the pages
     return storage
 
 

@@ -81,6 +81,7 @@ class Engine:
         self._at_save = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
         self._at_use = {actions.index: actions for actions in plan.schedule if actions.at == "use"}
         self._warned: set[str] = set()
+        self._static: set[int] = set()
         self._begin_clock(active=False)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -111,7 +112,6 @@ class Engine:
         self._uses = 0
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[Entry] | None = None
-        self._static: set[int] = set()
 
     # -- pack -------------------------------------------------------------------------------------------------
 

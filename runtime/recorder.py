@@ -107,7 +107,8 @@ class Slot:
         """Whether it has had its save point."""
         self.waiting: list[weakref.ref[Recipe]] = []
         """Recipes that read this slot before it was packed: they claim its entry when it comes."""
-        self.storage = weakref.ref(storage, lambda _, key=self.key: registry.pop(key, None))
+        key = self.key
+        self.storage = weakref.ref(storage, lambda _: registry.pop(key, None))
 
     def attach(self, entry: Entry) -> None:
         """The slot has become a saved value: recipes that read it claim the entry instead of what they held."""

@@ -17,13 +17,13 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
         with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload, no-any-return]
+            return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
