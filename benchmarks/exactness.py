@@ -1,0 +1,170 @@
+"""Gradients bitwise equal, peak within budget, prediction come true: every ready workload at three budgets.
+
+Each workload runs in a process of its own: profile, plan at 80%, 60% and the smallest feasible budget, then three
+optimizer steps in-core and under each plan from the same seed. Loss, every gradient and every buffer are compared
+bitwise in every step; the peak is metered by ``torch.distributed._tools.mem_tracker.MemTracker``.
+
+    python benchmarks/exactness.py [--workloads demo,gpt2] [--throttle 500MB/s] [-o benchmarks/results/exactness.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import poochplan
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.schema import Plan
+from poochplan.workload import Workload, load_workload
+
+HERE = Path(__file__).parent
+WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
+STEPS = 3
+
+
+def fresh(name: str) -> Workload:
+    """The workload, built anew from the same seed."""
+    torch.manual_seed(0)
+    return load_workload(str(HERE.parent / "configs" / f"{name}.toml"), {}).workload
+
+
+def metered_step(workload: Workload) -> tuple[list[torch.Tensor], int]:
+    """Loss, gradients and buffers of one step, and its peak by MemTracker."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    assert workload.optimizer is not None
+    workload.optimizer.zero_grad(set_to_none=True)
+    tracker = MemTracker()
+    tracker.track_external(workload.model, workload.optimizer)
+    with tracker:
+        loss = workload.step()
+        loss.backward()
+        workload.optimizer.step()
+        peak = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+    gradients = [p.grad.clone() for p in workload.model.parameters() if p.grad is not None]
+    return [loss.detach().clone(), *gradients, *(b.clone() for b in workload.model.buffers())], peak
+
+
+def run(name: str, plan: Plan | None) -> tuple[list[list[torch.Tensor]], list[int], Any]:
+    """The tensors and peaks of each step, and the session's report."""
+    workload = fresh(name)
+    torch.manual_seed(1)
+    if plan is None:
+        steps = [metered_step(workload) for _ in range(STEPS)]
+        return [tensors for tensors, _ in steps], [peak for _, peak in steps], None
+    with poochplan.apply(plan, workload.model, meter="never") as session:
+        steps = [metered_step(workload) for _ in range(STEPS)]
+    return [tensors for tensors, _ in steps], [peak for _, peak in steps], session.report()
+
+
+def bitwise(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
+    return all(
+        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def one(name: str, throttle: str | None) -> list[dict[str, Any]]:
+    """The rows of one workload."""
+    workload = fresh(name)
+    profile = poochplan.profile(
+        workload.step,
+        model=workload.model,
+        optimizer=workload.optimizer,
+        workload=name,
+        iterations=3,
+        throttle=throttle,
+    )
+    del workload
+    reference, in_core_peaks, _ = run(name, None)
+    rows = []
+    for label, budget in (("80%", "80%"), ("60%", "60%"), ("smallest", smallest_budget(profile))):
+        if isinstance(budget, str) and profile.in_core_peak_bytes * int(budget[:-1]) / 100 < smallest_budget(profile):
+            rows.append({"workload": name, "budget": label, "skipped": "below the smallest feasible budget"})
+            continue
+        plan = poochplan.plan(profile, budget)
+        planned, peaks, report = run(name, plan)
+        decisions = [str(value.decision) for value in plan.values]
+        rows.append(
+            {
+                "workload": name,
+                "budget": label,
+                "budget_bytes": plan.budget_bytes,
+                "share": plan.budget_bytes / profile.in_core_peak_bytes,
+                "in_core_peak_bytes": max(in_core_peaks),
+                "profile_in_core_peak_bytes": profile.in_core_peak_bytes,
+                "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
+                "bitwise": bitwise(reference, planned),
+                "peaks": peaks,
+                "predicted_first": plan.prediction.first_step_peak_bytes,
+                "predicted": plan.prediction.peak_bytes,
+                "within_budget": max(peaks) <= plan.budget_bytes,
+                "predicted_well": _well(peaks[0], plan.prediction.first_step_peak_bytes)
+                and all(_well(peak, plan.prediction.peak_bytes) for peak in peaks[1:]),
+                "fallbacks": report.total.fallbacks,
+                "fallback_reasons": report.total.fallback_reasons,
+                "predicted_overhead": plan.prediction.overhead,
+            }
+        )
+    return rows
+
+
+def _well(metered: int, predicted: int) -> bool:
+    return abs(metered - predicted) <= 0.01 * metered + (1 << 20)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--throttle", default=None, help="hold copies to this rate, such as 500MB/s")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        Path(arguments.output).write_text(json.dumps(one(arguments.one, arguments.throttle)))
+        return 0
+    rows: list[dict[str, Any]] = []
+    for name in arguments.workloads.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "rows.json"
+            command = [sys.executable, __file__, "--one", name, "-o", str(output)]
+            subprocess.run(command + (["--throttle", arguments.throttle] if arguments.throttle else []), check=True)
+            for row in json.loads(output.read_text()):
+                rows.append(row)
+                print(table_row(row), flush=True)
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(rows, indent=1) + "\n")
+    failed = [row for row in rows if "skipped" not in row and not _passed(row)]
+    print(f"{len(rows) - len(failed)} of {len(rows)} as promised")
+    return 1 if failed else 0
+
+
+def _passed(row: dict[str, Any]) -> bool:
+    return bool(row["bitwise"] and row["within_budget"] and row["predicted_well"])
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One line of the Markdown table in README.md."""
+    if "skipped" in row:
+        return f"| {row['workload']} | {row['budget']} | {row['skipped']} |"
+    decisions = "/".join(str(row["decisions"][kind]) for kind in ("keep", "swap", "recompute"))
+    mib = 1 / (1 << 20)
+    return (
+        f"| {row['workload']} | {row['budget']} ({row['share']:.1%}) | {decisions} "
+        f"| {row['in_core_peak_bytes'] * mib:.1f} | {row['budget_bytes'] * mib:.1f} "
+        f"| {row['predicted_first'] * mib:.1f} / {row['peaks'][0] * mib:.1f} "
+        f"| {row['predicted'] * mib:.1f} / {max(row['peaks'][1:]) * mib:.1f} "
+        f"| {'yes' if row['bitwise'] else 'NO'} | {'yes' if row['within_budget'] else 'NO'} "
+        f"| {'yes' if row['predicted_well'] else 'NO'} | {row['fallbacks']} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
