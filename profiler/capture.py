@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import StepError
-from ..runtime.modes import ToggledMode, around_compiled
+from ..runtime.modes import ToggledMode, around_compiled, uncompiled_hooks
 from ..runtime.operators import Traits, covers_storage, traits
 from ..runtime.recorder import updates_statistics, written_tensors
 from ..runtime.storages import Geometry, is_plain, storage_key
@@ -149,7 +149,7 @@ class Capture(ToggledMode):
         with (
             self.tracker.on(model),
             around_compiled(model, self._opaque_region),
-            torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
+            uncompiled_hooks(self.pack, self.unpack),
         ):
             self.switch_on()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +68,15 @@ class ToggledMode(TorchDispatchMode):
         finally:
             if was_on:
                 self.switch_on()
+
+
+def uncompiled_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Saved-tensors hooks that the compiler does not look into when a compiled region calls them."""
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

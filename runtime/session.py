@@ -17,7 +17,7 @@ from ..profiler.schema import ALLOCATION_UNIT_BYTES
 from .cpu import CpuDevice
 from .engine import Engine
 from .meter import LiveBytesMeter
-from .modes import around_compiled
+from .modes import around_compiled, uncompiled_hooks
 from .report import Report, StepReport
 from .signature import check_model
 from .storages import storage_key
@@ -113,7 +113,7 @@ class Session:
             )
         self._stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
         self._stack.enter_context(around_compiled(self.model, self._without_modes))
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.engine.pack, self.engine.unpack))
+        self._stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
         if self._meter_when != "never":
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self._meter.watch(tensor)

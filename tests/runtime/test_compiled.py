@@ -1,0 +1,111 @@
+"""A ``torch.compile``d submodule compiles as often with profile and session as without, and its gradients are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from nets import equal, snapshot
+from random_plans import random_plan
+from torch import nn
+
+import poochplan
+
+
+class Compiled(nn.Module):
+    """Plain layers around a block that is compiled, by either way of asking for it."""
+
+    def __init__(self, how: str, backend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True))
+        block = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid())
+        if how == "wrapped":
+            block = torch.compile(block, backend=backend)  # type: ignore[assignment]
+        else:
+            block.compile(backend=backend)
+        self.block = block
+        self.after = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.after(self.block(self.before(batch)))
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _counting() -> tuple[Callable[..., Any], dict[str, int]]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    counts = {"forward": 0, "backward": 0, "calls": 0}
+
+    def compiler(which: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+            counts[which] += 1
+
+            def run(*args: Any) -> Any:
+                counts["calls"] += 1
+                return graph(*args)
+
+            return make_boxed_func(run)
+
+        return compile_graph
+
+    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward")), counts
+
+
+def _train(model: nn.Module, steps: int) -> list[list[torch.Tensor]]:
+    torch.manual_seed(3)
+    batch = torch.randn(16, 32)
+    seen = []
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        loss = model(batch).square().mean()
+        loss.backward()
+        seen.append(snapshot(model, loss))
+    return seen
+
+
+def _fresh(how: str) -> tuple[Compiled, dict[str, int]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend, counts = _counting()
+    return Compiled(how, backend), counts
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize("weights", [(0, 1, 0), (1, 1, 2)], ids=["swap", "mixed"])
+def test_it_compiles_as_often_and_runs_compiled_as_often(how: str, weights: tuple[float, float, float]) -> None:
+    model, plain = _fresh(how)
+    reference = _train(model, 3)
+
+    model, counts = _fresh(how)
+    batch = torch.randn(16, 32)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    assert (counts["forward"], counts["backward"]) == (plain["forward"], plain["backward"])
+    assert any(op.name == "compiled_region" and op.opaque for op in profile.ops)
+
+    model, counts = _fresh(how)
+    with poochplan.apply(random_plan(profile, 0, weights), model) as session:
+        planned = _train(model, 3)
+    assert counts == plain
+    assert equal(reference, planned)
+    assert session.report().total.fallbacks == 0
+
+
+def test_what_a_compiled_region_saves_is_swapped_but_never_recomputed() -> None:
+    model, _ = _fresh("wrapped")
+    batch = torch.randn(16, 32)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    region = next(index for index, op in enumerate(profile.ops) if op.name == "compiled_region")
+    saved = {handle.value for handle in profile.handles}
+    born = [profile.values[value] for value in profile.ops[region].outputs if value in saved]
+    assert born
+    assert all(value.unreplayable == "compiled_region cannot be run again" for value in born)
+    assert any(not value.pinned for value in born)
