@@ -1,0 +1,249 @@
+"""A profile tells what the step does, exactly, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from live_bytes import LiveBytes
+from nets import CASES, LINK
+from torch import nn
+
+import poochplan
+from poochplan.errors import InputFileError, StepError, UsageError
+from poochplan.profiler.schema import Kind, Phase, PointKind, Profile
+
+
+def _profile(step: Callable[[], torch.Tensor], model: nn.Module, **options: object) -> Profile:
+    return poochplan.profile(step, model=model, iterations=1, link=LINK, **options)  # type: ignore[arg-type]
+
+
+class Chain(nn.Module):
+    """Linear, ReLU, linear: a step small enough to be checked by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(batch)))
+
+
+@pytest.fixture(scope="module")
+def chain() -> Profile:
+    torch.manual_seed(0)
+    model, batch = Chain(), torch.randn(32, 64)
+    return _profile(lambda: model(batch).sum(), model)
+
+
+def test_the_values_of_a_small_step_are_those_worked_out_by_hand(chain: Profile) -> None:
+    saved = [chain.values[chain.handles[p.handle].value] for p in chain.points if p.kind is PointKind.SAVE]
+    assert [(v.kind, v.size_bytes, v.shape) for v in saved] == [
+        (Kind.INPUT, 32 * 64 * 4, (32, 64)),
+        (Kind.ACTIVATION, 32 * 128 * 4, (32, 128)),
+    ]
+    assert saved[1].name == "step/relu"
+    assert saved[1].pinned == saved[1].unreplayable == ""
+    assert saved[0].pinned == "input of the step, held by the caller"
+
+
+def test_a_value_dies_for_forward_when_the_next_layer_has_read_it(chain: Profile) -> None:
+    mm = [i for i, op in enumerate(chain.ops) if op.name == "aten.mm.default" and op.phase is Phase.FORWARD]
+    relu = next(v for v in chain.values if v.name == "step/relu")
+    assert chain.ops[relu.born].name == "aten.relu.default"
+    assert chain.op_ticks[mm[1]] <= relu.forward_death < chain.op_ticks[mm[1] + 1]
+    use = next(t for p, t in zip(chain.points, chain.point_ticks, strict=True) if p.kind is PointKind.USE)
+    assert relu.freed > use
+
+
+def test_layers_are_module_paths_also_in_backward(chain: Profile) -> None:
+    products = [(op.phase, op.layer) for op in chain.ops if op.name == "aten.mm.default"]
+    assert products[:2] == [(Phase.FORWARD, "first"), (Phase.FORWARD, "second")]
+    assert {layer for phase, layer in products if phase is Phase.BACKWARD} == {"first", "second"}
+
+
+def test_durations_add_up_to_the_uninstrumented_step(chain: Profile) -> None:
+    for phase, expected_s in ((Phase.FORWARD, chain.times.forward_s), (Phase.BACKWARD, chain.times.backward_s)):
+        assert sum(op.duration_s for op in chain.ops if op.phase is phase) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str) -> None:
+    model, step, optimizer = CASES[name].fresh()
+    profile = _profile(step, model, optimizer=optimizer)
+    peaks = []
+    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
+        loss = None
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            meter.restart()
+            loss = step()
+            loss.backward()
+            optimizer.step()
+            peaks.append(meter.peak)
+    del loss
+    values = len(profile.values)
+    # The profile rounds each storage up to 512 bytes, the meter does not.
+    assert peaks[1] <= profile.in_core_peak_bytes <= peaks[1] + 512 * values
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_profiles_of_one_model_have_the_same_fingerprints(name: str) -> None:
+    first, second = CASES[name].profile(), CASES[name].profile()
+    assert first.model == second.model
+    assert first.ops_fingerprint == second.ops_fingerprint
+
+
+def test_model_optimizer_gradients_and_generators_are_as_before() -> None:
+    model, step, optimizer = CASES["residual"].fresh()
+    step().backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters()]
+
+    def state() -> list[torch.Tensor]:
+        tensors = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for entries in optimizer.state.values():
+            tensors += [value.clone() for value in entries.values() if isinstance(value, torch.Tensor)]
+        return [*tensors, torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1])]
+
+    before = state()
+    _profile(step, model, optimizer=optimizer)
+    assert all(torch.equal(x, y) for x, y in zip(before, state(), strict=True))
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_an_optimizer_without_state_has_none_afterwards() -> None:
+    model, step, optimizer = CASES["residual"].fresh()
+    _profile(step, model, optimizer=optimizer)
+    assert len(optimizer.state) == 0
+
+
+def test_a_failing_step_leaves_the_model_as_it_was() -> None:
+    model, step, optimizer = CASES["residual"].fresh()
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = 0
+
+    def fails_the_third_time() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyError("data")
+        return step()
+
+    with pytest.raises(KeyError):
+        poochplan.profile(fails_the_third_time, model=model, optimizer=optimizer, iterations=4, link=LINK)
+    assert all(torch.equal(x, y) for x, y in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == 0
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_value_the_user_holds_until_backward_is_pinned_with_the_reason() -> None:
+    held: list[torch.Tensor] = []
+
+    class Holds(Chain):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            hidden = torch.relu(self.first(batch))
+            held[:] = [hidden]
+            return self.second(hidden)
+
+    model, batch = Holds(), torch.randn(32, 64)
+    profile = _profile(lambda: model(batch).sum(), model)
+    relu = next(v for v in profile.values if v.name == "step/relu")
+    assert relu.pinned == "held by something other than autograd until backward uses it"
+
+
+def test_an_opaque_writer_makes_a_value_unreplayable() -> None:
+    class Outside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, batch: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(batch)
+            out.numpy()[:] = batch.detach().numpy() * 2  # written past the dispatcher
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            (out,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            return gradient * 2 + 0 * out
+
+    class Model(Chain):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.second(Outside.apply(self.first(batch)))  # type: ignore[no-any-return]
+
+    model, batch = Model(), torch.randn(32, 64)
+    profile = _profile(lambda: model(batch).sum(), model)
+    value = next(v for v in profile.values if v.unreplayable.startswith("aten.empty_like"))
+    assert "uninitialised" in value.unreplayable
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda model, batch: None, "expected the scalar loss, a tensor, found NoneType"),
+        (lambda model, batch: model(batch), r"expected a scalar loss, found shape \[32, 64\]"),
+        (lambda model, batch: model(batch).sum().detach(), "expected a loss that requires gradients"),
+    ],
+)
+def test_a_step_that_returns_no_loss_is_told_so(returned: Callable[..., torch.Tensor], message: str) -> None:
+    model, batch = Chain(), torch.randn(32, 64)
+    with pytest.raises(StepError, match=message):
+        _profile(lambda: returned(model, batch), model)
+
+
+def test_a_step_that_calls_backward_itself_is_told_so() -> None:
+    model, batch = Chain(), torch.randn(32, 64)
+
+    def step() -> torch.Tensor:
+        model(batch).sum().backward()
+        return model(batch).sum()
+
+    with pytest.raises(StepError, match="calls backward"):
+        _profile(step, model)
+
+
+def test_a_model_with_nothing_to_train_is_told_so() -> None:
+    model = Chain().requires_grad_(False)
+    with pytest.raises(StepError, match="nothing to train"):
+        _profile(lambda: torch.zeros(()), model)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(UsageError, match='profiles on "cpu", found'):
+        poochplan.profile(lambda: torch.zeros(()), model=Chain(), device="cuda")
+
+
+def test_a_model_in_eval_mode_is_noted() -> None:
+    model, batch = Chain().eval(), torch.randn(32, 64)
+    profile = _profile(lambda: model(batch).sum(), model)
+    assert any("eval mode" in note for note in profile.notes)
+    assert not model.training
+
+
+@pytest.mark.parametrize("name", ["profile.json", "profile.json.gz"])
+def test_a_profile_comes_back_from_its_file_as_it_was(chain: Profile, tmp_path: Path, name: str) -> None:
+    chain.save(tmp_path / name)
+    assert Profile.load(tmp_path / name) == chain
+
+
+def test_a_truncated_profile_is_refused(chain: Profile, tmp_path: Path) -> None:
+    path = chain.save(tmp_path / "profile.json")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(InputFileError, match="truncated or not JSON"):
+        Profile.load(path)
+
+
+def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
+    from poochplan.profiler.link import measure_spill_link
+
+    link = measure_spill_link(tmp_path, 200e6)
+    for direction in (link.outward, link.inward):
+        assert 0.5 * 200e6 < direction.bandwidth_bytes_per_s < 1.5 * 200e6
+        assert len(direction.curve) >= 3
+    assert 0.3 <= link.duplex <= 1
+    assert link.throttle_bytes_per_s == 200e6
+    assert list(tmp_path.iterdir()) == []
