@@ -2,7 +2,8 @@
 
 Each workload runs in a process of its own: profile, plan at 80%, 60% and the smallest feasible budget, then three
 optimizer steps in-core and under each plan from the same seed. Loss, every gradient and every buffer are compared
-bitwise in every step; the peak is metered by ``torch.distributed._tools.mem_tracker.MemTracker``.
+bitwise in every step; the peak is metered by ``tests/live_bytes.py``, which shares no code with the package. With
+``--meter mem_tracker`` it is torch's MemTracker, whose module hooks keep gradients alive (see README.md).
 
     python benchmarks/exactness.py [--workloads demo,gpt2] [--throttle 500MB/s] [-o benchmarks/results/exactness.json]
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
@@ -25,6 +27,9 @@ from poochplan.planner.schema import Plan
 from poochplan.workload import Workload, load_workload
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+from live_bytes import LiveBytes  # noqa: E402 - a meter of the tests, on purpose none of the package
+
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
 STEPS = 3
 
@@ -35,32 +40,40 @@ def fresh(name: str) -> Workload:
     return load_workload(str(HERE.parent / "configs" / f"{name}.toml"), {}).workload
 
 
-def metered_step(workload: Workload) -> tuple[list[torch.Tensor], int]:
-    """Loss, gradients and buffers of one step, and its peak by MemTracker."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
+def metered_step(workload: Workload, meter: str) -> tuple[list[torch.Tensor], int]:
+    """Loss, gradients and buffers of one step, and its peak."""
     assert workload.optimizer is not None
     workload.optimizer.zero_grad(set_to_none=True)
-    tracker = MemTracker()
-    tracker.track_external(workload.model, workload.optimizer)
+    tracker = MemTracker() if meter == "mem_tracker" else LiveBytes(*_tensors(workload))
+    if isinstance(tracker, MemTracker):
+        tracker.track_external(workload.model, workload.optimizer)
     with tracker:
         loss = workload.step()
         loss.backward()
         workload.optimizer.step()
-        peak = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+        if isinstance(tracker, MemTracker):
+            peak = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+        else:
+            peak = tracker.peak
     gradients = [p.grad.clone() for p in workload.model.parameters() if p.grad is not None]
     return [loss.detach().clone(), *gradients, *(b.clone() for b in workload.model.buffers())], peak
 
 
-def run(name: str, plan: Plan | None) -> tuple[list[list[torch.Tensor]], list[int], Any]:
+def _tensors(workload: Workload) -> list[torch.Tensor]:
+    state = workload.optimizer.state if workload.optimizer is not None else {}
+    inner = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
+    return [*workload.model.parameters(), *workload.model.buffers(), *inner]
+
+
+def run(name: str, plan: Plan | None, meter: str) -> tuple[list[list[torch.Tensor]], list[int], Any]:
     """The tensors and peaks of each step, and the session's report."""
     workload = fresh(name)
     torch.manual_seed(1)
     if plan is None:
-        steps = [metered_step(workload) for _ in range(STEPS)]
+        steps = [metered_step(workload, meter) for _ in range(STEPS)]
         return [tensors for tensors, _ in steps], [peak for _, peak in steps], None
     with poochplan.apply(plan, workload.model, meter="never") as session:
-        steps = [metered_step(workload) for _ in range(STEPS)]
+        steps = [metered_step(workload, meter) for _ in range(STEPS)]
     return [tensors for tensors, _ in steps], [peak for _, peak in steps], session.report()
 
 
@@ -71,7 +84,7 @@ def bitwise(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> 
     )
 
 
-def one(name: str, throttle: str | None) -> list[dict[str, Any]]:
+def one(name: str, throttle: str | None, meter: str) -> list[dict[str, Any]]:
     """The rows of one workload."""
     workload = fresh(name)
     profile = poochplan.profile(
@@ -83,14 +96,14 @@ def one(name: str, throttle: str | None) -> list[dict[str, Any]]:
         throttle=throttle,
     )
     del workload
-    reference, in_core_peaks, _ = run(name, None)
+    reference, in_core_peaks, _ = run(name, None, meter)
     rows = []
     for label, budget in (("80%", "80%"), ("60%", "60%"), ("smallest", smallest_budget(profile))):
         if isinstance(budget, str) and profile.in_core_peak_bytes * int(budget[:-1]) / 100 < smallest_budget(profile):
             rows.append({"workload": name, "budget": label, "skipped": "below the smallest feasible budget"})
             continue
         plan = poochplan.plan(profile, budget)
-        planned, peaks, report = run(name, plan)
+        planned, peaks, report = run(name, plan, meter)
         decisions = [str(value.decision) for value in plan.values]
         rows.append(
             {
@@ -124,17 +137,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--throttle", default=None, help="hold copies to this rate, such as 500MB/s")
+    parser.add_argument("--meter", default="live_bytes", choices=("live_bytes", "mem_tracker"))
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        Path(arguments.output).write_text(json.dumps(one(arguments.one, arguments.throttle)))
+        Path(arguments.output).write_text(json.dumps(one(arguments.one, arguments.throttle, arguments.meter)))
         return 0
     rows: list[dict[str, Any]] = []
     for name in arguments.workloads.split(","):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "rows.json"
-            command = [sys.executable, __file__, "--one", name, "-o", str(output)]
+            command = [sys.executable, __file__, "--one", name, "-o", str(output), "--meter", arguments.meter]
             subprocess.run(command + (["--throttle", arguments.throttle] if arguments.throttle else []), check=True)
             for row in json.loads(output.read_text()):
                 rows.append(row)

@@ -109,7 +109,12 @@ def test_model_optimizer_gradients_and_generators_are_as_before() -> None:
         tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         for entries in optimizer.state.values():
             tensors += [value.clone() for value in entries.values() if isinstance(value, torch.Tensor)]
-        return [*tensors, torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1])]
+        return [
+            *tensors,
+            torch.get_rng_state(),
+            torch.tensor(random.getstate()[1]),
+            torch.tensor(np.random.get_state()[1]),
+        ]
 
     before = state()
     _profile(step, model, optimizer=optimizer)

@@ -1,0 +1,124 @@
+"""Every ready workload, made small, at three budgets: bitwise gradients, the metered peak within budget and as predicted.
+
+The peak is metered by ``tests/live_bytes.py``, which shares no code with the package. ``benchmarks/exactness.py`` does
+the same at full size with torch's own memory tracker.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+
+import poochplan
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.schema import Decision, Plan
+from poochplan.profiler.schema import Profile
+from poochplan.runtime.report import Report
+from poochplan.workload import Workload, load_workload
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = {
+    "resnet50": {"batch_size": "4", "image_size": "64", "hidden_sizes": "[32, 32, 64, 64]", "depths": "[1, 2, 1, 1]"},
+    "gpt2": {
+        "batch_size": "4",
+        "sequence_length": "64",
+        "layers": "3",
+        "width": "64",
+        "heads": "2",
+        "vocabulary": "512",
+    },
+    "bert": {
+        "batch_size": "4",
+        "sequence_length": "64",
+        "layers": "3",
+        "width": "64",
+        "heads": "2",
+        "vocabulary": "512",
+    },
+    "unet3d": {"side": "32", "features": "[8, 8, 16, 16, 16, 8]"},
+    "seq2seq": {"batch_size": "8", "sequence_length": "48", "width": "64"},
+    "char_rnn": {"batch_size": "8", "sequence_length": "64", "width": "64"},
+}
+STEPS = 3
+_MIB = 1 << 20
+
+
+def _fresh(name: str) -> Workload:
+    torch.manual_seed(0)
+    return load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name]).workload
+
+
+@cache
+def _profile(name: str) -> Profile:
+    workload = _fresh(name)
+    return poochplan.profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, iterations=2, throttle="100MB/s"
+    )
+
+
+def _train(name: str, plan: Plan | None) -> tuple[list[list[torch.Tensor]], list[int], Report | None]:
+    """Loss, gradients and buffers of each step, its metered peak, and the session's report."""
+    workload = _fresh(name)
+    torch.manual_seed(1)
+    seen: list[list[torch.Tensor]] = []
+    peaks: list[int] = []
+
+    def steps() -> None:
+        assert workload.optimizer is not None
+        loss = None
+        for _ in range(STEPS):
+            workload.optimizer.zero_grad(set_to_none=True)
+            state = [t for entries in workload.optimizer.state.values() for t in entries.values()]
+            before = (*workload.model.parameters(), *workload.model.buffers(), *state)
+            with LiveBytes(*before, *([] if loss is None else [loss])) as meter:
+                loss = workload.step()
+                loss.backward()
+                workload.optimizer.step()
+            peaks.append(meter.peak)
+            gradients = [p.grad.clone() for p in workload.model.parameters() if p.grad is not None]
+            seen.append([loss.detach().clone(), *gradients, *(b.clone() for b in workload.model.buffers())])
+
+    if plan is None:
+        steps()
+        return seen, peaks, None
+    with poochplan.apply(plan, workload.model, meter="never") as session:
+        steps()
+    return seen, peaks, session.report()
+
+
+@cache
+def _in_core(name: str) -> list[list[torch.Tensor]]:
+    return _train(name, None)[0]
+
+
+@pytest.mark.parametrize("share", ["80%", "60%", "smallest"])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_are_bitwise_and_the_peak_is_within_budget_and_as_predicted(name: str, share: str) -> None:
+    profile = _profile(name)
+    smallest = smallest_budget(profile)
+    budget = smallest if share == "smallest" else int(int(share[:-1]) / 100 * profile.in_core_peak_bytes)
+    if budget < smallest:
+        with pytest.raises(poochplan.PoochError, match=r"no plan fits a budget of .* expected at least"):
+            poochplan.plan(profile, budget)
+        return
+    plan = poochplan.plan(profile, budget)
+    seen, peaks, report = _train(name, plan)
+
+    reference = _in_core(name)
+    assert all(torch.equal(x, y) for a, b in zip(reference, seen, strict=True) for x, y in zip(a, b, strict=True))
+    assert report is not None
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    assert max(peaks) <= budget
+    predicted = [plan.prediction.first_step_peak_bytes, *[plan.prediction.peak_bytes] * (STEPS - 1)]
+    for metered, expected in zip(peaks, predicted, strict=True):
+        assert abs(metered - expected) <= 0.01 * metered + _MIB
+
+
+def test_one_plan_mixes_all_three_decisions() -> None:
+    profile = _profile("gpt2")
+    decisions = {value.decision for value in poochplan.plan(profile, smallest_budget(profile)).values}
+    assert decisions == set(Decision)
