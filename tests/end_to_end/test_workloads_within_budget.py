@@ -1,4 +1,4 @@
-"""Every ready workload, made small, at three budgets: bitwise gradients, the metered peak within budget and as predicted.
+"""Every ready workload, made small, at three budgets: bitwise gradients, the peak within budget and as predicted.
 
 The peak is metered by ``tests/live_bytes.py``, which shares no code with the package. ``benchmarks/exactness.py`` does
 the same at full size with torch's own memory tracker.
