@@ -10,8 +10,6 @@ import numpy as np
 from .capture import Capture, CapturedOp, CapturedValue
 from .schema import Handle, Kind, Op, Phase, Point, PointKind, Value
 
-STATIC_KINDS = (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
-
 
 def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
     """The ops with their reconciled durations. An allocation that is never written whole counts as opaque."""
@@ -128,7 +126,7 @@ def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | No
     if captured.pinned_because:
         return captured.pinned_because
     if captured.born < 0:
-        return "input of the step, held by the caller"
+        return "input of the step: held by the caller, or made outside torch"
     if first_use is not None and died >= first_use:
         return "held by something other than autograd until backward uses it"
     return ""

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import StepError
 from ..runtime.modes import ToggledMode, around_compiled, uncompiled_hooks
-from ..runtime.operators import Traits, covers_storage, traits
-from ..runtime.recorder import updates_statistics, written_tensors
-from ..runtime.storages import Geometry, is_plain, storage_key
+from ..runtime.operators import covers_storage, traits
+from ..runtime.recorder import statistics_of, written_tensors
+from ..runtime.storages import Geometry, has_storage, is_plain, storage_key
 from .layers import LayerTracker
 from .schema import Phase, PointKind
 
@@ -70,7 +70,6 @@ class CapturedValue:
         "key",
         "layer",
         "let_go",
-        "opaque_because",
         "packed_version",
         "pinned_because",
         "shape",
@@ -90,7 +89,6 @@ class CapturedValue:
         """Tick at which the last handle died; None while one lives, or when there was none."""
         self.packed_version: int | None = None
         self.pinned_because = ""
-        self.opaque_because = ""
 
 
 class CapturedHandle:
@@ -176,16 +174,20 @@ class Capture(ToggledMode):
             return func(*args, **kwargs)
         op = CapturedOp(facts.name, layer, self.phase)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        plain = [leaf for leaf in leaves if self._counts(leaf)]
+        plain = [leaf for leaf in leaves if has_storage(leaf, self.device_type)]
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
-        op.opaque = any(not is_plain(leaf, self.device_type) for leaf in leaves)
+        statistics = list(statistics_of(facts, args).values())
+        foreign = [tensor for tensor in statistics if storage_key(tensor) not in self._static]
+        op.opaque = not facts.trusted or any(not is_plain(leaf, self.device_type) for leaf in leaves) or bool(foreign)
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:
             op.inputs = []  # they give it a shape, and a replay knows that
         if facts.overwriting and plain and plain[0] is args[0] and covers_storage(plain[0]):
             op.overwrites = self.value_of(plain[0])
-        op.writes = self._writes(facts, args, kwargs)
+        # A replay gives the op throw-away statistics, so that these are no part of what it writes.
+        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
+        op.writes = self._writes([*declared, *foreign])
         start_s = time.perf_counter()
         outputs = func(*args, **kwargs)
         op.duration_s = time.perf_counter() - start_s
@@ -193,29 +195,25 @@ class Capture(ToggledMode):
         self.ops.append(op)
         return outputs
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        return (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and tensor.layout is torch.strided
-            and tensor.device.type == self.device_type
-            and tensor.untyped_storage().nbytes() > 0
+    def _writes(self, written: list[torch.Tensor]) -> list[int]:
+        values = list(
+            dict.fromkeys(self.value_of(tensor) for tensor in written if has_storage(tensor, self.device_type))
         )
+        self._pin_saved(values)
+        return values
 
-    def _writes(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[int]:
-        written = written_tensors(facts, args, kwargs)
-        if updates_statistics(facts, args):
-            # A replay gives the op throw-away statistics, so that these are no part of what it writes.
-            statistics = [args[position] for position in facts.statistics]
-            written = [tensor for tensor in written if not any(tensor is one for one in statistics)]
-        values = list(dict.fromkeys(self.value_of(tensor) for tensor in written if self._counts(tensor)))
-        for value in values:
+    def _pin_saved(self, written: list[int]) -> None:
+        for value in written:
             if value in self.saved_values and self.phase is Phase.FORWARD:
                 self.values[value].pinned_because = "written in place after it was saved"
-        return values
 
     def _born(self, op: CapturedOp, outputs: Any) -> None:
         for output in pytree.tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and self._counts(output) and storage_key(output) not in self._by_key:
+            if (
+                isinstance(output, torch.Tensor)
+                and has_storage(output, self.device_type)
+                and storage_key(output) not in self._by_key
+            ):
                 op.outputs.append(self._new_value(output, op.layer, born=len(self.ops)))
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
@@ -239,17 +237,22 @@ class Capture(ToggledMode):
             op.opaque = True
             leaves = pytree.tree_leaves((args, kwargs))
             op.inputs = list(
-                dict.fromkeys(self.value_of(x) for x in leaves if isinstance(x, torch.Tensor) and self._counts(x))
+                dict.fromkeys(
+                    self.value_of(x) for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)
+                )
             )
+            before = [(x, x._version) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)]
             self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
             start_s = time.perf_counter()
             with self.away():
                 outputs = call(*args, **kwargs)
             op.duration_s = time.perf_counter() - start_s
+            op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if x._version != version))
+            self._pin_saved(op.writes)
             for output in pytree.tree_leaves(outputs):
                 if (
                     isinstance(output, torch.Tensor)
-                    and self._counts(output)
+                    and has_storage(output, self.device_type)
                     and storage_key(output) not in self._by_key
                 ):
                     op.outputs.append(self._new_value(output, path, born=self.ops.index(op)))
@@ -263,10 +266,8 @@ class Capture(ToggledMode):
         if (
             not is_plain(tensor, self.device_type)
             or storage_key(tensor) in self._static
-            or torch._C._current_graph_task_id() != -1
+            or self.phase is not Phase.FORWARD
         ):
-            return tensor.detach()
-        if self.phase is not Phase.FORWARD:
             return tensor.detach()
         number = self._packed_value(tensor)
         value = self.values[number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
     """Restores, after the block and on every path out of it: parameters, gradients, buffers, training flags, optimizer
     state and groups, and the generators of torch, numpy and Python. Tensors keep their identity and storage.
     """
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [_kept(tensor) for tensor in (*model.parameters(), *model.buffers())]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     modules = [(module, dict(module._buffers), module.training) for module in model.modules()]
     optimizer_state = _optimizer_state(optimizer) if optimizer is not None else None
@@ -30,8 +30,8 @@ def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
                 module._buffers.clear()
                 module._buffers.update(buffers)
                 module.training = training
-            for tensor, saved in tensors:
-                tensor.data.copy_(saved)
+            for restore in tensors:
+                restore()
             for parameter, gradient, content in gradients:
                 if gradient is not None and content is not None:
                     gradient.copy_(content)
@@ -39,6 +39,16 @@ def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
             if optimizer is not None and optimizer_state is not None:
                 _restore_optimizer(optimizer, optimizer_state)
         _restore_generators(generators)
+
+
+def _kept(tensor: torch.Tensor) -> Callable[[], object]:
+    """A call that puts the tensor's content back. By storage, since elements of an expanded buffer overlap."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        content = tensor.detach().clone()
+        return lambda: tensor.data.copy_(content)
+    storage = tensor.untyped_storage()
+    saved = storage.clone()
+    return lambda: storage.copy_(saved)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:

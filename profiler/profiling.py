@@ -17,7 +17,7 @@ import torch
 from ..errors import StepError, UsageError
 from ..runtime.allocator import give_freed_memory_back
 from ..runtime.signature import model_signature
-from ..runtime.storages import storage_key
+from ..runtime.storages import has_storage, static_keys
 from ..units import parse_rate
 from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
 from .capture import Capture
@@ -174,14 +174,13 @@ def _checked_loss(loss: Any) -> torch.Tensor:
 
 def _capture(runner: _Runner, device: str) -> tuple[Capture, dict[int, Kind]]:
     model, optimizer = runner.model, runner.optimizer
-    static = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
     gc.collect()  # a cycle that is collected in the middle of the step would move deaths
-    capture = Capture(device, LayerTracker(), static)
+    capture = Capture(device, LayerTracker(), static_keys(model, device))
     kinds: dict[int, Kind] = {}
 
     def note(tensors: Any, kind: Kind) -> None:
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == device and tensor.numel():
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor, device):
                 kinds.setdefault(capture.value_of(tensor), kind)
 
     def enter(phase: Phase) -> None:

@@ -55,8 +55,8 @@ class SpillCopy:
                     ahead_s = moved / throttle_bytes_per_s - (time.perf_counter() - start_s)
                     if ahead_s > 0:
                         time.sleep(ahead_s)
-        except OSError as error:
-            self.error = error
+        except BaseException as error:  # whatever it was, the value must not pass for copied
+            self.error = error if isinstance(error, OSError) else OSError(errno.EIO, str(error) or repr(error))
         finally:
             self.storage = None
             self._ended.set()

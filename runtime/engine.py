@@ -94,10 +94,15 @@ class Engine:
         self.step += 1
         self.stats = StepReport(steps=1)
         self._begin_clock(active=True)
-        self._static = self._parameters()
-        self.recorder.forget()
+        self._static = self.recorder.static = self._parameters()
+        self.recorder.forget(in_use=self.live_handles > 0)
         if self.plan.record_from_start:
             self.recorder.switch_on()
+
+    @property
+    def backward_has_begun(self) -> bool:
+        """Whether the current step has had a use point."""
+        return self._uses > 0
 
     def end_step(self) -> None:
         """Stops recording and the clock; what is still held stays usable."""
@@ -170,10 +175,12 @@ class Engine:
             self._go_astray(f"the plan has {index} saved values, and {_describe(tensor)} comes after them")
             return None
         planned = self.plan.values[index]
-        if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (planned.shape, planned.dtype):
+        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.untyped_storage().nbytes())
+        if found != (planned.dtype, planned.shape, planned.size_bytes):
             self._go_astray(
                 f"{planned.name} (layer {planned.layer or 'outside the model'}): "
-                f"planned {planned.dtype}{list(planned.shape)}, found {_describe(tensor)}"
+                f"planned {planned.dtype}{list(planned.shape)} of {planned.size_bytes} bytes, "
+                f"found {_describe(tensor)} of {found[2]} bytes"
             )
             return None
         if not self._expect_handle(index, tensor):

@@ -60,13 +60,18 @@ class Entry:
         self.in_copy: Copy | None = None
         self.recipe: Recipe | None = None
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether its version counter says that nobody has written it since it was saved."""
+        return self.probe._version == self.version
+
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether a later pack of the same storage is of this same content.
 
-        The plan knows that nobody writes between the packs of a planned value. Without a plan only the very same part
+        The profile knows that nobody wrote between the packs of a planned value. Without a plan only the very same part
         of the storage counts: chunks with version counters of their own may have been written unseen.
         """
-        return self.probe._version == self.version and (self.index is not None or self.geometry == Geometry.of(tensor))
+        return self.unwritten and (self.index is not None or self.geometry == Geometry.of(tensor))
 
     @property
     def waits_for_replay(self) -> bool:

@@ -11,14 +11,13 @@ ALIGNMENT_BYTES = 4096
 
 
 class HostSlab:
-    """State: who occupies each planned place, and the end of the unplanned part."""
+    """State: who occupies each planned place, and who lies behind them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.planned_bytes = max(
             (value.host_offset + value.size_bytes for value in plan.values if value.host_offset >= 0), default=0
         )
-        self._end = self.planned_bytes
         self._occupants: dict[int, weakref.ref[Entry]] = {}
         self._unplanned: weakref.WeakSet[Entry] = weakref.WeakSet()
 
@@ -30,9 +29,6 @@ class HostSlab:
             if occupant is None or occupant() in (None, entry):
                 self._occupants[planned] = weakref.ref(entry)
                 return planned
-        if not self._unplanned:
-            self._end = self.planned_bytes
+        end = max((other.host_offset + other.size_bytes for other in self._unplanned), default=0)
         self._unplanned.add(entry)
-        offset = -(-self._end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._end = offset + entry.size_bytes
-        return offset
+        return -(-max(end, self.planned_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from .modes import ToggledMode
 from .operators import traits
+from .storages import has_storage
 
 
 class LiveBytesMeter(ToggledMode):
@@ -48,11 +49,7 @@ class LiveBytesMeter(ToggledMode):
         return outputs
 
     def _count(self, tensor: torch.Tensor) -> int:
-        if (
-            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-            or tensor.layout is not torch.strided
-            or tensor.device.type != self._device_type
-        ):
+        if not has_storage(tensor, self._device_type):
             return 0
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -37,7 +37,7 @@ class ToggledMode(TorchDispatchMode):
     def switch_on(self) -> None:
         """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
         self._muted = False
-        if not self._pushed:
+        if not self._pushed or self not in _get_current_dispatch_mode_stack():
             self._pushed = True
             TorchDispatchMode.__enter__(self)
 

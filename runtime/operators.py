@@ -18,14 +18,18 @@ _OVERWRITING = frozenset(
 )
 # Fresh-looking outputs that lie on their input's storage without saying so in the schema.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
-# Change their running statistics (these argument positions) without declaring it, or as a side effect of the forward.
-_RUNNING_STATISTICS = {
-    "native_batch_norm": (3, 4),
-    "_native_batch_norm_legit": (3, 4),
-    "_batch_norm_with_update": (3, 4),
-    "cudnn_batch_norm": (3, 4),
-    "miopen_batch_norm": (3, 4),
-}
+# Change their running statistics without declaring it, or as a side effect of the forward.
+_BATCH_NORMS = frozenset(
+    {
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+    }
+)
+# Operators of other namespaces (custom ones) may draw random numbers or write without saying so.
+_KNOWN_NAMESPACES = ("aten", "prims")
 
 
 class Traits(NamedTuple):
@@ -46,13 +50,15 @@ class Traits(NamedTuple):
     """Bears storages that nobody has written yet."""
     overwriting: bool
     """Writes the whole of its first argument without reading it."""
+    trusted: bool
+    """Does what its schema says, so that it can be run again."""
 
 
 @functools.cache
 def traits(func: Any) -> Traits:
     """Facts about an ``OpOverload``; anything else (a higher-order operator) counts as opaque."""
     if not isinstance(func, torch._ops.OpOverload):
-        return Traits(str(func), False, (), frozenset(), (), False, True, False)
+        return Traits(str(func), False, (), frozenset(), (), False, True, False, False)
     schema = func._schema
     base = schema.name.split("::")[-1]
     written = [
@@ -68,10 +74,15 @@ def traits(func: Any) -> Traits:
         pure_view=not written and (aliases or base in _UNDECLARED_VIEWS),
         written=tuple(position for position, _ in written),
         written_names=frozenset(name for _, name in written),
-        statistics=_RUNNING_STATISTICS.get(base, ()),
+        statistics=tuple(
+            position
+            for position, argument in enumerate(schema.arguments)
+            if base in _BATCH_NORMS and argument.name in ("running_mean", "running_var")
+        ),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         uninitialised=base in _UNINITIALISED,
         overwriting=base in _OVERWRITING,
+        trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
     )
 
 

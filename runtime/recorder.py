@@ -30,11 +30,11 @@ class View(NamedTuple):
     """Recorded writes to the slot before it was read."""
     geometry: Geometry
     watch: tuple[torch.Tensor, int] | None
-    """For a slot whose birth was not recorded: a version probe, and the version that was read."""
+    """For a slot that cannot be rebuilt: a version probe, and the version that was read."""
 
     @property
     def still_there(self) -> bool:
-        """Whether the storage still holds what was read, when its birth was not recorded."""
+        """Whether the storage still holds what was read, when it cannot be rebuilt."""
         return self.watch is None or self.watch[0]._version == self.watch[1]
 
 
@@ -117,7 +117,7 @@ class Slot:
         for reference in waiting:
             recipe = reference()
             if recipe is not None:
-                recipe.refresh()
+                recipe.refresh_if_possible()
 
     def wait_for_entry(self, recipe: Recipe) -> None:
         """Has the recipe refreshed when this slot is packed."""
@@ -127,7 +127,7 @@ class Slot:
     def entry_at(self, generation: int) -> Entry | None:
         """The saved value of this slot, when it is still there and holds just this content."""
         entry = self.entry() if self.entry is not None else None
-        return entry if entry is not None and entry.generation == generation else None
+        return entry if entry is not None and entry.generation == generation and entry.unwritten else None
 
     def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
         """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
@@ -151,6 +151,9 @@ class Recorder(ToggledMode):
         super().__init__()
         self._device_type = device_type
         self.registry: dict[int, Slot] = {}
+        self.static: set[int] = set()
+        """Storage keys of parameters and buffers, in this step."""
+        self._recorded: list[Slot] = []
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,9 +165,16 @@ class Recorder(ToggledMode):
         self._after(recorded, written, outputs)
         return outputs
 
-    def forget(self) -> None:
-        """Begins with no slots: what an earlier step recorded goes, unless a recipe of that step still refers to it."""
-        self.registry = {}
+    def forget(self, *, in_use: bool) -> None:
+        """Begins with no slots. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
+
+        Slots and ops refer to each other, so that without this they would wait for the garbage collector.
+        """
+        self.registry.clear()
+        for slot in [] if in_use else self._recorded:
+            slot.birth = None
+            slot.writes = []
+        self._recorded = []
 
     def slot_of(self, tensor: torch.Tensor) -> Slot:
         """The slot of the tensor's storage, made when it is new."""
@@ -178,21 +188,21 @@ class Recorder(ToggledMode):
         flat, spec = pytree.tree_flatten((args, kwargs))
         self._count += 1
         recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
-        for position in facts.statistics if updates_statistics(facts, args) else ():
-            recorded.arguments[position] = Scratch.like(flat[position])
+        updated = statistics_of(facts, args)
+        foreign = [tensor for tensor in updated.values() if storage_key(tensor) not in self.static]
+        for position, tensor in updated.items():
+            recorded.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
         if facts.random:
             recorded.generator = _generator_of(flat, self._device_type)
             recorded.state = recorded.generator.get_state()
-        recorded.usable = not any(argument is _UNUSABLE for argument in recorded.arguments)
+        recorded.usable = (
+            facts.trusted and not any(argument is _UNUSABLE for argument in recorded.arguments) and not foreign
+        )
         recorded.uninitialised = facts.uninitialised
         if facts.overwriting and isinstance(flat[0], torch.Tensor) and covers_storage(flat[0]):
             recorded.overwrites = self.slot_of(flat[0])
-        statistics = [args[position] for position in facts.statistics if position < len(args)]
-        written = [
-            self.slot_of(tensor)
-            for tensor in written_tensors(facts, args, kwargs)
-            if is_plain(tensor, self._device_type) and not any(tensor is one for one in statistics)
-        ]
+        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in updated.values())]
+        written = [self.slot_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
         return recorded, written
 
     def _reference(self, leaf: Any) -> Any:
@@ -201,7 +211,10 @@ class Recorder(ToggledMode):
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
         slot = self.slot_of(leaf)
-        watch = None if slot.birth is not None else (version_probe(leaf), leaf._version)
+        if slot.birth is not None and leaf._version > len(slot.writes):
+            return _UNUSABLE  # written where recording was off
+        known = slot.birth is not None and slot.birth.usable
+        watch = None if known else (version_probe(leaf), leaf._version)
         return View(slot, len(slot.writes), Geometry.of(leaf), watch)
 
     def _after(self, recorded: RecordedOp, written: list[Slot], outputs: Any) -> None:
@@ -210,6 +223,7 @@ class Recorder(ToggledMode):
         recorded.writes = list(dict.fromkeys(written))
         for slot in recorded.writes:
             slot.writes.append(recorded)
+            self._recorded.append(slot)
         for position, output in enumerate(pytree.tree_leaves(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
@@ -217,6 +231,7 @@ class Recorder(ToggledMode):
                 continue
             slot = self.slot_of(output)
             slot.birth = recorded
+            self._recorded.append(slot)
             recorded.births.append((position, slot))
 
 
@@ -231,14 +246,12 @@ class Scratch(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def like(cls, tensor: torch.Tensor | None) -> Scratch | None:
-        return None if tensor is None else cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
-
-def updates_statistics(facts: Traits, args: Any) -> bool:
-    """Whether this call of a batch norm computes from the batch, and only writes its running statistics."""
-    return bool(facts.statistics) and (len(args) < 6 or not isinstance(args[5], bool) or args[5])
+def statistics_of(facts: Traits, args: Any) -> dict[int, torch.Tensor]:
+    """The running statistics that this call only writes, because it normalises by its batch; by argument position."""
+    if not facts.statistics or (len(args) > 5 and args[5] is False):
+        return {}
+    return {position: args[position] for position in facts.statistics if isinstance(args[position], torch.Tensor)}
 
 
 def written_tensors(facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

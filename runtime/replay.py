@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,8 @@ def closure_of(root: Slot, generation: int, *, follow_recipes: bool) -> Closure:
         if writers is None:
             if slot is root or entry is not None:
                 raise NotReplayable("a writer of the value was not recorded or cannot be run again")
+            if wanted != len(slot.writes):
+                raise NotReplayable("an input of the replay was written in place since it was read")
             closure.leaves[need] = None
             continue
         closure.rebuilt[slot] = None
@@ -90,6 +93,13 @@ class Recipe:
         self.entries: list[Entry] = []
         self.storages: list[torch.UntypedStorage] = []
         self.refresh()
+
+    def refresh_if_possible(self) -> None:
+        """Like :meth:`refresh`; when something it reads was written meanwhile it keeps what it holds, and the replay
+        will say so.
+        """
+        with contextlib.suppress(NotReplayable):
+            self.refresh()
 
     def refresh(self) -> None:
         """Works out anew what has to stay; called again when a slot on the way has become a saved value."""
@@ -172,7 +182,9 @@ def _call(
 ) -> list[Any]:
     def restore(argument: Any) -> Any:
         if isinstance(argument, View):
-            storage = there.get((argument.slot, argument.generation))
+            # What the op writes is the replay's own, never a saved value.
+            owned = argument.slot in op.writes
+            storage = None if owned else there.get((argument.slot, argument.generation))
             return argument.geometry.on(built[argument.slot] if storage is None else storage)
         if isinstance(argument, Scratch):
             return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+MOST_REASONS = 20
+
 
 class StepReport(msgspec.Struct, kw_only=True):
     """One step, or the sum over steps (peaks: the largest)."""
@@ -20,7 +22,8 @@ class StepReport(msgspec.Struct, kw_only=True):
     stall_s: float = 0.0
     """Seconds the compute stream waited for copies."""
     fallbacks: int = 0
-    """Values that went another way than planned: after a divergence, on a full disk, or not replayable."""
+    """Times the plan was not followed: a step that left it (counted once), a value kept on a full disk, one that
+    could not be recomputed."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
 
     def add(self, other: StepReport) -> None:
@@ -34,7 +37,7 @@ class StepReport(msgspec.Struct, kw_only=True):
         self.stall_s += other.stall_s
         self.fallbacks += other.fallbacks
         for reason in other.fallback_reasons:
-            if reason not in self.fallback_reasons:
+            if reason not in self.fallback_reasons and len(self.fallback_reasons) < MOST_REASONS:
                 self.fallback_reasons.append(reason)
 
 

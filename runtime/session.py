@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +21,8 @@ from .meter import LiveBytesMeter
 from .modes import around_compiled, uncompiled_hooks
 from .report import Report, StepReport
 from .signature import check_model
-from .storages import storage_key
+from .spill import choose_spill_dir
+from .storages import has_storage, static_keys
 
 _METERED_FIRST_STEPS = 2
 
@@ -62,6 +64,7 @@ def apply(
     if plan.device != "cpu":
         raise UsageError(f"this release runs plans on the cpu device, and this plan is for {plan.device}")
     check_model(plan.model, model, "plan")
+    spill_dir = choose_spill_dir(spill_dir)
     return Session(plan, model, spill_dir=spill_dir, on_divergence=on_divergence, meter=meter)
 
 
@@ -77,66 +80,88 @@ class Session:
         plan: Plan,
         model: torch.nn.Module,
         *,
-        spill_dir: str | Path | None,
+        spill_dir: Path,
         on_divergence: str,
         meter: str,
     ) -> None:
         self.plan = plan
         self.model = model
+        self._spill_dir = spill_dir
+        self._on_divergence = on_divergence
         self._meter_when = meter
         self._meter = LiveBytesMeter(plan.device, ALLOCATION_UNIT_BYTES)
         self._total = StepReport()
-        self._closed = False
+        self._state = "new"
+        self._steps_are_announced = False
         self._gradients_checked = False
         self._stack = ExitStack()
-        self._device = CpuDevice(spill_dir, throttle_bytes_per_s=plan.link.throttle_bytes_per_s)
-        self.engine = Engine(
-            plan,
-            self._device,
-            self._static_storages,
-            on_divergence=on_divergence,
-            on_step_end=self._end_of_step,
-            on_idle=self._idle,
-        )
 
     def __enter__(self) -> Session:
-        if self._closed:
-            raise UsageError("this session has been closed; call apply(plan, model) for a new one")
-        try:
-            self._device.write_ahead(self.engine.host.planned_bytes)
-        except OSError as error:
-            warnings.warn(
-                f"poochplan: the spill file in {self._device.file.directory} cannot hold the planned "
-                f"{self.engine.host.planned_bytes} bytes ({error.strerror}); values that do not fit are kept",
-                RuntimeWarning,
-                stacklevel=2,
+        if self._state != "new":
+            raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
+        with ExitStack() as stack:  # undone when one of these fails
+            self._device = CpuDevice(self._spill_dir, throttle_bytes_per_s=self.plan.link.throttle_bytes_per_s)
+            stack.callback(self._close_device)
+            self.engine = Engine(
+                self.plan,
+                self._device,
+                lambda: static_keys(self.model, self.plan.device),
+                on_divergence=self._on_divergence,
+                on_step_end=self._end_of_step,
+                on_idle=self._idle,
             )
-        self._stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
-        self._stack.enter_context(around_compiled(self.model, self._without_modes))
-        self._stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
+            self._write_ahead()
+            stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
+            stack.enter_context(around_compiled(self.model, self._without_modes))
+            stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
+            self._stack = stack.pop_all()
+        self._state, self._thread = "open", threading.get_ident()
         if self._meter_when != "never":
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self._meter.watch(tensor)
             self._meter.switch_on()
         return self
 
+    def _write_ahead(self) -> None:
+        try:
+            self._device.write_ahead(self.engine.host.planned_bytes)
+        except OSError as error:
+            warnings.warn(
+                f"poochplan: the spill file in {self._spill_dir} cannot hold the planned "
+                f"{self.engine.host.planned_bytes} bytes ({error.strerror}); values that do not fit are kept",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.engine.end_step()
-        self._stack.close()
         self.report()
         self._meter.switch_off()
-        self._closed = True
-        if self.engine.live_handles == 0:
-            self._device.close()
+        self._state = "closed"
+        self._stack.close()
 
     def step(self) -> None:
-        """Says that a new step begins here. Only needed when handles of an earlier forward are still alive."""
+        """Says that a new step begins here; from the first call on steps begin only where this is called.
+
+        Needed when a step calls the model more than once and lets go of all that the first call saved, or when an
+        earlier forward is still waiting for its backward.
+        """
+        if self._state != "open":
+            raise UsageError(
+                f"step(): expected an open session, found a {self._state} one; call it inside the with block"
+            )
+        self._steps_are_announced = True
+        self._check_gradients()
         self.engine.begin_step()
 
     def report(self) -> Report:
         """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""
+        if self._state == "new":
+            raise UsageError(
+                "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
+            )
         last = self.engine.stats
         self._take_peak(last)
         total = StepReport()
@@ -154,8 +179,12 @@ class Session:
     # -- called by the engine and by torch --------------------------------------------------------------------
 
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint of the user's runs forward again there
-        if torch.is_grad_enabled() and not in_backward and self.engine.live_handles == 0:
+        """A step begins at the first forward after a backward, or when nothing of the last one is held any more."""
+        if self._steps_are_announced or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+            return
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint of the user's runs forward again in backward
+            return
+        if self.engine.live_handles == 0 or self.engine.backward_has_begun:
             self._check_gradients()
             self.engine.begin_step()
 
@@ -171,16 +200,18 @@ class Session:
             stats.peak_bytes = self._meter.peak_bytes
 
     def _idle(self) -> None:
-        if self._closed:
+        if self._state == "closed":
             self._device.close()
 
-    def _static_storages(self) -> set[int]:
-        return {storage_key(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+    def _close_device(self) -> None:
+        if self.engine.live_handles == 0:  # otherwise with the last of them
+            self._device.close()
 
     def _check_gradients(self) -> None:
         if self._gradients_checked or self.plan.gradients_live_through_forward:
             return
-        live = sum(p.grad.untyped_storage().nbytes() for p in self.model.parameters() if p.grad is not None)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        live = sum(g.untyped_storage().nbytes() for g in gradients if has_storage(g, self.plan.device))
         if live:
             self._gradients_checked = True
             warnings.warn(

@@ -31,18 +31,32 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether the runtime may touch it: a strided, ordinary tensor with memory, on the plan's device."""
+def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether it is an ordinary strided tensor (no subclass, sparse or nested one) with memory on that device."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.device.type == device_type
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether the runtime may move and rebuild it: it has a storage, and its elements are just what lies there."""
+    return (
+        has_storage(tensor, device_type)
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
-        and tensor.untyped_storage().nbytes() > 0
     )
+
+
+def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
+    """Storage keys of the model's parameters and buffers: what no plan touches."""
+    tensors = (*model.parameters(), *model.buffers())
+    return {storage_key(tensor) for tensor in tensors if has_storage(tensor, device_type)}
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView

@@ -138,5 +138,5 @@ def test_a_closed_session_cannot_be_entered_again() -> None:
     session = poochplan.apply(plan, model)
     with session:
         pass
-    with pytest.raises(poochplan.PoochError, match="has been closed"), session:
+    with pytest.raises(poochplan.PoochError, match="this session is closed"), session:
         pass
