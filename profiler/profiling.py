@@ -26,6 +26,7 @@ from .link import measure_spill_link
 from .preserve import preserved
 from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
 from .timing import PhaseSeconds, reconcile, time_ops
+from .verification import verify
 
 Progress = Callable[[str], None]
 
@@ -78,6 +79,9 @@ def profile(
     throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
     give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     runner = _Runner(step, model, optimizer, accumulate)
+    if link is None:
+        say("measuring the link")
+        link = measure_spill_link(spill_dir, throttle_bytes_per_s)
     with preserved(model, optimizer):
         say(f"warming up ({max(1, warmup)} steps)")
         for _ in range(max(1, warmup)):
@@ -89,24 +93,24 @@ def profile(
         say(f"timing {len(capture.ops)} ops over {iterations} steps")
         names = [op.name for op in capture.ops]
         durations_s = time_ops(model, runner.one_step, names, iterations)
-    notes = [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
-    if durations_s is None:
-        notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
-        durations_s = [op.duration_s for op in capture.ops]
-    if link is None:
-        say("measuring the link")
-        link = measure_spill_link(spill_dir, throttle_bytes_per_s)
-    return _assemble(
-        capture,
-        kinds,
-        durations_s,
-        measured,
-        model=model,
-        link=link,
-        workload=workload,
-        notes=notes,
-        accumulate=accumulate,
-    )
+        notes = [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
+        if durations_s is None:
+            notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
+            durations_s = [op.duration_s for op in capture.ops]
+        unverified = _assemble(
+            capture,
+            kinds,
+            durations_s,
+            measured,
+            model=model,
+            link=link,
+            workload=workload,
+            notes=notes,
+            accumulate=accumulate,
+        )
+        del capture
+        say("verifying replays")
+        return verify(unverified, model, runner.one_step, spill_dir)
 
 
 class _Runner:
@@ -133,7 +137,7 @@ class _Runner:
                 parameter.grad = None
         times_s = [time.perf_counter()]
         enter(Phase.FORWARD)
-        self.loss = _checked_loss(self.step())
+        self.loss = checked_loss(self.step())
         times_s.append(time.perf_counter())
         enter(Phase.BACKWARD)
         self.loss.backward()
@@ -159,7 +163,8 @@ def _check(model: torch.nn.Module, device: str, iterations: int, warmup: int) ->
             )
 
 
-def _checked_loss(loss: Any) -> torch.Tensor:
+def checked_loss(loss: Any) -> torch.Tensor:
+    """What ``step()`` returned, if backward can start from it; raises ``StepError`` otherwise."""
     if not isinstance(loss, torch.Tensor):
         raise StepError(f"step(): expected the scalar loss, a tensor, found {type(loss).__name__}; return the loss")
     if loss.numel() != 1:

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
+from .profiler.profiling import checked_loss
 from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
@@ -135,20 +136,6 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
         workload.optimizer.step()
     _wait_for_device(workload)
     return time.perf_counter() - start_s - copying_s, loss
-
-
-def checked_loss(loss: object) -> torch.Tensor:
-    """The loss, if it is a scalar that backward can start from; raises ``StepError`` otherwise."""
-    again = "return the scalar loss that backward starts from"
-    if not isinstance(loss, torch.Tensor):
-        raise StepError(f"step: expected a scalar loss, found {type(loss).__name__}; {again}")
-    if loss.numel() != 1:
-        raise StepError(f"step: expected a scalar loss, found a tensor of shape {list(loss.shape)}; {again}")
-    if not loss.requires_grad:
-        raise StepError(
-            "step: expected a loss with a gradient, found one that requires none; compute it from the model"
-        )
-    return loss
 
 
 def run_in_core(

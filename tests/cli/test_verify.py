@@ -9,8 +9,9 @@ import torch
 
 import poochplan
 from poochplan.errors import StepError
+from poochplan.profiler.profiling import checked_loss
 from poochplan.records import StepRecord, bitwise_equal, first_difference
-from poochplan.verify import check, checked_loss, run_in_core
+from poochplan.verify import check, run_in_core
 
 
 def record(**changes: dict[str, torch.Tensor]) -> StepRecord:
@@ -95,8 +96,8 @@ def test_copying_for_the_comparison_does_not_count_as_the_steps_memory() -> None
     ("loss", "message"),
     [
         (3.0, "found float"),
-        (torch.ones(2, requires_grad=True), r"found a tensor of shape \[2\]"),
-        (torch.ones(()), "none"),
+        (torch.ones(2, requires_grad=True), r"found shape \[2\]"),
+        (torch.ones(()), "found one that does not"),
     ],
 )
 def test_a_loss_that_is_none_is_refused(loss: object, message: str) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 import poochplan
 from poochplan.planner.schema import Decision, Plan
 from poochplan.profiler.schema import Profile
+from poochplan.profiler.verification import DIFFERS
 from poochplan.runtime.recorder import RecordedOp, Slot
 
 REPLAY_ALL = (0, 0, 1)
@@ -171,6 +172,18 @@ def test_an_operator_that_draws_random_numbers_without_saying_so() -> None:
         return value * noise(value.detach())
 
     _check(lambda: Stages(between), _loss)
+
+
+def test_a_write_through_numpy_is_found_by_verification() -> None:
+    def between(value: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 16)
+        mask.numpy()[::2] = 1
+        return value * mask
+
+    _check(lambda: Stages(between), _loss)
+    torch.manual_seed(0)
+    profile = _profile(Stages(between), _loss)
+    assert [value.name for value in profile.values if value.unreplayable == DIFFERS] == ["step/zeros"]
 
 
 def test_running_statistics_that_are_no_buffers_of_the_model() -> None:
