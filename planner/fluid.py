@@ -12,29 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pulp
 
-from .problem import Floats, Ints, Problem
+from .problem import Ints, Problem
+from .slots import slots_of
 
 WINDOW_NEEDS = 30
 """How many of the last points that replay something a value may be brought back at before its own use."""
 SWAP_PREFERENCE = 1e-4
 """Weight of link time in the objective, so that no value is moved for nothing."""
-
-
-@dataclass(frozen=True, eq=False)
-class Slots:
-    """Stretches of compute between clock points that do not coincide in time."""
-
-    first_point: tuple[int, ...]
-    """First point of each slot."""
-    seconds: Floats
-    of_point: tuple[int, ...]
-    start_tick: Ints
-    first_backward: int
-    """First slot that begins with, or contains, a use point."""
-
-    @property
-    def count(self) -> int:
-        return len(self.first_point)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +40,6 @@ class _Columns:
     recompute: dict[int, pulp.LpVariable] = field(default_factory=dict)
     early: dict[int, list[tuple[int, pulp.LpVariable, pulp.LpVariable]]] = field(default_factory=dict)
     """Per value: (slot, recomputed by then, fetched by then), slots before its own use, ascending."""
-
-
-def slots_of(problem: Problem) -> Slots:
-    """Aggregates the clock points to slots."""
-    first: list[int] = []
-    of_point: list[int] = []
-    for index, work_s in enumerate(problem.point_work_s):
-        if not first or work_s > problem.point_work_s[first[-1]]:
-            first.append(index)
-        of_point.append(len(first) - 1)
-    starts = problem.point_work_s[first]
-    backward = [of_point[point] for point in problem.use_points]
-    return Slots(
-        first_point=tuple(first),
-        seconds=np.diff(np.append(starts, problem.step_s)),
-        of_point=tuple(of_point),
-        start_tick=problem.point_ticks[first],
-        first_backward=min(backward, default=len(first)),
-    )
 
 
 def build_fluid_model(
