@@ -11,6 +11,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def give_freed_memory_back() -> bool:
     """Fixes glibc's mmap threshold at 64 KiB, so that each larger tensor is its own mapping and goes when it is freed.
 
+    What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Huge pages take
+    most of that back: ``THP_MEM_ALLOC_ENABLE=1``, which torch reads at its first allocation (so it must be in the
+    environment before; ``pooch`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
+
     Left alone, glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB
     of dropped 1-6 MiB tensors in one measurement). Holds for the whole process, from now on; profiles are taken under
     it too, so that fresh pages cost the same in the profile and in the run.
