@@ -104,8 +104,7 @@ class ProfileVerb(Verb):
             "recompute_s": "recompute",
         }
         self.show(frame_table(f"The {len(top)} layers that save most", top, headings))
-        records: list[dict[str, Any]] = top.reset_index().to_dict("records")
-        return records
+        return [{str(name): value for name, value in row.items()} for row in top.reset_index().to_dict("records")]
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
