@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -12,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -183,12 +184,21 @@ def _bad_function(module: ModuleType, place: str, name: str, found: object) -> s
     return f"{place}: no function {name!r}{_suggest(name, functions)}{listed}"
 
 
+class _AlwaysFromSource(importlib.machinery.SourceFileLoader):
+    """Never takes cached bytecode, which is told stale by whole seconds and size: a quick edit would go unseen."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _load_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         neighbours = [str(other) for other in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         raise UsageError(f"{where}{path}: no such python file{_suggest(str(path), neighbours)}")
-    spec = importlib.util.spec_from_file_location(f"_poochplan_workload_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    name = f"_poochplan_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_AlwaysFromSource(name, str(path)))
+    if path.suffix != ".py" or spec is None or spec.loader is None:
         raise UsageError(f"{where}{path}: expected a python file whose name ends in .py")
     _put_on_path(path.parent)
     module = importlib.util.module_from_spec(spec)
