@@ -327,7 +327,11 @@ class Engine:
             self.stats.fallback_reasons.append(reason)
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"poochplan: {reason} (gradients stay exact; said once)", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"poochplan: {reason} (slower or larger than planned, not wrong; said once)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- names and ends ---------------------------------------------------------------------------------------
 
