@@ -14,7 +14,6 @@ from .fluid import build_fluid_model
 from .problem import Problem
 from .schema import Decision
 
-DEFAULT_SOLVER = "highs"
 _NAMES = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _STATUS = {
     pulp.LpSolutionOptimal: "optimal",

@@ -245,10 +245,10 @@ def test_a_truncated_profile_is_refused(chain: Profile, tmp_path: Path) -> None:
 def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
     from poochplan.profiler.link import measure_spill_link
 
-    link = measure_spill_link(tmp_path, 200e6)
+    link = measure_spill_link(tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):
-        assert 0 < direction.bandwidth_bytes_per_s < 1.5 * 200e6  # a busy machine may be slower, never faster
+        assert 0.5 * 50e6 < direction.bandwidth_bytes_per_s < 1.5 * 50e6
         assert len(direction.curve) >= 3
     assert 0.3 <= link.duplex <= 1
-    assert link.throttle_bytes_per_s == 200e6
+    assert link.throttle_bytes_per_s == 50e6
     assert list(tmp_path.iterdir()) == []
