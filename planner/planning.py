@@ -10,8 +10,9 @@ import numpy as np
 from ..errors import InfeasibleError
 from ..profiler.schema import PointKind, Profile
 from ..units import format_bytes, parse_budget
+from .candidate import Candidate, movable, swap_all_on_demand, try_decisions
 from .ilp import Solution, solve_fluid
-from .policies import Candidate, movable, simple_plans, swap_all_on_demand, try_decisions
+from .policies import simple_plans
 from .problem import Problem, build_problem
 from .schedule import keep_all
 from .schema import Decision, Plan, PlannedValue, Prediction, Solve

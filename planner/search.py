@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from .policies import STYLES, Candidate, movable, try_style
+from .candidate import STYLES, Candidate, movable, try_style
 from .problem import Problem
 from .schema import Decision
 

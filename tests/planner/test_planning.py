@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.planner.candidate import movable, swap_all_on_demand
 from poochplan.planner.ilp import choose_solver, solve_fluid
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
-from poochplan.planner.policies import movable, swap_all_on_demand
 from poochplan.planner.problem import build_problem
 from poochplan.planner.schema import Decision, Plan
 from poochplan.profiler.schema import Kind, Profile

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from poochplan.planner.policies import swap_all
+from poochplan.planner.candidate import swap_all
 from poochplan.planner.problem import build_problem
 from poochplan.planner.schedule import Schedule, fit, keep_all
 from poochplan.planner.schema import Decision, PointActions
