@@ -188,12 +188,16 @@ class Capture(ToggledMode):
         # A replay gives the op throw-away statistics, so that these are no part of what it writes.
         declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
         op.writes = self._writes([*declared, *foreign])
-        start_s = time.perf_counter()
-        outputs = func(*args, **kwargs)
-        op.duration_s = time.perf_counter() - start_s
+        outputs, op.duration_s = self._run(func, args, kwargs)
         self._born(op, outputs)
         self.ops.append(op)
         return outputs
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """The op's result and its seconds."""
+        start_s = time.perf_counter()
+        outputs = func(*args, **kwargs)
+        return outputs, time.perf_counter() - start_s
 
     def _writes(self, written: list[torch.Tensor]) -> list[int]:
         values = list(
@@ -314,9 +318,13 @@ class Capture(ToggledMode):
             self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))
         self._paused = True
         try:
-            return handle.geometry.on(handle.holder.storage)
+            return self._on(handle.holder.storage, handle.geometry)
         finally:
             self._paused = False
+
+    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+        """A tensor of that geometry on a clone."""
+        return geometry.on(storage)
 
     def handle_died(self, number: int) -> None:
         self._live_handles[number] -= 1

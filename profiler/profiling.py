@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,9 +21,12 @@ from ..runtime.storages import has_storage, static_keys
 from ..units import parse_rate
 from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
 from .capture import Capture
+from .fake import FakeCapture, faked
 from .layers import LayerTracker
 from .link import measure_spill_link
 from .preserve import preserved
+from .presets import preset_link
+from .roofline import DEVICES, Roofline, parse_roofline
 from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
 from .timing import PhaseSeconds, reconcile, time_ops
 from .verification import verify
@@ -37,6 +40,8 @@ def profile(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     device: str = "cpu",
+    mode: Literal["run", "fake"] = "run",
+    roofline: str | None = None,
     workload: str = "",
     iterations: int = 5,
     warmup: int = 1,
@@ -54,6 +59,11 @@ def profile(
     model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
     device: ``"cpu"``.
+    mode: ``"run"`` measures the real step; ``"fake"`` runs it without memory and without data, so that a step that fits
+        nowhere can be planned. Then ``roofline`` gives the durations and the link, nothing is verified, and
+        ``iterations``, ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
+        :func:`poochplan.profiler.fake.building`.
+    roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` only.
     workload: a name to find the profile by.
     iterations: uninstrumented steps that are timed, and as many with each op timed.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
@@ -68,14 +78,26 @@ def profile(
     Raises
     ------
     StepError
-        ``step`` returns no scalar that requires gradients, calls backward itself, or the model is on another device.
+        ``step`` returns no scalar that requires gradients, calls backward itself, or the model is on another device;
+        in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         A parameter is not what it should be.
     SpillError
         The spill directory cannot be used.
     """
     _check(model, device, iterations, warmup)
+    _check_mode(mode, roofline)
     say = progress or (lambda _: None)
+    if mode == "fake":
+        assert roofline is not None  # checked
+        return _profile_fake(
+            _Runner(step, model, optimizer, accumulate),
+            parse_roofline(roofline),
+            workload=workload,
+            warmup=warmup,
+            link=link,
+            say=say,
+        )
     throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
     give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     runner = _Runner(step, model, optimizer, accumulate)
@@ -89,11 +111,11 @@ def profile(
         say(f"timing {iterations} steps")
         measured = [runner.one_step() for _ in range(iterations)]
         say("capturing one step")
-        capture, kinds = _capture(runner, device)
+        capture, kinds = _capture(runner, Capture(device, LayerTracker(), static_keys(model, device)))
         say(f"timing {len(capture.ops)} ops over {iterations} steps")
         names = [op.name for op in capture.ops]
         durations_s = time_ops(model, runner.one_step, names, iterations)
-        notes = [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
+        notes = _notes(model)
         if durations_s is None:
             notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
             durations_s = [op.duration_s for op in capture.ops]
@@ -105,12 +127,52 @@ def profile(
             model=model,
             link=link,
             workload=workload,
+            mode="run",
+            device=_device(),
             notes=notes,
             accumulate=accumulate,
         )
         del capture
         say("verifying replays")
         return verify(unverified, model, runner.one_step, spill_dir)
+
+
+def _profile_fake(
+    runner: _Runner, roofline: Roofline, *, workload: str, warmup: int, link: Link | None, say: Progress
+) -> Profile:
+    """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
+    model = runner.model
+    with faked(model, runner.optimizer) as fakes:
+        say(f"warming up without memory ({max(1, warmup)} steps)")
+        for _ in range(max(1, warmup)):
+            runner.one_step()
+        say("capturing one step without memory")
+        capture, kinds = _capture(runner, FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline))
+    phase_seconds = dict.fromkeys(Phase, 0.0)
+    for op in capture.ops:
+        phase_seconds[op.phase] += op.duration_s
+    profile = _assemble(
+        capture,
+        kinds,
+        [op.duration_s for op in capture.ops],
+        [phase_seconds],
+        model=model,
+        link=link or preset_link(roofline.link),
+        workload=workload,
+        mode="fake",
+        device=Device(kind="cpu", name=f"{roofline.name} (roofline)", memory_bytes=roofline.memory_bytes),
+        notes=[
+            *_notes(model),
+            f"durations are a roofline's ({roofline.name}), nothing was run",
+            "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
+        ],
+        accumulate=runner.accumulate,
+    )
+    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+
+
+def _notes(model: torch.nn.Module) -> list[str]:
+    return [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
 
 
 class _Runner:
@@ -163,6 +225,15 @@ def _check(model: torch.nn.Module, device: str, iterations: int, warmup: int) ->
             )
 
 
+def _check_mode(mode: str, roofline: str | None) -> None:
+    if mode not in ("run", "fake"):
+        raise UsageError(f'mode: expected "run" or "fake", found {mode!r}')
+    if mode == "fake" and roofline is None:
+        raise UsageError(f'roofline: mode "fake" needs one of {", ".join(DEVICES)}, or FLOPS,BYTES such as 50e12,2e12')
+    if mode == "run" and roofline is not None:
+        raise UsageError('roofline: mode "run" measures durations and takes none; drop it, or ask for mode "fake"')
+
+
 def checked_loss(loss: Any) -> torch.Tensor:
     """What ``step()`` returned, if backward can start from it; raises ``StepError`` otherwise."""
     if not isinstance(loss, torch.Tensor):
@@ -177,10 +248,9 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _capture(runner: _Runner, device: str) -> tuple[Capture, dict[int, Kind]]:
-    model, optimizer = runner.model, runner.optimizer
+def _capture(runner: _Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]]:
+    model, optimizer, device = runner.model, runner.optimizer, capture.device_type
     gc.collect()  # a cycle that is collected in the middle of the step would move deaths
-    capture = Capture(device, LayerTracker(), static_keys(model, device))
     kinds: dict[int, Kind] = {}
 
     def note(tensors: Any, kind: Kind) -> None:
@@ -213,6 +283,8 @@ def _assemble(
     model: torch.nn.Module,
     link: Link,
     workload: str,
+    mode: Literal["run", "fake"],
+    device: Device,
     notes: list[str],
     accumulate: bool,
 ) -> Profile:
@@ -221,8 +293,8 @@ def _assemble(
     values = build_values(capture, kinds, len(ops) + len(points) - 1)
     draft = Profile(
         workload=workload or type(model).__name__,
-        mode="run",
-        device=_device(),
+        mode=mode,
+        device=device,
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
         model=model_signature(model),
         ops_fingerprint=ops_fingerprint(ops, points, values),

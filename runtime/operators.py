@@ -18,6 +18,8 @@ _OVERWRITING = frozenset(
 )
 # Fresh-looking outputs that lie on their input's storage without saying so in the schema.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
+# Ask a tensor for a fact about it; dispatched for fake tensors only.
+_QUERIES = frozenset({"prim::device"})
 # Change their running statistics without declaring it, or as a side effect of the forward.
 _BATCH_NORMS = frozenset(
     {
@@ -71,7 +73,7 @@ def traits(func: Any) -> Traits:
     )
     return Traits(
         name=str(func),
-        pure_view=not written and (aliases or base in _UNDECLARED_VIEWS),
+        pure_view=not written and (aliases or base in _UNDECLARED_VIEWS or schema.name in _QUERIES),
         written=tuple(position for position, _ in written),
         written_names=frozenset(name for _, name in written),
         statistics=tuple(

@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class FakeMemory(FakeTensorMode):
+    """A mode whose tensors stand for ordinary ones without taking memory: what a profile of mode ``fake`` runs under.
+
+    Fake tensors of other modes (the compiler's) remain a subclass that nobody touches.
+    """
 
 
 class Geometry(NamedTuple):
@@ -32,14 +40,22 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether it is an ordinary strided tensor (no subclass, sparse or nested one) with memory on that device."""
+    """Whether it is an ordinary strided tensor (no subclass, sparse or nested one) with memory on that device.
+
+    One of :class:`FakeMemory` stands for such a tensor.
+    """
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        (type(tensor) in (torch.Tensor, torch.nn.Parameter) or stands_for_memory(tensor))
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.device.type == device_type
         and tensor.untyped_storage().nbytes() > 0
     )
+
+
+def stands_for_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a fake tensor of a profile."""
+    return type(tensor) is FakeTensor and isinstance(tensor.fake_mode, FakeMemory)
 
 
 def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
