@@ -3,10 +3,12 @@
 Fake tensors have a device, a shape and a storage with an identity and a size, and no bytes; ops on them compute shapes.
 So the capture is that of a real step (``capture.py``), and durations come from a roofline.
 
-There are two borders. While a workload is *built*, what comes from files stays real, and ops on real tensors alone run
-really (they may depend on data), short number sequences (``torch.arange``) included; what else is made of nothing
-(``torch.empty``, ``torch.randn``) is fake, and so is all that touches a fake tensor. While a *step* runs, every real tensor that reaches an op is replaced by one fake, the same each
-time.
+What is fake and what stays real:
+
+* What comes from files, and small number sequences and constants (``torch.arange``, ``torch.zeros``), are real. Models
+  look into such tensors (is this mask all ones?), and a profile must go the way the real step goes.
+* Ops on real tensors alone run really: while a workload is *built*, always; in a *step*, views and small ops.
+* All else is fake: the model, what ``torch.empty`` and the generators make, and all that touches a fake tensor.
 """
 
 from __future__ import annotations
@@ -29,66 +31,51 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import StepError
 from ..runtime.modes import compiled_modules
+from ..runtime.operators import traits
 from ..runtime.storages import FakeMemory, Geometry
-from .capture import Capture, CapturedHandle
+from . import lstm
+from .capture import Capture
 from .layers import LayerTracker
 from .roofline import Roofline, op_seconds
 
+_CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
+SMALL_ELEMENTS = 1 << 20
+"""Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
 
-_SEQUENCES = frozenset({"aten::arange", "aten::linspace", "aten::logspace", "aten::eye"})
-_KNOWN_NUMBERS = 64
-"""Sequences up to this long keep their content also in a step: code counts dimensions with them."""
+
+_NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class StepMode(FakeMemory):
-    """The fake-tensor mode of one profile. State: whether it builds or steps, and the fakes of real tensors."""
+    """The fake-tensor mode of one profile. State: whether a workload is being built."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.building = False
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By the identity of the real tensor, which is held so that the identity stays its own."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.building and _stays_real(func, args, kwargs):
-            return func(*args, **(kwargs or {}))
-        args, kwargs = self.border(func, args, kwargs or {})
-        if func._schema.name in _SEQUENCES:
-            numbers = func(*args, **kwargs)
-            if numbers.numel() <= _KNOWN_NUMBERS:
-                return self._with_content(numbers)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def border(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The arguments with fakes for real tensors; those of a literal (``torch.tensor(3.0)``) keep their content."""
-        if func is torch.ops.aten.lift_fresh.default:
-            return args, kwargs
-        return pytree.tree_map_only(torch.Tensor, self.fake, (args, kwargs))
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself when it is fake, otherwise the one fake that stands for it in this mode."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        known = self._fakes.get(id(tensor))
-        if known is None:
-            with _disable_current_modes():
-                known = self._fakes[id(tensor)] = tensor, self._made(tensor)
-        return known[1]
-
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0 and not tensor.requires_grad:  # a counter, such as Adam's: its content is asked for
-            return self._with_content(tensor.detach().clone())
-        return self.from_tensor(tensor)
-
-    def _with_content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake that answers when it is asked for a number; the mode writes on ``tensor``, so it must be its own."""
-        return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=True)
+        kwargs = kwargs or {}
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
+        if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
+            outputs = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in lstm.INCOMPLETE:
+                with self:
+                    return lstm.completed(func, args, outputs)
+            return outputs
+        if leaves and (self.building or traits(func).pure_view):
+            return func(*args, **kwargs)
+        if not _small(leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:  # to see the size of the result before memory is taken for it
+            fakes = super().__torch_dispatch__(func, types, args, kwargs)
+        except _NEEDS_CONTENT:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if _small(pytree.tree_leaves(fakes)) else fakes
 
 
-def _stays_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op of the building touches real tensors alone, or makes a sequence of numbers."""
-    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    return not any(isinstance(x, FakeTensor) for x in leaves) and (bool(leaves) or func._schema.name in _SEQUENCES)
+def _small(leaves: list[Any]) -> bool:
+    return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 class FakeCapture(Capture):
@@ -98,13 +85,6 @@ class FakeCapture(Capture):
         super().__init__("cpu", tracker, static)
         self._mode = mode
         self._roofline = roofline
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._mode.border(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
-        return super().pack(self._mode.fake(tensor))
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         outputs = func(*args, **kwargs)
@@ -169,7 +149,7 @@ def explained(what: str) -> Iterator[None]:
     """One clear line in place of the errors of fake tensors."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+    except (*_NEEDS_CONTENT, UnsupportedFakeTensorException) as error:
         operator = getattr(error, "func", None) or getattr(error, "reason", "") or type(error).__name__
         raise StepError(
             f"{what}: expected a step that can run without data, found {operator}, which needs a tensor's content; "
@@ -191,13 +171,13 @@ def _mode_of(model: torch.nn.Module) -> StepMode | None:
     return found
 
 
-def _fake_parameter(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """A fake of its own for a real parameter or buffer; tied ones share one."""
+def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The fake of a real parameter or buffer, with its gradient's; tied ones share one."""
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor not in fakes:
-        fakes[tensor] = mode.fake(tensor)
-        fakes[tensor].grad = None if tensor.grad is None else mode.fake(tensor.grad)
+        fakes[tensor] = mode.from_tensor(tensor)
+        fakes[tensor].grad = None if tensor.grad is None else mode.from_tensor(tensor.grad)
     return fakes[tensor]
 
 
@@ -210,7 +190,7 @@ def _replace_tensors(
         undo.callback(_restore_tensors, owned, before, gradients)
         for name, tensor in before.items():
             if tensor is not None:
-                owned[name] = _fake_parameter(tensor, mode, fakes)  # type: ignore[assignment]
+                owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
     undo.callback(setattr, module, "training", module.training)
 
 
@@ -232,11 +212,16 @@ def _replace_state(
     undo.callback(_restore_optimizer, optimizer, state, groups)
     optimizer.state.clear()
     for parameter, entries in state.items():
-        optimizer.state[_fake_parameter(parameter, mode, fakes)] = {
-            name: mode.fake(value) if isinstance(value, torch.Tensor) else value for name, value in entries.items()
+        optimizer.state[_faked(parameter, mode, fakes)] = {
+            name: _faked_state(value, mode) if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
         }
     for group in optimizer.param_groups:
-        group["params"] = [_fake_parameter(parameter, mode, fakes) for parameter in group["params"]]
+        group["params"] = [_faked(parameter, mode, fakes) for parameter in group["params"]]
+
+
+def _faked_state(value: torch.Tensor, mode: StepMode) -> torch.Tensor:
+    return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam asks its counter for a number
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Any) -> None:

@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageError
 from ..units import format_seconds, parse_rate
 from .base import Verb, at_least, parse_overrides
 
 if TYPE_CHECKING:
     from ..profiler.schema import Profile
     from ..workload import LoadedWorkload
+
+MODES = ("run", "fake")
 
 
 class ProfileVerb(Verb):
@@ -23,11 +26,13 @@ class ProfileVerb(Verb):
     description = (
         "Runs the workload's training step a few times in-core and writes a profile: every op with its time, every "
         "saved value with its lifetime, the peak, and what the link costs in both directions. WORKLOAD is a TOML, "
-        "package.module:function or path/to/file.py:function."
+        "package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
+        "data, so that one that fits no machine can be planned; durations and link are then those of --roofline."
     )
     examples = """\
   pooch profile configs/unet3d.toml -o profile.json
   pooch profile train.py:workload --set batch_size=64 --top 10
+  pooch profile configs/gpt2.toml --set layers=48 --mode fake --roofline v100
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
 """
 
@@ -36,6 +41,15 @@ class ProfileVerb(Verb):
         parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
         parser.add_argument("-o", "--output", metavar="FILE", help="profile to write (default: NAME.profile.json)")
         add_workload_arguments(parser)
+        parser.add_argument(
+            "--mode",
+            choices=MODES,
+            default="run",
+            help="run: the real step, in-core; fake: without memory, durations by --roofline (default: run)",
+        )
+        parser.add_argument(
+            "--roofline", metavar="DEVICE", help="for --mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
+        )
         parser.add_argument(
             "--iterations",
             type=at_least(1),
@@ -60,7 +74,8 @@ class ProfileVerb(Verb):
         if options.output is not None:
             self.output(options.output)
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
-        loaded = load(options)
+        self._check_mode()
+        loaded = self._load()
         path = self.output(options.output or f"{loaded.name}.profile.json")
         assert path is not None
         start_s = time.perf_counter()
@@ -71,6 +86,29 @@ class ProfileVerb(Verb):
         layers = self._top_layers(profile) if options.top else []
         self.wrote(path)
         return profile_data(profile, path) | ({"layers": layers} if options.top else {})
+
+    def _check_mode(self) -> None:
+        """Tells before torch is loaded and a model is built."""
+        options = self.options
+        if options.mode == "fake":
+            if options.roofline is None:
+                raise UsageError("--mode fake: expected --roofline v100, a100, h200 or FLOPS,BYTES; name the device")
+            for name, value in (("--throttle", options.throttle), ("--spill-dir", options.spill_dir)):
+                if value is not None:
+                    raise UsageError(f"{name}: mode fake moves no bytes, its link is the roofline's; drop {name}")
+            from ..profiler.roofline import parse_roofline
+
+            parse_roofline(options.roofline)
+        elif options.roofline is not None:
+            raise UsageError("--roofline: mode run measures durations; drop it, or add --mode fake")
+
+    def _load(self) -> LoadedWorkload:
+        if self.options.mode != "fake":
+            return load(self.options)
+        from ..profiler.fake import building
+
+        with building():
+            return load(self.options)
 
     def _measure(self, loaded: LoadedWorkload, throttle: float | None) -> Profile:
         from ..profiler.profiling import profile
@@ -85,6 +123,8 @@ class ProfileVerb(Verb):
                 iterations=options.iterations,
                 warmup=options.warmup,
                 accumulate=options.accumulate,
+                mode=options.mode,
+                roofline=options.roofline,
                 spill_dir=options.spill_dir,
                 throttle=throttle,
                 progress=say,
