@@ -3,7 +3,7 @@
 ``seconds = max(flops / rate of its dtype, bytes of its inputs and outputs / memory bandwidth) + launch``
 (S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009, section 3). Flops are those of
 ``torch.utils.flop_counter``, which counts two per multiply-add and does not halve causal attention; the operators that
-only the CPU dispatches have formulas here. The estimate knows neither caches nor occupancy.
+only the CPU dispatches have formulas here (``_FORMULAS``). The estimate knows neither caches nor occupancy.
 """
 
 from __future__ import annotations
@@ -192,6 +192,17 @@ def _attention_backward(args: Any) -> int:
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
+def _convolution_backward(args: Any) -> int:
+    """As many as forward for each of the gradients asked for, of the input and of the weight.
+
+    Of its own because torch's formula counts the weight's gradient of a grouped convolution once per group.
+    """
+    grad, inputs, weight = args[:3]
+    transposed, output_mask = args[7], args[10]
+    positions = (inputs if transposed else grad).shape[2:].numel()
+    return int(2 * inputs.shape[0] * positions * weight.numel() * sum(output_mask[:2]))
+
+
 def _rnn_layer(args: Any) -> int:
     """Two per weight and position of the input ``[length, batch, features]``: each is multiplied once."""
     length, batch = args[0].shape[:2]
@@ -204,6 +215,7 @@ def _rnn_layer_backward(args: Any) -> int:
 
 
 _FORMULAS: dict[str, Callable[[Any], int]] = {
+    "aten.convolution_backward": _convolution_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten.mkldnn_rnn_layer": _rnn_layer,
