@@ -5,8 +5,8 @@ Each is a profile of mode ``fake``: the step of the CPU's operators, with the du
 
     python benchmarks/instances.py [NAME ...] [--out benchmarks/instances]
 
-Convolutional and recurrent networks are fp32 on every device; their convolutions take TF32 rates where the device has
-them and their products of matrices do not, as torch's defaults are. Transformers are fp32 on V100 and bf16 throughout
+Convolutional and recurrent networks are fp32 on every device; convolutions and LSTMs take TF32 rates where the device
+has them and products of matrices do not, as torch's defaults are. Transformers are fp32 on V100 and bf16 throughout
 (parameters and optimizer state too) on A100 and H200. Durations are rounded to four digits, so that files compress.
 """
 

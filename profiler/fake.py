@@ -33,8 +33,8 @@ from ..errors import StepError
 from ..runtime.modes import compiled_modules
 from ..runtime.operators import traits
 from ..runtime.storages import FakeMemory, Geometry
-from . import lstm
 from .capture import Capture
+from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
 from .roofline import Roofline, op_seconds
 
@@ -59,9 +59,9 @@ class StepMode(FakeMemory):
         makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
         if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in lstm.INCOMPLETE:
+            if func in CORRECTED:
                 with self:
-                    return lstm.completed(func, args, outputs)
+                    return corrected(func, args, outputs)
             return outputs
         if leaves and (self.building or traits(func).pure_view):
             return func(*args, **kwargs)

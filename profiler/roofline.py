@@ -29,9 +29,9 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     fp32_flops_per_s: float
-    """Multiplications of fp32 matrices, in full precision (torch's default)."""
-    convolution_fp32_flops_per_s: float
-    """Convolutions of fp32 tensors, which torch by default runs in TF32 where the device has it."""
+    """Products of fp32 matrices, in full precision (torch's default)."""
+    cudnn_fp32_flops_per_s: float
+    """Convolutions and recurrent layers in fp32, which torch by default runs in TF32 where the device has it."""
     half_flops_per_s: float
     """fp16 and bf16, on tensor cores where the device has them."""
     fp64_flops_per_s: float
@@ -42,13 +42,13 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     link: str
     """Name of the link it is usually attached by (``presets.py``)."""
 
-    def flops_per_s(self, dtype: torch.dtype, convolution: bool) -> float:
+    def flops_per_s(self, dtype: torch.dtype, cudnn: bool) -> float:
         """The rate for an op of that dtype."""
         if dtype in (torch.float16, torch.bfloat16):
             return self.half_flops_per_s
         if dtype in (torch.float64, torch.complex128):
             return self.fp64_flops_per_s
-        return self.convolution_fp32_flops_per_s if convolution else self.fp32_flops_per_s
+        return self.cudnn_fp32_flops_per_s if cudnn else self.fp32_flops_per_s
 
 
 DEVICES = {
@@ -57,7 +57,7 @@ DEVICES = {
     "v100": Roofline(
         name="v100",
         fp32_flops_per_s=12e12,
-        convolution_fp32_flops_per_s=12e12,
+        cudnn_fp32_flops_per_s=12e12,
         half_flops_per_s=100e12,
         fp64_flops_per_s=6e12,
         memory_bytes_per_s=900e9,
@@ -69,7 +69,7 @@ DEVICES = {
     "a100": Roofline(
         name="a100",
         fp32_flops_per_s=15e12,
-        convolution_fp32_flops_per_s=110e12,
+        cudnn_fp32_flops_per_s=110e12,
         half_flops_per_s=220e12,
         fp64_flops_per_s=13e12,
         memory_bytes_per_s=2039e9,
@@ -80,7 +80,7 @@ DEVICES = {
     "h200": Roofline(
         name="h200",
         fp32_flops_per_s=50e12,
-        convolution_fp32_flops_per_s=350e12,
+        cudnn_fp32_flops_per_s=350e12,
         half_flops_per_s=690e12,
         fp64_flops_per_s=47e12,
         memory_bytes_per_s=4800e9,
@@ -111,7 +111,7 @@ def parse_roofline(text: str) -> Roofline:
     return Roofline(
         name=text,
         fp32_flops_per_s=rates[0],
-        convolution_fp32_flops_per_s=rates[0],
+        cudnn_fp32_flops_per_s=rates[0],
         half_flops_per_s=rates[0],
         fp64_flops_per_s=rates[0],
         memory_bytes_per_s=rates[1],
@@ -129,7 +129,7 @@ def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any],
     arithmetic_s = 0.0
     if flops:
         dtype = next((x.dtype for x in leaves if x.dtype.is_floating_point or x.dtype.is_complex), torch.float32)
-        arithmetic_s = flops / roofline.flops_per_s(dtype, convolution="convolution" in traits(func).name)
+        arithmetic_s = flops / roofline.flops_per_s(dtype, cudnn=str(func._overloadpacket) in _OF_CUDNN)
     return max(arithmetic_s, op_bytes(func, args, kwargs, outputs) / roofline.memory_bytes_per_s) + LAUNCH_S
 
 
@@ -143,6 +143,9 @@ def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
+_OF_CUDNN = frozenset(
+    {"aten.convolution", "aten.convolution_backward", "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"}
+)
 # Read of these arguments (by position) only what the output or the indices ask for.
 _GATHERS = {"embedding": (0,), "index": (0,), "gather": (0,), "index_select": (0,), "nll_loss_forward": (0,)}
 

@@ -1,9 +1,10 @@
-"""What torch's shape functions leave out of oneDNN's LSTM: its workspace, and that its bias gradients are two tensors.
+"""Where torch's shape functions differ from the CPU's kernels in what is saved for backward.
 
-The workspace is saved for backward and is the largest value of a recurrent layer, so a profile without memory needs its
-size. The layout is that of oneDNN's ``rnn_utils::set_offsets``: seven regions, each on a page of its own. The formula
-agrees with oneDNN 3 (torch 2.13, float32) on 150 random shapes; ``tests/profiler/test_fake.py`` compares it with the
-library that is installed.
+* oneDNN's LSTM keeps a workspace, the largest value of a recurrent layer, of which the shape function says 0 bytes.
+  Its layout is that of oneDNN's ``rnn_utils::set_offsets``: seven regions, each on pages of its own. The formula
+  agrees with oneDNN 3 (torch 2.13, float32) on 150 random shapes; the tests compare it with the library that is
+  installed. The gradients of the two biases are two tensors, not one.
+* Batch norm of half-precision features with float32 parameters keeps its statistics in float32.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ from typing import Any
 
 import torch
 
-INCOMPLETE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default})
-"""The operators whose fake outputs :func:`completed` corrects."""
+_LSTM, _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
+CORRECTED = frozenset({_LSTM, _LSTM_BACKWARD, _BATCH_NORM})
+"""The operators that :func:`corrected` knows."""
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _GATES = 4
 
 
-def completed(func: Any, args: Any, outputs: Any) -> Any:
-    """The outputs of an :data:`INCOMPLETE` op with what is missing; called under the fake mode."""
-    if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+def corrected(func: Any, args: Any, outputs: Any) -> Any:
+    """The fake outputs of a :data:`CORRECTED` op as the kernel would make them; called under the fake mode."""
+    if func is _LSTM_BACKWARD:
         return *outputs[:4], torch.empty_like(outputs[3]), *outputs[5:]
-    if args[15]:  # train
+    if func is _LSTM and args[15]:  # train
         length, batch, features = args[0].shape
         size_bytes = workspace_bytes(length, batch, features, hidden=args[10], element_bytes=args[0].element_size())
         return *outputs[:3], torch.empty(size_bytes, dtype=torch.uint8, device=args[0].device)
+    if func is _BATCH_NORM and args[1] is not None and args[1].dtype is not args[0].dtype:
+        return outputs[0], *(statistic.to(args[1].dtype) for statistic in outputs[1:])
     return outputs
 
 

@@ -1,0 +1,46 @@
+"""``pooch profile --mode fake`` profiles and plans a step that no machine holds; wrong requests are one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poochplan.profiler.schema import Profile
+
+Pooch = Any
+
+
+def test_a_workload_larger_than_memory_is_profiled_and_planned(pooch: Pooch, workloads: Path, tmp_path: Path) -> None:
+    result = pooch(
+        "profile", f"{workloads}:small", "--mode", "fake", "--roofline", "v100", "-o", "big.json",
+        "--set", "width=30000", "--set", "depth=8", "--set", "batch_size=1000000",
+    )  # fmt: skip
+    assert (result.code, result.err) == (0, "")
+    assert "v100 (roofline)" in result.out
+    profile = Profile.load(tmp_path / "big.json")
+    assert (profile.mode, profile.link.name) == ("fake", "pcie3")
+    assert profile.in_core_peak_bytes > 10**12
+    result = pooch("plan", "big.json", "--budget", "80%")
+    assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "fake"], "--mode fake: expected --roofline v100, a100, h200 or FLOPS,BYTES; name the device"),
+        (["--mode", "fake", "--roofline", "v1000"], "roofline: expected v100, a100, h200 or FLOPS,BYTES per second"),
+        (["--mode", "fake", "--roofline", "1e12"], "such as 50e12,2e12, found '1e12'"),
+        (["--roofline", "v100"], "--roofline: mode run measures durations; drop it, or add --mode fake"),
+        (["--mode", "fake", "--roofline", "v100", "--throttle", "1GB/s"], "--throttle: mode fake moves no bytes"),
+        (["--mode", "dry"], "invalid choice: 'dry'"),
+    ],
+)
+def test_a_wrong_mode_or_roofline_ends_with_code_2(
+    pooch: Pooch, workloads: Path, arguments: list[str], message: str
+) -> None:
+    result = pooch("profile", f"{workloads}:small", *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1

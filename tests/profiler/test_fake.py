@@ -1,0 +1,233 @@
+"""A profile without memory is that of the real step, but for its seconds; and it leaves everything as it was."""
+
+from __future__ import annotations
+
+import bisect
+import resource
+from collections.abc import Callable
+
+import pytest
+import torch
+from nets import CASES, LINK, Case, train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import poochplan
+from poochplan.errors import StepError, UsageError
+from poochplan.profiler.corrections import workspace_bytes
+from poochplan.profiler.fake import building
+from poochplan.profiler.schema import PointKind, Profile
+
+
+def _conv() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, groups=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+    images, labels = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    return model, lambda model: nn.functional.cross_entropy(model(images), labels)
+
+
+def _transformer() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    batch = torch.randn(4, 16, 32)
+    return model, lambda model: model(batch).square().mean()
+
+
+def _lstm() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model = nn.LSTM(24, 32, num_layers=2, dropout=0.1, bidirectional=True, batch_first=True)
+    batch = torch.randn(4, 16, 24)
+    return model, lambda model: model(batch)[0].square().mean()
+
+
+NETS = CASES | {"conv": Case(_conv), "transformer": Case(_transformer), "lstm": Case(_lstm)}
+
+FOUND_BY_VERIFICATION = "its replay gave other bits when it was tried"
+
+
+def fake_profile(name: str, **options: object) -> Profile:
+    model, step, optimizer = NETS[name].fresh()
+    return poochplan.profile(step, model=model, optimizer=optimizer, mode="fake", roofline="v100", **options)  # type: ignore[arg-type]
+
+
+def clock(profile: Profile) -> list[object]:
+    """What the runtime's clock sees: each point, and whose it is."""
+    order: dict[int, int] = {}
+    return [
+        (
+            point.kind,
+            order.setdefault(profile.handles[point.handle].value, len(order)),
+            profile.handles[point.handle].layer,
+            profile.handles[point.handle].dtype,
+            profile.handles[point.handle].shape,
+        )
+        for point in profile.points
+    ]
+
+
+def lives(profile: Profile) -> list[object]:
+    """Each saved value in the order of saving: what it is, and its ticks as numbers of points passed."""
+
+    def passed(tick: int) -> int:
+        return bisect.bisect_right(profile.point_ticks, tick)
+
+    saved = list(dict.fromkeys(profile.handles[p.handle].value for p in profile.points if p.kind is PointKind.SAVE))
+    values = [profile.values[number] for number in saved]
+    births = sorted(value.born for value in values)
+    return [
+        (
+            value.kind, value.layer, value.size_bytes, value.dtype, value.shape, births.index(value.born),
+            passed(value.forward_death), passed(value.freed), value.pinned,
+            value.unreplayable.replace(FOUND_BY_VERIFICATION, ""),
+        )
+        for value in values
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_points_sizes_and_lifetimes_are_those_of_the_real_step(name: str) -> None:
+    real, fake = NETS[name].profile(), fake_profile(name)
+    assert clock(fake) == clock(real)
+    assert lives(fake) == lives(real)
+    assert fake.static_bytes == real.static_bytes
+    assert fake.model == real.model
+    assert abs(fake.in_core_peak_bytes / real.in_core_peak_bytes - 1) <= 0.02
+
+
+def test_a_plan_made_without_memory_runs_with_the_gradients_of_in_core_training() -> None:
+    plan = poochplan.plan(fake_profile("residual"), budget="70%")
+    assert plan.estimate
+    planned, report = train(NETS["residual"], 2, plan)
+    reference, _ = train(NETS["residual"], 2)
+    assert report is not None
+    assert report.total.fallbacks == 0
+    assert report.total.out_bytes + report.total.replayed_values > 0
+    for mine, theirs in zip(planned, reference, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_step_that_no_machine_holds_is_profiled_without_memory() -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with building():
+        model = nn.Sequential(*[nn.Linear(20_000, 20_000) for _ in range(100)])
+        batch = torch.randn(100_000, 20_000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    profile = poochplan.profile(
+        lambda: model(batch).square().mean(), model=model, optimizer=optimizer, mode="fake", roofline="h200"
+    )
+    assert profile.static_bytes["parameter"] >= 100 * 20_000 * 20_000 * 4
+    assert profile.in_core_peak_bytes > 10**12
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert grown_kib < 500_000, f"{grown_kib} KiB for a step of {profile.in_core_peak_bytes} bytes"
+
+
+def test_model_gradients_optimizer_and_generators_are_the_very_same_afterwards() -> None:
+    model, step, optimizer = NETS["residual"].fresh()
+    step().backward()
+    optimizer.step()
+
+    def state() -> list[object]:
+        tensors = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters()]]
+        entries = [x for one in optimizer.state.values() for x in one.values() if isinstance(x, torch.Tensor)]
+        groups = [p for group in optimizer.param_groups for p in group["params"]]
+        return [*tensors, *entries, *groups, *optimizer.state]
+
+    before, contents = state(), [x.detach().clone() for x in state()]  # type: ignore[attr-defined]
+    generator = torch.get_rng_state()
+    poochplan.profile(step, model=model, optimizer=optimizer, mode="fake", roofline="a100")
+    after = state()
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(contents, after, strict=True))  # type: ignore[arg-type]
+    assert not any(isinstance(x, FakeTensor) for x in after)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_the_profile_says_that_nothing_was_run() -> None:
+    profile = fake_profile("conv")
+    assert profile.mode == "fake"
+    assert profile.device.name == "v100 (roofline)"
+    assert profile.device.memory_bytes == 16 << 30
+    assert profile.link.name == "pcie3"
+    assert profile.times.iterations == 0
+    assert profile.times.step_s == pytest.approx(sum(op.duration_s for op in profile.ops))
+    assert any("no replay was verified" in note for note in profile.notes)
+
+
+def test_another_link_may_be_named() -> None:
+    assert fake_profile("conv", link=LINK).link == LINK
+
+
+@pytest.mark.parametrize("shape", [(16, 4, 32, 32), (7, 3, 5, 9), (5, 2, 64, 16), (10, 16, 512, 512), (3, 5, 130, 256)])
+def test_the_workspace_of_an_lstm_is_what_onednn_takes(shape: tuple[int, int, int, int]) -> None:
+    length, batch, features, hidden = shape
+    gates = 4 * hidden
+    *_, workspace = torch.ops.aten.mkldnn_rnn_layer(
+        torch.randn(length, batch, features), torch.randn(gates, features), torch.randn(gates, hidden),
+        torch.randn(gates), torch.randn(gates), torch.randn(batch, hidden), torch.randn(batch, hidden),
+        False, [], 2, hidden, 1, True, False, False, True,
+    )  # fmt: skip
+    assert workspace_bytes(length, batch, features, hidden) == workspace.numel()
+
+
+# -- what cannot be profiled without memory is one clear line --------------------------------------------------------
+
+
+def _one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_step_that_looks_into_a_tensor_is_told_so() -> None:
+    model, batch = nn.Linear(64, 64), torch.randn(8, 64)
+
+    def step() -> torch.Tensor:
+        out = model(batch)
+        return out.sum() * (2.0 if float(out.detach().max()) > 0 else 1.0)
+
+    with pytest.raises(StepError) as error:
+        poochplan.profile(step, model=model, mode="fake", roofline="v100")
+    assert "aten._local_scalar_dense.default, which needs a tensor's content" in _one_line(error)
+    assert not any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+
+
+def test_fake_tensors_of_another_mode_are_refused() -> None:
+    with FakeTensorMode():
+        model = nn.Linear(4, 4)
+    with pytest.raises(StepError) as error:
+        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, mode="fake", roofline="v100")
+    assert "found weight of another fake-tensor mode" in _one_line(error)
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].compile()
+    with pytest.raises(StepError) as error:
+        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, mode="fake", roofline="v100")
+    assert "expected no compiled callable in mode fake, found 0" in _one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fake", "roofline": "v1000"}, "expected v100, a100, h200 or FLOPS,BYTES"),
+        ({"mode": "fake", "roofline": "50e12"}, "found '50e12'"),
+        ({"mode": "fake", "roofline": "50e12,-1"}, "found '50e12,-1'"),
+        ({"mode": "fake", "roofline": "nan,1e12"}, "found 'nan,1e12'"),
+        ({"mode": "fake"}, 'mode "fake" needs one of v100, a100, h200'),
+        ({"mode": "run", "roofline": "v100"}, 'mode "run" measures durations and takes none'),
+        ({"mode": "dry"}, 'expected "run" or "fake", found \'dry\''),
+    ],
+)
+def test_a_wrong_mode_or_roofline_is_one_clear_line(options: dict[str, str], message: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError) as error:
+        poochplan.profile(lambda: model(torch.ones(2, 4)).sum(), model=model, **options)  # type: ignore[arg-type]
+    assert message in _one_line(error)
