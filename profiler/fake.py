@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -149,10 +150,11 @@ def explained(what: str) -> Iterator[None]:
     """One clear line in place of the errors of fake tensors."""
     try:
         yield
-    except (*_NEEDS_CONTENT, UnsupportedFakeTensorException) as error:
+    except (*_NEEDS_CONTENT, UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
         operator = getattr(error, "func", None) or getattr(error, "reason", "") or type(error).__name__
+        lacks = "needs a tensor's content" if isinstance(error, _NEEDS_CONTENT) else "has no shape function"
         raise StepError(
-            f"{what}: expected a step that can run without data, found {operator}, which needs a tensor's content; "
+            f"{what}: expected ops that run without data in mode fake, found {operator}, which {lacks}; "
             "leave it out of the profiled step, or profile in mode run"
         ) from error
 

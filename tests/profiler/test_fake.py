@@ -198,6 +198,19 @@ def test_a_step_that_looks_into_a_tensor_is_told_so() -> None:
     assert not any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
+def test_an_operator_without_a_shape_function_is_named() -> None:
+    library = torch.library.Library("poochplan_tests", "FRAGMENT")
+    library.define("shapeless(Tensor x) -> Tensor")
+    library.impl("shapeless", lambda x: x.clone(), "CPU")
+    model = nn.Linear(4, 4)
+    with pytest.raises(StepError) as error:
+        poochplan.profile(
+            lambda: model(torch.ops.poochplan_tests.shapeless(model(torch.randn(2, 4)))).sum(),
+            model=model, mode="fake", roofline="v100",
+        )  # fmt: skip
+    assert "poochplan_tests.shapeless.default, which has no shape function" in _one_line(error)
+
+
 def test_fake_tensors_of_another_mode_are_refused() -> None:
     with FakeTensorMode():
         model = nn.Linear(4, 4)
