@@ -48,6 +48,8 @@ class _Greedy:
             for decision in (Decision.SWAP, Decision.RECOMPUTE)
             if decision is Decision.SWAP or value in given.replayable
         }
+        self.useless: set[tuple[int, Decision]] = set()
+        """Moves that replays keep from freeing anything."""
         self.left = EVALUATIONS
         self.turned_at_once = 1
 
@@ -59,7 +61,7 @@ class _Greedy:
         """Takes one decision; False when there is none left."""
         tick = int(np.argmax(self.memory))
         size_bytes = self.problem.rounded_bytes
-        moves = [move for move in self.cost_s if self._frees(move[0], tick)]
+        moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
         fresh: dict[tuple[int, Decision], float] = {}
         while moves:
             moves.sort(key=lambda move: (size_bytes[move[0]] / self.cost_s[move], size_bytes[move[0]], -move[0]))
@@ -68,7 +70,7 @@ class _Greedy:
                 if self._take(best, fresh.get(best)):
                     return True
                 moves.remove(best)
-                del self.cost_s[best]
+                self.useless.add(best)
                 continue
             fresh[best] = self._evaluate(best)
         return self._turn_to_swaps(tick)
@@ -133,6 +135,7 @@ class _Greedy:
         for value in recomputed[: self.turned_at_once]:
             self.wish[value] = Decision.SWAP
         self.turned_at_once *= 2
+        self.useless.clear()
         self.memory = self._memory_of(self.wish)
         return bool(recomputed)
 
