@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from ..candidate import ON_DEMAND, Candidate, try_style
@@ -12,8 +14,10 @@ from .base import PolicyInput, policy
 
 EVALUATIONS = 800
 """Simulations after which greedy goes on with the costs it knows."""
-LINK_WEIGHT = 1e-4
-"""Share of its seconds on the link that a swap costs even where it hides, so that the hidden ones are comparable."""
+LEAST_COST = 1e-4
+"""Share of its seconds on the link, or of its replay, that a move costs even where it hides, so as to compare these."""
+Move: TypeAlias = tuple[int, Decision]
+"""A value that is kept so far, and what becomes of it."""
 
 
 @policy(
@@ -43,12 +47,10 @@ class _Greedy:
         self.memory: Ints = self._memory_of(self.wish)
         self.step_s = self.problem.step_s
         self.cost_s = {
-            (value, decision): self._least_cost_s(value, decision)
-            for value in given.movable
-            for decision in (Decision.SWAP, Decision.RECOMPUTE)
-            if decision is Decision.SWAP or value in given.replayable
+            **{(value, Decision.SWAP): LEAST_COST * self._alone_s((value, Decision.SWAP)) for value in given.movable},
+            **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},
         }
-        self.useless: set[tuple[int, Decision]] = set()
+        self.useless: set[Move] = set()
         """Moves that replays keep from freeing anything."""
         self.left = EVALUATIONS
         self.turned_at_once = 1
@@ -62,10 +64,9 @@ class _Greedy:
         tick = int(np.argmax(self.memory))
         size_bytes = self.problem.rounded_bytes
         moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
-        fresh: dict[tuple[int, Decision], float] = {}
+        fresh: dict[Move, float] = {}
         while moves:
-            moves.sort(key=lambda move: (size_bytes[move[0]] / self.cost_s[move], size_bytes[move[0]], -move[0]))
-            best = moves[-1]
+            best = max(moves, key=lambda move: (size_bytes[move[0]] / self.cost_s[move], size_bytes[move[0]], -move[0]))
             if best in fresh or self.left <= 0:
                 if self._take(best, fresh.get(best)):
                     return True
@@ -84,20 +85,21 @@ class _Greedy:
     def _absent_until(self, value: int) -> int:
         return int(min(self.problem.first_use[value], self.problem.freed[value] + 1))
 
-    def _least_cost_s(self, value: int, decision: Decision) -> float:
-        link_s = self.problem.out_seconds(value) + self.problem.in_seconds(value)
+    def _alone_s(self, move: Move) -> float:
+        """Seconds on the link, or of the replay from what is kept."""
+        value, decision = move
         if decision is Decision.SWAP:
-            return LINK_WEIGHT * link_s
+            return self.problem.out_seconds(value) + self.problem.in_seconds(value)
         replay = self.problem.replay.replays[value]
         assert replay is not None
         return max(replay.seconds, 1e-12)
 
-    def _with(self, move: tuple[int, Decision]) -> list[Decision]:
+    def _with(self, move: Move) -> list[Decision]:
         wish = list(self.wish)
         wish[move[0]] = move[1]
         return wish
 
-    def _evaluate(self, move: tuple[int, Decision]) -> float:
+    def _evaluate(self, move: Move) -> float:
         """Step time with one more decision, scheduled for the peak it reaches; updates what its cost is known to be."""
         value = move[0]
         memory = self.memory.copy()
@@ -112,13 +114,10 @@ class _Greedy:
             found = try_style(self.problem, "", wish, target, Style())
             self.left -= 2
         step_s = found.simulation.step_s
-        self.cost_s[move] = max(0.0, step_s - self.step_s) + LINK_WEIGHT * self._link_s(move)
+        self.cost_s[move] = max(0.0, step_s - self.step_s) + LEAST_COST * self._alone_s(move)
         return step_s
 
-    def _link_s(self, move: tuple[int, Decision]) -> float:
-        return self.problem.out_seconds(move[0]) + self.problem.in_seconds(move[0])
-
-    def _take(self, move: tuple[int, Decision], step_s: float | None) -> bool:
+    def _take(self, move: Move, step_s: float | None) -> bool:
         """Decides, unless that frees nothing at the peak or raises it."""
         wish = self._with(move)
         memory = self._memory_of(wish)
