@@ -12,8 +12,10 @@ from ..schedule import Style
 from ..schema import Decision
 from .base import PolicyInput, policy
 
-EVALUATIONS = 800
-"""Simulations after which greedy goes on with the costs it knows."""
+EVALUATIONS = 500
+"""Simulations of one run, after which it goes on with the costs it knows."""
+STYLES = (Style(), Style(release="early"))
+"""How costs are simulated: the first is right where the link has room to spare, the second where it has none."""
 LEAST_COST = 1e-4
 """Share of its seconds on the link, or of its replay, that a move costs even where it hides, so as to compare these."""
 Move: TypeAlias = tuple[int, Decision]
@@ -27,12 +29,18 @@ Move: TypeAlias = tuple[int, Decision]
 def run_greedy(given: PolicyInput) -> Candidate:
     """Repeatedly the decision with the most bytes freed at the peak per second of simulated overhead, until it fits.
 
-    Overhead is that of a schedule for the peak reached so far. Gains are evaluated lazily: a decision is simulated
-    again only when what was known of it makes it the best, and after :data:`EVALUATIONS` simulations not at all; beside
-    these, one memory curve is made for each decision taken. Where nothing is left that lowers the peak, the recomputed
-    values nearest to it are swapped instead; so a plan is found whenever there is one.
+    Overhead is that of a schedule for the peak reached so far, in which a swap seems to hide that will not when the
+    peak is lower; so greedy runs twice, with releases when memory asks and as early as can be, and the better plan is
+    taken. Gains are evaluated lazily: a decision is simulated again only when what was known of it makes it the best,
+    and after :data:`EVALUATIONS` simulations not at all; beside these, one memory curve is made for each decision
+    taken. Where nothing is left that lowers the peak, the recomputed values nearest to it are swapped instead; so a
+    plan is found whenever there is one.
     """
-    search = _Greedy(given)
+    return min((_run(given, style) for style in STYLES), key=given.rank)
+
+
+def _run(given: PolicyInput, style: Style) -> Candidate:
+    search = _Greedy(given, style)
     while search.is_over and search.step():
         pass
     return given.candidate(search.wish)
@@ -41,8 +49,8 @@ def run_greedy(given: PolicyInput) -> Candidate:
 class _Greedy:
     """State: the decisions so far, their memory and step time, and what is known of each further decision's cost."""
 
-    def __init__(self, given: PolicyInput) -> None:
-        self.given, self.problem = given, given.problem
+    def __init__(self, given: PolicyInput, style: Style) -> None:
+        self.given, self.problem, self.style = given, given.problem, style
         self.wish = list(given.wish())
         self.memory: Ints = self._memory_of(self.wish)
         self.step_s = self.problem.step_s
@@ -107,11 +115,11 @@ class _Greedy:
         memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
         wish = self._with(move)
         target = max(self.given.budget_bytes, int(memory.max()))
-        found = try_style(self.problem, "", wish, target, Style())
+        found = try_style(self.problem, "", wish, target, self.style)
         self.left -= 1
         if found.simulation.peak_bytes > target:
             target = int(self._memory_of(wish).max())
-            found = try_style(self.problem, "", wish, target, Style())
+            found = try_style(self.problem, "", wish, target, self.style)
             self.left -= 2
         step_s = found.simulation.step_s
         self.cost_s[move] = max(0.0, step_s - self.step_s) + LEAST_COST * self._alone_s(move)

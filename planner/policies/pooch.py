@@ -103,32 +103,39 @@ class _Room:
 
 def _flip_to_recompute(given: PolicyInput, start: Candidate) -> Candidate:
     """Step 2: flips swaps to recomputes, the largest r(X) first, until none gains."""
+    best, flips = start, 0
+    waiting = [(-bound, value, -1) for value, bound in _ratio_bounds(given, start) if bound > 1]
+    heapq.heapify(waiting)
+    known: dict[int, Candidate] = {}
+    without_gain: list[tuple[float, int, int]] = []
+    evaluations = 0
+    while waiting and evaluations < FLIP_EVALUATIONS:
+        entry = heapq.heappop(waiting)
+        value = entry[1]
+        if entry[2] < flips or value not in known:
+            wish = list(best.wish)
+            wish[value] = Decision.RECOMPUTE
+            known[value] = try_style(given.problem, "", wish, given.budget_bytes, Style())
+            evaluations += 1
+            heapq.heappush(waiting, (-_ratio(best, known[value]), value, flips))
+        elif given.rank(known[value])[:2] < given.rank(best)[:2]:
+            best, flips = known[value], flips + 1
+            for again in without_gain:
+                heapq.heappush(waiting, again)
+            without_gain.clear()
+        else:
+            without_gain.append(entry)
+    return best
+
+
+def _ratio_bounds(given: PolicyInput, start: Candidate) -> Iterator[tuple[int, float]]:
+    """Each value that is swapped and can be recomputed, with a bound on its r(X): all its seconds on the link."""
     problem = given.problem
-    best = start
-    actual = start.schedule.decisions
-    waiting: list[tuple[float, int, int]] = []
     for value in sorted(given.replayable):
         replay = problem.replay.replays[value]
-        if actual[value] is Decision.SWAP and replay is not None:
+        if start.schedule.decisions[value] is Decision.SWAP and replay is not None:
             link_s = problem.out_seconds(value) + problem.in_seconds(value)
-            bound = link_s / max(replay.seconds, 1e-12)
-            if bound > 1:
-                heapq.heappush(waiting, (-bound, value, -1))
-    known: dict[int, Candidate] = {}
-    flips = evaluations = 0
-    while waiting and evaluations < FLIP_EVALUATIONS:
-        _, value, flips_then = heapq.heappop(waiting)
-        if flips_then == flips:
-            if given.rank(known[value])[:2] >= given.rank(best)[:2]:
-                break
-            best, flips = known[value], flips + 1
-            continue
-        wish = list(best.wish)
-        wish[value] = Decision.RECOMPUTE
-        known[value] = try_style(problem, "", wish, given.budget_bytes, Style())
-        evaluations += 1
-        heapq.heappush(waiting, (-_ratio(best, known[value]), value, flips))
-    return best
+            yield value, link_s / max(replay.seconds, 1e-12)
 
 
 def _ratio(before: Candidate, after: Candidate) -> float:
