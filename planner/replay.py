@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..profiler.schema import Kind, Phase, Profile
+from ..profiler.schema import Kind, Op, Phase, Profile
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class ReplayGraph:
     """Per saved value: its value in the profile."""
     op_seconds: tuple[float, ...]
     op_workspace_bytes: tuple[int, ...]
+    """In a replay: also what stands in for the running statistics."""
     op_outputs: tuple[tuple[int, ...], ...]
     op_temporaries: tuple[tuple[int, ...], ...]
     """Per op: the values it reads or writes in a version that only a replay can give."""
@@ -146,11 +147,21 @@ def build_replay_graph(
         reasons=tuple(reasons),
         value_of=tuple(value_of),
         op_seconds=tuple(op.duration_s for op in profile.ops),
-        op_workspace_bytes=tuple(profile.rounded_bytes(op.workspace_bytes) for op in profile.ops),
+        op_workspace_bytes=tuple(_workspace_bytes(profile, op) for op in profile.ops),
         op_outputs=tuple(op.outputs for op in profile.ops),
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
     )
+
+
+def _workspace_bytes(profile: Profile, op: Op) -> int:
+    """Bytes beside inputs and outputs while a replay runs ``op``: running statistics have stand-ins.
+
+    They are told by the operator's name: PyTorch does not declare that batch normalisation writes them.
+    """
+    touched = {*op.inputs, *op.writes} if "batch_norm" in op.name else ()
+    buffers = [profile.values[v].size_bytes for v in touched if profile.values[v].kind is Kind.BUFFER]
+    return profile.rounded_bytes(op.workspace_bytes) + sum(profile.rounded_bytes(size) for size in buffers)
 
 
 def _temporaries(versions: _Versions, op: int) -> tuple[int, ...]:

@@ -290,6 +290,9 @@ class _Judge:
                 if value in rebuilt:
                     rebuilt[value] += 1
             inside = sum(self._bytes(value) for value in rebuilt) + self._rounded(record.workspace_bytes)
+            if "batch_norm" in record.name:
+                touched = {*record.inputs, *record.writes}
+                inside += sum(self._bytes(v) for v in touched if self.profile.values[v].kind.value == "buffer")
             self._note(tick, inside)
             for value in list(rebuilt):
                 if value not in wanted and last.get(value, -1) <= op:

@@ -1,0 +1,156 @@
+"""Greedy: one decision after the other, each the one that frees the most bytes per second it costs."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from ..candidate import ON_DEMAND, Candidate, try_style
+from ..problem import Ints
+from ..schedule import Style
+from ..schema import Decision
+from .base import PolicyInput, policy
+
+EVALUATIONS = 500
+"""Simulations of one run, after which it goes on with the costs it knows."""
+STYLES = (Style(), Style(release="early"))
+"""How costs are simulated: the first is right where the link has room to spare, the second where it has none."""
+LEAST_COST = 1e-4
+"""Share of its seconds on the link, or of its replay, that a move costs even where it hides, so as to compare these."""
+Move: TypeAlias = tuple[int, Decision]
+"""A value that is kept so far, and what becomes of it."""
+
+
+@policy(
+    "greedy",
+    "swaps or recomputes, one value at a time, what frees the most peak bytes per second of overhead until it fits",
+)
+def run_greedy(given: PolicyInput) -> Candidate:
+    """Repeatedly the decision with the most bytes freed at the peak per second of simulated overhead, until it fits.
+
+    Overhead is that of a schedule for the peak reached so far, in which a swap seems to hide that will not when the
+    peak is lower; so greedy runs twice, with releases when memory asks and as early as can be, and the better plan is
+    taken. Gains are evaluated lazily: a decision is simulated again only when what was known of it makes it the best,
+    and after :data:`EVALUATIONS` simulations not at all; beside these, one memory curve is made for each decision
+    taken. Where nothing is left that lowers the peak, the recomputed values nearest to it are swapped instead; so a
+    plan is found whenever there is one.
+    """
+    return min((_run(given, style) for style in STYLES), key=given.rank)
+
+
+def _run(given: PolicyInput, style: Style) -> Candidate:
+    search = _Greedy(given, style)
+    while search.is_over and search.step():
+        pass
+    return given.candidate(search.wish)
+
+
+class _Greedy:
+    """State: the decisions so far, their memory and step time, and what is known of each further decision's cost."""
+
+    def __init__(self, given: PolicyInput, style: Style) -> None:
+        self.given, self.problem, self.style = given, given.problem, style
+        self.wish = list(given.wish())
+        self.memory: Ints = self._memory_of(self.wish)
+        self.step_s = self.problem.step_s
+        self.cost_s = {
+            **{(value, Decision.SWAP): LEAST_COST * self._alone_s((value, Decision.SWAP)) for value in given.movable},
+            **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},
+        }
+        self.useless: set[Move] = set()
+        """Moves that replays keep from freeing anything."""
+        self.left = EVALUATIONS
+        self.turned_at_once = 1
+
+    @property
+    def is_over(self) -> bool:
+        return int(self.memory.max()) > self.given.budget_bytes
+
+    def step(self) -> bool:
+        """Takes one decision; False when there is none left."""
+        tick = int(np.argmax(self.memory))
+        size_bytes = self.problem.rounded_bytes
+        moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
+        fresh: dict[Move, float] = {}
+        while moves:
+            best = max(moves, key=lambda move: (size_bytes[move[0]] / self.cost_s[move], size_bytes[move[0]], -move[0]))
+            if best in fresh or self.left <= 0:
+                if self._take(best, fresh.get(best)):
+                    return True
+                moves.remove(best)
+                self.useless.add(best)
+                continue
+            fresh[best] = self._evaluate(best)
+        return self._turn_to_swaps(tick)
+
+    def _frees(self, value: int, tick: int) -> bool:
+        """Whether a kept value is there at ``tick`` for nobody but a later use."""
+        problem = self.problem
+        first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
+        return self.wish[value] is Decision.KEEP and first <= tick < self._absent_until(value)
+
+    def _absent_until(self, value: int) -> int:
+        return int(min(self.problem.first_use[value], self.problem.freed[value] + 1))
+
+    def _alone_s(self, move: Move) -> float:
+        """Seconds on the link, or of the replay from what is kept."""
+        value, decision = move
+        if decision is Decision.SWAP:
+            return self.problem.out_seconds(value) + self.problem.in_seconds(value)
+        replay = self.problem.replay.replays[value]
+        assert replay is not None
+        return max(replay.seconds, 1e-12)
+
+    def _with(self, move: Move) -> list[Decision]:
+        wish = list(self.wish)
+        wish[move[0]] = move[1]
+        return wish
+
+    def _evaluate(self, move: Move) -> float:
+        """Step time with one more decision, scheduled for the peak it reaches; updates what its cost is known to be."""
+        value = move[0]
+        memory = self.memory.copy()
+        first = max(int(self.problem.forward_death[value]) + 1, int(self.problem.save_tick[value]))
+        memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
+        wish = self._with(move)
+        target = max(self.given.budget_bytes, int(memory.max()))
+        found = try_style(self.problem, "", wish, target, self.style)
+        self.left -= 1
+        if found.simulation.peak_bytes > target:
+            target = int(self._memory_of(wish).max())
+            found = try_style(self.problem, "", wish, target, self.style)
+            self.left -= 2
+        step_s = found.simulation.step_s
+        self.cost_s[move] = max(0.0, step_s - self.step_s) + LEAST_COST * self._alone_s(move)
+        return step_s
+
+    def _take(self, move: Move, step_s: float | None) -> bool:
+        """Decides, unless that frees nothing at the peak or raises it."""
+        wish = self._with(move)
+        memory = self._memory_of(wish)
+        if not _is_lower(memory, self.memory):
+            return False
+        self.wish, self.memory = wish, memory
+        self.step_s = self.step_s + self.cost_s[move] if step_s is None else step_s
+        return True
+
+    def _turn_to_swaps(self, tick: int) -> bool:
+        """Swaps the recomputed values nearest to ``tick``, twice as many each time; False when there are none."""
+        recomputed = [value for value, decision in enumerate(self.wish) if decision is Decision.RECOMPUTE]
+        recomputed.sort(key=lambda value: abs(int(self.problem.first_use[value]) - tick))
+        for value in recomputed[: self.turned_at_once]:
+            self.wish[value] = Decision.SWAP
+        self.turned_at_once *= 2
+        self.useless.clear()
+        self.memory = self._memory_of(self.wish)
+        return bool(recomputed)
+
+    def _memory_of(self, wish: list[Decision]) -> Ints:
+        """The least memory that decisions can do with, tick by tick."""
+        return try_style(self.problem, "", wish, 0, ON_DEMAND).simulation.memory_bytes
+
+
+def _is_lower(memory: Ints, before: Ints) -> bool:
+    tick = int(np.argmax(before))
+    return bool(memory[tick] < before[tick] and memory.max() <= before[tick])
