@@ -72,13 +72,13 @@ def memory_budget(options: argparse.Namespace) -> int | None:
     return memory_bytes - margin_bytes
 
 
-def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace) -> int:
+def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
     """Bytes of a budget; raises ``UsageError`` when it cannot be read, or is more than ``--device-memory`` leaves."""
     budget_bytes = parse_budget(text, profile.in_core_peak_bytes)
     most_bytes = memory_budget(options)
     if most_bytes is not None and budget_bytes > most_bytes:
         raise UsageError(
-            f"--budget: expected at most {most_bytes} bytes ({format_bytes(most_bytes)}), what --device-memory leaves "
+            f"{what}: expected at most {most_bytes} bytes ({format_bytes(most_bytes)}), what --device-memory leaves "
             f"beside the margin, found {budget_bytes} bytes ({format_bytes(budget_bytes)})"
         )
     return budget_bytes
