@@ -12,13 +12,16 @@ from ..profiler.schema import PointKind, Profile
 from ..units import format_bytes, parse_budget
 from .candidate import Candidate, movable, swap_all_on_demand, try_decisions
 from .ilp import Solution, solve_fluid
-from .policies import simple_plans
+from .policies import PolicyInput, run_policy
 from .problem import Problem, build_problem
 from .schedule import keep_all
 from .schema import Decision, Plan, PlannedValue, Prediction, Solve
 from .search import improve
+from .simple import simple_plans
 from .simulate import simulate
 
+ILP = "ilp"
+"""The policy that plans unless another is asked for."""
 HOST_ALIGNMENT_BYTES = 4096
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -45,6 +48,8 @@ class _Search:
     rounds: int
     tiny: frozenset[int]
     notes: tuple[str, ...]
+    policy: str = ""
+    """The policy that decided alone; empty for the ILP and what stands beside it."""
 
 
 def plan(
@@ -56,22 +61,27 @@ def plan(
     gap: float = 0.005,
     threads: int = 2,
     workload: str | None = None,
+    policy: str = ILP,
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
 
     ``budget`` is bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``; ``gap`` is the
-    relative gap at which the solver stops. ``workload`` replaces the profile's name of the workload.
+    relative gap at which the solver stops. ``workload`` replaces the profile's name of the workload. Any ``policy`` but
+    ``"ilp"`` decides alone: no solver, no local search.
 
     Raises
     ------
     InfeasibleError
-        No plan fits; it names the smallest budget that does.
+        No plan fits, or not the policy's; it names the smallest budget that has a plan.
     UsageError
-        The budget cannot be read, or the solver is not there.
+        The budget cannot be read, the solver is not there, or the policy is unknown.
     """
     started_s = time.perf_counter()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     problem = build_problem(profile)
+    if policy != ILP:
+        found = _alone(policy, profile, problem, budget_bytes)
+        return _plan_of(profile, problem, found, budget_bytes, workload, time.perf_counter() - started_s)
     in_core = Candidate(
         "keep-all", keep_all(problem).decisions, keep_all(problem), simulate(problem, keep_all(problem))
     )
@@ -105,6 +115,23 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
         f"pass a budget of {share} or more, or make the batch smaller",
         smallest_budget_bytes=smallest.peak_bytes,
     )
+
+
+def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> _Search:
+    """The plan of one policy, as it is."""
+    best = run_policy(policy, PolicyInput(profile, problem, budget_bytes))
+    if best.peak_bytes > budget_bytes:
+        _check_feasible(profile, problem, budget_bytes)
+        smallest_bytes = swap_all_on_demand(problem).peak_bytes
+        raise InfeasibleError(
+            f"the plan of policy {policy!r} does not fit a budget of {budget_bytes} bytes "
+            f"({format_bytes(budget_bytes)}): its peak is {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}, "
+            f"{share_that_holds(best.peak_bytes, profile.in_core_peak_bytes)} of the in-core peak); raise the budget, "
+            f"or take policy {ILP!r}, which has plans from "
+            f"{share_that_holds(smallest_bytes, profile.in_core_peak_bytes)} on",
+            smallest_budget_bytes=smallest_bytes,
+        )
+    return _Search(best, None, 0, frozenset(), (), policy)
 
 
 def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:
@@ -238,7 +265,7 @@ def _plan_of(
         assumed=profile.assumed,
         gradients_live_through_forward=profile.gradients_live_through_forward,
         solve=Solve(
-            policy=best.policy if best.policy in ("ilp", "keep-all") else "local search",
+            policy=found.policy or (best.policy if best.policy in ("ilp", "keep-all") else "local search"),
             solver=solution.solver if solution else "none",
             status=solution.status if solution else "not needed",
             objective_s=solution.objective_s if solution else None,

@@ -1,4 +1,4 @@
-"""Simple ways to decide, which stand beside the ILP: a plan is found even where the solver finds none."""
+"""Plans that stand beside the ILP: one is found even where the solver finds none."""
 
 from __future__ import annotations
 

@@ -1,0 +1,21 @@
+"""Baseline policies behind one interface: each ends in a schedule that one runtime runs and one simulator judges.
+
+Importing this package fills the registry of :mod:`.base`.
+"""
+
+from __future__ import annotations
+
+from . import checkpointing, greedy, pooch, swapping
+from .base import Policy, PolicyInput, policies, policy_names, run_policy
+
+__all__ = [
+    "Policy",
+    "PolicyInput",
+    "checkpointing",
+    "greedy",
+    "policies",
+    "policy_names",
+    "pooch",
+    "run_policy",
+    "swapping",
+]

@@ -1,0 +1,138 @@
+"""PoocH: keep against swap first, then recompute against swap, both by simulation."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+from ..candidate import Candidate, swap_all, swap_all_on_demand, try_style
+from ..problem import Ints
+from ..schedule import Style
+from ..schema import Decision
+from ..simulate import simulate
+from ..streams import Lane, Span
+from .base import PolicyInput, policy
+
+KEEP_EVALUATIONS = 100
+"""Simulations of the search over what to keep."""
+FLIP_EVALUATIONS = 500
+"""Simulations of the search over what to recompute."""
+
+
+@policy(
+    "pooch",
+    "keeps what stalls when all is swapped, found by search; then flips swaps to recomputes while that gains",
+    "Ito et al., Profiling based Out-of-core Hybrid Method, PPoPP 2019; search details reconstructed",
+)
+def run_pooch(given: PolicyInput) -> Candidate:
+    """The two searches of the paper, by simulation.
+
+    1. Everything is swapped and simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, somebody waits
+       for. Each set of values of ``L_I`` that may be kept within the budget, and to which none can be added, is tried:
+       first the one filled from the output side, then those without one of its values, without two, and so on,
+       up to :data:`KEEP_EVALUATIONS`. What room is left goes to ``L_O``, from the output side. The fastest is taken.
+    2. For each value X that is still swapped, r(X) is the swap overhead that recomputing it removes over the seconds
+       it adds, by simulation. The largest is flipped, as long as the step gets faster and fits. r(X) is evaluated
+       lazily, from its bound (all of X's seconds on the link), up to :data:`FLIP_EVALUATIONS`.
+    """
+    kept = _search_keeps(given)
+    flipped = _flip_to_recompute(given, kept)
+    return min((given.candidate(flipped.wish), given.candidate(kept.wish), flipped), key=given.rank)
+
+
+def _search_keeps(given: PolicyInput) -> Candidate:
+    problem = given.problem
+    start = try_style(problem, "", swap_all(problem), given.budget_bytes, Style())
+    spans = simulate(problem, start.schedule, trace=True).trace
+    by_name = {problem.names[value]: value for value in given.movable}
+    waited_in = [by_name[name] for name in _waited_for(spans, Lane.IN)]
+    waited_out = [by_name[name] for name in _waited_for(spans, Lane.OUT)]
+    output_first = sorted(waited_out, key=lambda value: -int(problem.save_tick[value]))
+    room = _Room(given)
+    best = start
+    tried: set[frozenset[int]] = set()
+    for skipped in _fewest_skipped(sorted(waited_in, key=lambda value: int(problem.first_use[value]))):
+        chosen = room.fill([value for value in waited_in if value not in skipped])
+        kept = frozenset(room.fill([*chosen, *output_first]))
+        if kept not in tried:
+            tried.add(kept)
+            swapped = [value for value in given.movable if value not in kept]
+            found = try_style(problem, "", given.wish(swap=swapped), given.budget_bytes, Style())
+            best = min(best, found, key=given.rank)
+        if len(tried) >= KEEP_EVALUATIONS:
+            break
+    return best
+
+
+def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
+    """Names of the values whose copy on ``lane`` ends a stall, in the order in which they are waited for."""
+    spans = list(spans)
+    ends = {(span.label, span.end_s) for span in spans if span.lane is lane}
+    stalls = [span.label for span in spans if span.lane is Lane.STALL and (span.label, span.end_s) in ends]
+    return list(dict.fromkeys(stalls))
+
+
+def _fewest_skipped(values: list[int]) -> Iterator[frozenset[int]]:
+    """All subsets, the small ones first."""
+    for count in range(len(values) + 1):
+        for skipped in combinations(reversed(values), count):
+            yield frozenset(skipped)
+
+
+class _Room:
+    """What can be kept within the budget while everything else is swapped."""
+
+    def __init__(self, given: PolicyInput) -> None:
+        self.problem = given.problem
+        self.free_bytes: Ints = given.budget_bytes - swap_all_on_demand(given.problem).simulation.memory_bytes
+
+    def fill(self, values: Iterable[int]) -> list[int]:
+        """The values that can be kept, each taken where there is still room for it."""
+        problem, free_bytes = self.problem, self.free_bytes.copy()
+        kept: list[int] = []
+        for value in dict.fromkeys(values):
+            first = max(int(problem.forward_death[value]) + 1, int(problem.save_tick[value]))
+            until = int(min(problem.first_use[value], problem.freed[value] + 1))
+            absent = free_bytes[first:until]
+            if not len(absent) or int(absent.min()) >= problem.rounded_bytes[value]:
+                absent -= problem.rounded_bytes[value]
+                kept.append(value)
+        return kept
+
+
+def _flip_to_recompute(given: PolicyInput, start: Candidate) -> Candidate:
+    """Step 2: flips swaps to recomputes, the largest r(X) first, until none gains."""
+    problem = given.problem
+    best = start
+    actual = start.schedule.decisions
+    waiting: list[tuple[float, int, int]] = []
+    for value in sorted(given.replayable):
+        replay = problem.replay.replays[value]
+        if actual[value] is Decision.SWAP and replay is not None:
+            link_s = problem.out_seconds(value) + problem.in_seconds(value)
+            bound = link_s / max(replay.seconds, 1e-12)
+            if bound > 1:
+                heapq.heappush(waiting, (-bound, value, -1))
+    known: dict[int, Candidate] = {}
+    flips = evaluations = 0
+    while waiting and evaluations < FLIP_EVALUATIONS:
+        _, value, flips_then = heapq.heappop(waiting)
+        if flips_then == flips:
+            if given.rank(known[value])[:2] >= given.rank(best)[:2]:
+                break
+            best, flips = known[value], flips + 1
+            continue
+        wish = list(best.wish)
+        wish[value] = Decision.RECOMPUTE
+        known[value] = try_style(problem, "", wish, given.budget_bytes, Style())
+        evaluations += 1
+        heapq.heappush(waiting, (-_ratio(best, known[value]), value, flips))
+    return best
+
+
+def _ratio(before: Candidate, after: Candidate) -> float:
+    """r(X): seconds of swap overhead removed over seconds of replay added."""
+    added_s = after.simulation.replay_s - before.simulation.replay_s
+    removed_s = before.simulation.step_s - after.simulation.step_s + added_s
+    return removed_s / max(added_s, 1e-12)

@@ -1,0 +1,218 @@
+"""Policies that keep or swap, and never recompute."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...profiler.schema import Phase, PointKind
+from ..candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
+from ..schedule import Schedule, Style, assemble, fit, keep_all
+from ..schema import Decision
+from .base import PolicyInput, policy
+
+MIN_DIMENSIONS = 2
+"""TFLMS leaves tensors with fewer dimensions where they are."""
+_RELEASES = (Style(prefetch="on_demand"), ON_DEMAND)
+
+
+class _Trip(NamedTuple):
+    """A value's way to the host and back: the points at which the runtime acts."""
+
+    value: int
+    swap_out: int
+    release: int
+    prefetch: int
+
+
+def _schedule(given: PolicyInput, trips: Iterable[_Trip]) -> Schedule:
+    """The schedule of these trips, queued in this order; everything else is kept."""
+    lists: dict[int, dict[str, list[int]]] = {}
+    swapped = []
+    for trip in trips:
+        swapped.append(trip.value)
+        lists.setdefault(trip.swap_out, {}).setdefault("swap_out", []).append(trip.value)
+        lists.setdefault(trip.release, {}).setdefault("release", []).append(trip.value)
+        lists.setdefault(trip.prefetch, {}).setdefault("prefetch", []).append(trip.value)
+    for actions in lists.values():
+        actions.get("prefetch", []).sort(key=lambda value: given.problem.first_use_point[value])
+    return assemble(given.problem, given.wish(swap=swapped), lists)
+
+
+@policy("keep-all", "keeps everything: the in-core step")
+def run_keep_all(given: PolicyInput) -> Candidate:
+    """Everything kept."""
+    return given.judge(keep_all(given.problem))
+
+
+@policy("swap-all", "swaps everything that memory asks for, back as early as memory permits")
+def run_swap_all(given: PolicyInput) -> Candidate:
+    """Every value that may be swapped is; one whose bytes memory never asks for is kept after all."""
+    return given.candidate(swap_all(given.problem))
+
+
+@policy("swap-all-on-demand", "swaps everything as soon as forward lets go of it, back when it is used")
+def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
+    """No plan has a smaller peak; see :func:`swap_all_on_demand`."""
+    return swap_all_on_demand(given.problem)
+
+
+@policy(
+    "earliest-first",
+    "swaps values in the order of their production until the peak fits",
+    "Improving TensorFlow's Memory Swapping",
+)
+def run_earliest_first(given: PolicyInput) -> Candidate:
+    """Swaps the shortest run of the first produced values whose peak fits.
+
+    One value more never raises the peak of the schedule on demand, so the run is found by bisection.
+    """
+    problem = given.problem
+    order = sorted(given.movable, key=lambda value: (int(problem.born[value]), value))
+
+    def on_demand(count: int) -> Candidate:
+        return try_style(problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
+
+    count, _ = given.first_that_fits(len(order) + 1, on_demand)
+    return given.candidate(given.wish(swap=order[:count]))
+
+
+@policy(
+    "vdnn",
+    "swaps the inputs of convolutions, each waited for at the end of its layer",
+    "Rhu et al., vDNN, MICRO 2016, section III (vDNN_conv)",
+)
+def run_vdnn(given: PolicyInput) -> Candidate:
+    """Swaps the inputs of convolutions, whatever the budget is; a network without convolutions is kept.
+
+    A value that several convolutions read leaves with the last of them. The copy starts at the last save point before
+    that convolution ends and is waited for at the first point after it; so an input that backward uses at once stays.
+    The copy back starts when backward enters the nearest convolution above, or with backward itself: never past one
+    convolution. The paper waits for it at the end of that layer, this runtime where the value is used.
+    """
+    first_use = given.problem.first_use_point
+    entered = _backward_convolution_points(given)
+    trips = []
+    for value, convolution in _read_by_convolutions(given).items():
+        swap_out, release = _vdnn_out(given, value, convolution)
+        used = first_use[value]
+        if given.problem.must_keep[value] or not 0 <= release < used:
+            continue
+        above = bisect_left(entered, used) - 1
+        start = entered[above] if above >= 0 else given.problem.use_points[0]
+        prefetch = start if release < start <= used else used
+        trips.append(_Trip(value, swap_out, release, prefetch))
+    return given.judge(_schedule(given, sorted(trips, key=lambda trip: (trip.swap_out, trip.value))))
+
+
+def _read_by_convolutions(given: PolicyInput) -> dict[int, int]:
+    """Saved value -> the last forward convolution whose input it is."""
+    saved_of = {value: saved for saved, value in enumerate(given.problem.replay.value_of)}
+    last: dict[int, int] = {}
+    for index in given.forward_ops:
+        inputs = given.profile.ops[index].inputs
+        if "conv" in given.op_kinds[index] and inputs and inputs[0] in saved_of:
+            last[saved_of[inputs[0]]] = index
+    return last
+
+
+def _vdnn_out(given: PolicyInput, value: int, convolution: int) -> tuple[int, int]:
+    """Points at which the copy of a convolution's input starts and is waited for; -1 when there is none."""
+    problem = given.problem
+    own = problem.save_points[value]
+    before = [point for point in problem.save_points[value:] if problem.point_ops[point] <= convolution]
+    after = bisect_left(problem.point_ops, convolution + 1)
+    return max([own, *before]), max(own, after) if after < len(problem.point_ops) else -1
+
+
+def _backward_convolution_points(given: PolicyInput) -> list[int]:
+    """The use points at which backward enters a convolution, in order."""
+    entered: dict[int, int] = {}
+    for index, point in enumerate(given.profile.points):
+        if point.kind is PointKind.USE and point.op < len(given.profile.ops):
+            is_backward = given.profile.ops[point.op].phase is Phase.BACKWARD
+            if is_backward and "conv" in given.op_kinds[point.op]:
+                entered.setdefault(point.op, index)
+    return sorted(entered.values())
+
+
+@policy(
+    "tflms",
+    "swaps what is used many levels of the graph later; threshold, then lead of the copy back, tuned",
+    "Le et al., TFLMS, 2018, sections 4 and 5, and its autotune",
+)
+def run_tflms(given: PolicyInput) -> Candidate:
+    """Swaps a value of two or more dimensions that is used more than ``swapout_threshold`` levels after its production.
+
+    The copy back starts ``swapin_ahead`` levels before that use. Tuned as the autotune does: nothing is swapped when
+    that fits, else the largest threshold that fits with ``swapin_ahead`` 1, then the largest ``swapin_ahead``.
+    ``swapin_groupby`` merges the copies back for uses close to each other and has nothing to do here: this runtime
+    brings a value back once, for all its uses. TensorFlow's allocator waits when it has no memory; so the device buffer
+    is given up when memory asks for it, and a value that memory never asks for is kept.
+    """
+    in_core = given.judge(keep_all(given.problem))
+    distances = _distances(given)
+    if given.fits(in_core) or not distances:
+        return in_core
+    thresholds = sorted({distance - 1 for distance in distances.values()}, reverse=True)
+
+    def tuned(threshold: int, ahead: int) -> Candidate:
+        return _led(given, [value for value, distance in distances.items() if distance > threshold], ahead)
+
+    chosen, found = given.first_that_fits(len(thresholds), lambda n: tuned(thresholds[n], 1))
+    if not given.fits(found):
+        return found
+    leads = range(max(distances.values()), 0, -1)
+    return given.first_that_fits(len(leads), lambda n: tuned(thresholds[chosen], leads[n]))[1]
+
+
+def _distances(given: PolicyInput) -> dict[int, int]:
+    """Levels between production and first backward use, of the values that TFLMS may swap."""
+    distances = {}
+    for value in given.movable:
+        used, producer = given.problem.first_use_point[value], given.producers[value]
+        if used >= 0 and producer >= 0 and given.dimensions[value] >= MIN_DIMENSIONS:
+            distances[value] = _level_at(given, used) - given.levels[producer]
+    return distances
+
+
+def _level_at(given: PolicyInput, point: int) -> int:
+    """Level of the op that comes after a point."""
+    return given.levels[min(given.problem.point_ops[point], len(given.levels) - 1)]
+
+
+def _led(given: PolicyInput, swapped: Sequence[int], ahead: int) -> Candidate:
+    """These values swapped and released when memory asks, or early where that does not fit; back ``ahead`` levels."""
+    tried = []
+    for style in _RELEASES:
+        schedule = fit(given.problem, given.wish(swap=swapped), given.budget_bytes, style)
+        tried.append(given.judge(_schedule(given, _lead(given, schedule, ahead))))
+        if given.fits(tried[-1]):
+            break
+    return min(tried, key=given.rank)
+
+
+def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
+    """The trips of a schedule, with each copy back ``ahead`` levels before its value's first use."""
+    problem = given.problem
+    points: dict[str, dict[int, int]] = {"swap_out": {}, "release": {}}
+    for action in schedule.actions:
+        point = (problem.save_points if action.at == "save" else problem.use_points)[action.index]
+        points["swap_out"].update(dict.fromkeys(action.swap_out, point))
+        points["release"].update(dict.fromkeys(action.release, point))
+    trips = []
+    for value, decision in enumerate(schedule.decisions):
+        if decision is Decision.SWAP:
+            release, used = points["release"][value], problem.first_use_point[value]
+            trips.append(_Trip(value, points["swap_out"][value], release, _lead_point(given, release, used, ahead)))
+    return sorted(trips, key=lambda trip: (trip.swap_out, problem.forward_death[trip.value], trip.value))
+
+
+def _lead_point(given: PolicyInput, release: int, used: int, ahead: int) -> int:
+    """The first use point after ``release`` whose op is at most ``ahead`` levels before the op at ``used``."""
+    level = _level_at(given, used) - ahead
+    for point in given.problem.use_points:
+        if release < point <= used and _level_at(given, point) >= level:
+            return point
+    return used
