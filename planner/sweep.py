@@ -19,15 +19,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
-from ..errors import InfeasibleError, UsageError
+from ..errors import InfeasibleError
 from ..profiler.schema import Profile
-from .candidate import Candidate, swap_all, swap_all_on_demand, try_decisions
+from .candidate import Candidate
+from .comparison import ILP, all_policies
 from .ilp import choose_solver
 from .planning import plan, smallest_budget
+from .policies import PolicyInput, run_policy
+from .policies.base import unknown_policy
 from .problem import Problem, build_problem
 from .schema import Plan
 
-ILP = "ilp"
 INFEASIBLE = "infeasible"
 FAILED = "failed: "
 STOPPED = ("time limit", "no solution found")
@@ -100,7 +102,7 @@ def sweep(
     Parameters
     ----------
     budgets: bytes; :func:`default_budgets` when None.
-    policies: names of :func:`sweep_policies`; all of them when None.
+    policies: names of ``comparison.all_policies``; all of them when None.
     processes: how many cells run at a time; as many as this process has cores when None. With 1 they run in this
         process; otherwise the calling script needs the usual ``if __name__ == "__main__":``.
     finished: called with each cell as it is done, in any order. When the sweep is interrupted the processes are ended
@@ -114,10 +116,10 @@ def sweep(
         The profile cannot be planned at all.
     """
     budgets = default_budgets(profile) if budgets is None else budgets
-    names = sweep_policies() if policies is None else tuple(policies)
+    names = all_policies() if policies is None else tuple(policies)
     for name in names:
-        if name not in sweep_policies():
-            raise UsageError(f"policy {name!r} is unknown: expected one of {', '.join(sweep_policies())}")
+        if name not in all_policies():
+            raise unknown_policy(name)
     solving = solving or Solving()
     if ILP in names:
         choose_solver(solving.solver)
@@ -141,11 +143,6 @@ def default_budgets(profile: Profile, points: int = DEFAULT_POINTS, most_bytes: 
     last = max(first, last if most_bytes is None else min(last, most_bytes))
     steps = max(1, points - 1)
     return tuple(dict.fromkeys(first + (last - first) * index // steps for index in range(steps + 1)))
-
-
-def sweep_policies() -> tuple[str, ...]:
-    """Names of the policies a sweep can compare, the ILP first."""
-    return (ILP, "swap-all on demand", "swap-all")
 
 
 class _Counted:
@@ -178,9 +175,9 @@ def _solve(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
                 threads=1,
             )
             return _of_plan(made, time.perf_counter() - started_s)
-        problem = build_problem(profile)
-        candidate = _propose(problem, policy, budget_bytes)
-        return _of_candidate(problem, candidate, cell, time.perf_counter() - started_s)
+        given = PolicyInput.of(profile, budget_bytes)
+        candidate = run_policy(policy, given)
+        return _of_candidate(given.problem, candidate, cell, time.perf_counter() - started_s)
     except InfeasibleError as error:
         wall_s = time.perf_counter() - started_s
         return SweepPoint(
@@ -193,12 +190,6 @@ def _solve(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
         )
     except Exception as error:
         return _failed(cell, f"{type(error).__name__}: {' '.join(str(error).split())}", time.perf_counter() - started_s)
-
-
-def _propose(problem: Problem, policy: str, budget_bytes: int) -> Candidate:
-    if policy == "swap-all":
-        return try_decisions(problem, policy, swap_all(problem), budget_bytes)
-    return swap_all_on_demand(problem)
 
 
 def _of_plan(made: Plan, wall_s: float) -> SweepPoint:

@@ -60,8 +60,8 @@ class SweepVerb(Verb):
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
+        from ..planner.comparison import all_policies
         from ..planner.planning import smallest_budget
-        from ..planner.sweep import sweep_policies
         from ..profiler.schema import Profile
 
         options = self.options
@@ -72,7 +72,7 @@ class SweepVerb(Verb):
         profile = profile_for(Profile.load(options.profile), options)
         smallest = smallest_budget(profile)
         budgets = self._budgets(profile, smallest)
-        policies = sweep_policies() if options.policies is None else tuple(_listed(options.policies, "--policies"))
+        policies = all_policies() if options.policies is None else tuple(_listed(options.policies, "--policies"))
         finished: list[SweepPoint] = []
         try:
             self._sweep(profile, budgets, policies, finished)

@@ -9,7 +9,8 @@ import pandas as pd
 from rich.table import Table
 
 from ..files import write_atomic
-from ..planner.sweep import ILP, SweepPoint
+from ..planner.comparison import ILP
+from ..planner.sweep import SweepPoint
 from ..units import format_bytes
 from .tables import overhead_text
 

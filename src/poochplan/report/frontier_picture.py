@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..files import write_atomic
-from ..planner.sweep import ILP
+from ..planner.comparison import ILP
 from ..units import format_bytes
 from .frontier import Frontier
 
