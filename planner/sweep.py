@@ -22,9 +22,9 @@ from multiprocessing.process import BaseProcess
 from ..errors import InfeasibleError
 from ..profiler.schema import Profile
 from .candidate import Candidate
-from .comparison import ILP, all_policies
+from .comparison import all_policies
 from .ilp import choose_solver
-from .planning import plan, smallest_budget
+from .planning import ILP, plan, smallest_budget
 from .policies import PolicyInput, run_policy
 from .policies.base import unknown_policy
 from .problem import Problem, build_problem

@@ -51,7 +51,7 @@ def for_machine(
     if link is not None and link != MEASURED:
         other = parse_link(link)
         changed = msgspec.structs.replace(changed, link=other)
-        assumed.append(f"link {_link_text(other)}, instead of {profile.link.name}")
+        assumed.append(f"link {link_text(other)}, instead of {profile.link.name}")
     if device_memory is not None:
         memory_bytes = parse_bytes(device_memory, "device memory")
         _check_memory(profile, memory_bytes)
@@ -101,7 +101,8 @@ def _direction(bytes_per_s: float) -> LinkDirection:
     return LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=bytes_per_s)
 
 
-def _link_text(link: Link) -> str:
+def link_text(link: Link) -> str:
+    """Such as ``"pcie3 (12 GB/s each way)"``."""
     rates = _rates_text(link.outward.bandwidth_bytes_per_s, link.inward.bandwidth_bytes_per_s)
     return rates if link.name == rates else f"{link.name} ({rates})"
 

@@ -172,19 +172,18 @@ def _listed(text: str, what: str) -> list[str]:
 
 
 def _frontier(profile: Profile, smallest: int, points: list[SweepPoint], policies: tuple[str, ...]) -> Frontier:
+    from ..planner.whatif import link_text
     from ..report.frontier import Frontier
 
-    link = profile.link
-    rates = [format_rate(direction.bandwidth_bytes_per_s) for direction in (link.outward, link.inward)]
-    held = f", held to {format_rate(link.throttle_bytes_per_s)}" if link.throttle_bytes_per_s else ""
+    held = profile.link.throttle_bytes_per_s
     subtitle = (
-        f"in-core peak {format_bytes(profile.in_core_peak_bytes)}, "
-        f"step {format_seconds(sum(op.duration_s for op in profile.ops))} on {profile.device.name};  "
-        f"link {link.name}: {rates[0]} out, {rates[1]} in{held}"
+        f"in-core: peak {format_bytes(profile.in_core_peak_bytes)}, "
+        f"step {format_seconds(sum(op.duration_s for op in profile.ops))} on {profile.device.name}\n"
+        f"link: {link_text(profile.link)}{f', held to {format_rate(held)}' if held else ''}"
     )
     return Frontier(
         workload=profile.workload,
-        subtitle=subtitle + (";  estimated, not measured there" if profile.assumed else ""),
+        subtitle=subtitle + ("; an estimate for another machine" if profile.assumed else ""),
         in_core_peak_bytes=profile.in_core_peak_bytes,
         smallest_budget_bytes=smallest,
         points=tuple(sorted(points, key=lambda point: (policies.index(point.policy), point.budget_bytes))),

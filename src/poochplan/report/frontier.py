@@ -9,7 +9,7 @@ import pandas as pd
 from rich.table import Table
 
 from ..files import write_atomic
-from ..planner.comparison import ILP
+from ..planner.planning import ILP
 from ..planner.sweep import SweepPoint
 from ..units import format_bytes
 from .tables import overhead_text
@@ -87,26 +87,23 @@ def frontier_table(frontier: Frontier) -> Table:
 def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: bool) -> list[str]:
     fitting = frontier.at(budget_bytes)
     ilp = next((point for point in fitting if point.policy == ILP), None)
-    others = [point for point in fitting if point.policy != ILP]
-    best = others[0] if others else None
+    best = next((point for point in fitting if point.policy != ILP), None)
+    of_ilp, of_best = (None if point is None else point.overhead for point in (ilp, best))
     cells = [format_bytes(budget_bytes), f"{budget_bytes / frontier.in_core_peak_bytes:.1%}"]
     if has_ilp:
-        cells.append("-" if ilp is None or ilp.overhead is None else _overhead(ilp.overhead))
+        cells.append(_overhead(of_ilp))
     if has_bound:
-        cells.append("-" if ilp is None or ilp.bound_overhead is None else _overhead(ilp.bound_overhead))
-    cells += ["-", "-"] if best is None or best.overhead is None else [best.policy, _overhead(best.overhead)]
+        cells.append(_overhead(None if ilp is None else ilp.bound_overhead))
+    cells += ["-" if best is None else best.policy, _overhead(of_best)]
     if has_ilp:
-        both = ilp is not None and best is not None
-        cells.append(_margin(best, ilp) if both else "-")
+        cells.append("-" if of_ilp is None or of_best is None else f"{100 * (of_best - of_ilp):.2f} points")
     here = {point.policy for point in fitting}
-    return [*cells, ", ".join(policy for policy in frontier.policies if policy not in here) or "-"]
+    missing = [policy for policy in frontier.policies if policy not in here]
+    return [*cells, "any" if not here else ", ".join(missing) or "-"]
 
 
-def _overhead(overhead: float) -> str:
-    """Two digits where one would hide that there is a difference."""
-    return f"{overhead:+.2%}" if abs(overhead) < 0.1 else overhead_text(overhead)
-
-
-def _margin(best: SweepPoint | None, ilp: SweepPoint | None) -> str:
-    assert best is not None and best.overhead is not None and ilp is not None and ilp.overhead is not None  # noqa: PT018
-    return f"{100 * (best.overhead - ilp.overhead):.2f} points"
+def _overhead(overhead: float | None) -> str:
+    """Two decimals below a tenth, where fewer would hide that there is a difference."""
+    if overhead is None:
+        return "-"
+    return f"{round(overhead, 6) + 0.0:+.2%}" if abs(overhead) < 0.1 else overhead_text(overhead)

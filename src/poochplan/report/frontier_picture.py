@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files import write_atomic
-from ..planner.comparison import ILP
+from ..planner.comparison import all_policies
+from ..planner.planning import ILP
 from ..units import format_bytes
 from .frontier import Frontier
 
@@ -25,7 +25,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))
 _MARKERS = "os^Dv<>PXph"
 _ILP_COLOUR, _INK, _QUIET = "#0072B2", "#222222", "#6B6B6B"
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 10.0, 5.6, 160
-LEFT, RIGHT = 0.083, 0.735
+LEFT, RIGHT, TOP = 0.083, 0.72, 0.835
 _TICKS = (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _LINEAR_SHARE = 0.5
 """Length of the axis below the first tick that is not 0, in decades."""
@@ -43,22 +43,14 @@ def draw_frontier(frontier: Frontier) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, facecolor="white")
-    axes = figure.subplots(gridspec_kw={"left": LEFT, "right": RIGHT, "top": 0.85, "bottom": 0.135})
+    axes = figure.subplots(gridspec_kw={"left": LEFT, "right": RIGHT, "top": TOP, "bottom": 0.135})
     _set_axes(axes, frontier)
     _draw_impossible(axes, frontier)
-    lines = itertools.product(_DASHES, _COLOURS)
-    for policy, marker in zip(frontier.policies, itertools.cycle(_MARKERS)):
-        if policy == ILP:
-            _draw_line(axes, frontier, policy, color=_ILP_COLOUR, linewidth=3.0, marker="o", markersize=6, zorder=6)
-        else:
-            dashes, colour = next(lines)
-            _draw_line(
-                axes, frontier, policy, color=colour, linestyle=dashes, linewidth=1.4, marker=marker, markersize=4.5,
-                zorder=4,
-            )  # fmt: skip
+    for policy in frontier.policies:
+        _draw_line(axes, frontier, policy)
     figure.text(LEFT, 0.945, f"{frontier.workload}: what less memory costs", fontsize=12.5, fontweight="bold",
                 color=_INK)  # fmt: skip
-    figure.text(LEFT, 0.905, frontier.subtitle, fontsize=8.5, color=_QUIET)
+    figure.text(LEFT, 0.925, frontier.subtitle, fontsize=8.5, color=_QUIET, va="top", linespacing=1.45)
     _draw_legend(figure, axes)
     return figure
 
@@ -104,12 +96,14 @@ def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
     if proven:
         budgets = [point.budget_bytes / factor for point in proven]
         bounds = [max(point.bound_overhead or 0.0, 0.0) for point in proven]
-        axes.fill_between(budgets, axes.get_ylim()[0], bounds, color=_ILP_COLOUR, alpha=0.10, linewidth=0, zorder=2)
-        axes.plot(budgets, bounds, color=_ILP_COLOUR, linewidth=1.2, linestyle=(0, (4, 2)),
+        # A bound holds for every smaller budget too, and says nothing of a larger one: hence steps.
+        axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=_ILP_COLOUR, alpha=0.10, linewidth=0,
+                          zorder=2)  # fmt: skip
+        axes.plot(budgets, bounds, drawstyle="steps-pre", color=_ILP_COLOUR, linewidth=1.2, linestyle=(0, (4, 2)),
                   label="proven lower bound", zorder=3)  # fmt: skip
 
 
-def _draw_line(axes: Axes, frontier: Frontier, policy: str, **style: object) -> None:
+def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
     """The policy's overhead; the line is broken where it finds no plan."""
     factor, _ = _byte_unit(frontier.in_core_peak_bytes)
     points = frontier.of(policy)
@@ -117,10 +111,30 @@ def _draw_line(axes: Axes, frontier: Frontier, policy: str, **style: object) -> 
     label = policy
     if not found:
         label += ": finds no plan"
-    elif len(found) < len(points) and found == points[-len(found) :] and policy != ILP:
+    elif found[0].budget_bytes > _first_with_a_plan(frontier):
         label += f" (from {found[0].budget_bytes / frontier.in_core_peak_bytes:.0%})"
     overheads = [np.nan if point.overhead is None else max(point.overhead, 0.0) for point in points]
-    axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **style)  # type: ignore[arg-type]
+    axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **_style(policy))
+
+
+def _first_with_a_plan(frontier: Frontier) -> int:
+    return min(point.budget_bytes for point in frontier.points if point.overhead is not None)
+
+
+def _style(policy: str) -> dict[str, Any]:
+    """How a policy's line looks: the same in every picture, whichever policies are in it."""
+    if policy == ILP:
+        return {"color": _ILP_COLOUR, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
+    others = [name for name in all_policies() if name != ILP]
+    place = others.index(policy) if policy in others else len(others)
+    return {
+        "color": _COLOURS[place % len(_COLOURS)],
+        "linestyle": _DASHES[place // len(_COLOURS) % len(_DASHES)],
+        "linewidth": 1.4,
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "markersize": 4.5,
+        "zorder": 4,
+    }
 
 
 def _draw_legend(figure: Figure, axes: Axes) -> None:
@@ -128,7 +142,7 @@ def _draw_legend(figure: Figure, axes: Axes) -> None:
     order = sorted(range(len(labels)), key=lambda index: (labels[index].startswith(("no plan", "proven")), index))
     figure.legend(
         [handles[index] for index in order], [labels[index] for index in order], loc="upper left",
-        bbox_to_anchor=(RIGHT + 0.012, 0.865), frameon=False, fontsize=8.5, handlelength=3.2, labelspacing=0.75,
+        bbox_to_anchor=(RIGHT + 0.012, TOP), frameon=False, fontsize=8.5, handlelength=3.2, labelspacing=0.75,
         borderpad=0, borderaxespad=0,
     )  # fmt: skip
 
