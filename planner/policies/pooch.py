@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import combinations, islice
 
 from ..candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from ..problem import Ints
@@ -14,10 +14,10 @@ from ..simulate import simulate
 from ..streams import Lane, Span
 from .base import PolicyInput, policy
 
-KEEP_EVALUATIONS = 100
-"""Simulations of the search over what to keep."""
+KEEP_SETS = 150
+"""How many sets of values to keep the first search simulates at most."""
 FLIP_EVALUATIONS = 500
-"""Simulations of the search over what to recompute."""
+"""How many flips to recompute the second search simulates at most."""
 
 
 @policy(
@@ -31,7 +31,7 @@ def run_pooch(given: PolicyInput) -> Candidate:
     1. Everything is swapped and simulated. ``L_I`` and ``L_O`` are the values whose copy in, or out, somebody waits
        for. Each set of values of ``L_I`` that may be kept within the budget, and to which none can be added, is tried:
        first the one filled from the output side, then those without one of its values, without two, and so on,
-       up to :data:`KEEP_EVALUATIONS`. What room is left goes to ``L_O``, from the output side. The fastest is taken.
+       :data:`KEEP_SETS` in all. What room is left goes to ``L_O``, from the output side. The fastest is taken.
     2. For each value X that is still swapped, r(X) is the swap overhead that recomputing it removes over the seconds
        it adds, by simulation. The largest is flipped, as long as the step gets faster and fits. r(X) is evaluated
        lazily, from its bound (all of X's seconds on the link), up to :data:`FLIP_EVALUATIONS`.
@@ -47,21 +47,21 @@ def _search_keeps(given: PolicyInput) -> Candidate:
     spans = simulate(problem, start.schedule, trace=True).trace
     by_name = {problem.names[value]: value for value in given.movable}
     waited_in = [by_name[name] for name in _waited_for(spans, Lane.IN)]
+    waited_in.sort(key=lambda value: int(problem.first_use[value]))
     waited_out = [by_name[name] for name in _waited_for(spans, Lane.OUT)]
-    output_first = sorted(waited_out, key=lambda value: -int(problem.save_tick[value]))
+    waited_out.sort(key=lambda value: -int(problem.save_tick[value]))
     room = _Room(given)
     best = start
     tried: set[frozenset[int]] = set()
-    for skipped in _fewest_skipped(sorted(waited_in, key=lambda value: int(problem.first_use[value]))):
-        chosen = room.fill([value for value in waited_in if value not in skipped])
-        kept = frozenset(room.fill([*chosen, *output_first]))
+    filled = room.fill(waited_in)
+    rest = [value for value in waited_in if value not in filled]
+    for skipped in islice(_fewest_skipped([*reversed(filled), *rest]), KEEP_SETS):
+        kept = frozenset(room.fill([value for value in waited_in if value not in skipped] + waited_out))
         if kept not in tried:
             tried.add(kept)
             swapped = [value for value in given.movable if value not in kept]
             found = try_style(problem, "", given.wish(swap=swapped), given.budget_bytes, Style())
             best = min(best, found, key=given.rank)
-        if len(tried) >= KEEP_EVALUATIONS:
-            break
     return best
 
 
@@ -76,7 +76,7 @@ def _waited_for(spans: Iterable[Span], lane: Lane) -> list[str]:
 def _fewest_skipped(values: list[int]) -> Iterator[frozenset[int]]:
     """All subsets, the small ones first."""
     for count in range(len(values) + 1):
-        for skipped in combinations(reversed(values), count):
+        for skipped in combinations(values, count):
             yield frozenset(skipped)
 
 

@@ -30,6 +30,7 @@ class PlanVerb(Verb):
   pooch plan profile.json --budget 60% -o plan.json
   pooch plan profile.json --budget 8GiB --timeline plan.png
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
+  pooch plan profile.json --budget 60% --policy all
   pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
 """
 
@@ -50,6 +51,13 @@ class PlanVerb(Verb):
         )
         parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
         parser.add_argument("--threads", type=at_least(1), default=2, metavar="N", help="solver threads (default: 2)")
+        parser.add_argument(
+            "--policy",
+            default="ilp",
+            metavar="NAME",
+            help="ilp (default), a baseline alone (greedy, pooch, vdnn, ...: a wrong name lists them), or all: "
+            "compares every policy and writes the plan of ilp",
+        )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
@@ -74,6 +82,7 @@ class PlanVerb(Verb):
                 time_limit_s=options.time_limit,
                 gap=options.gap,
                 threads=options.threads,
+                policy="ilp" if options.policy == "all" else options.policy,
             )
         made.save(path, force=options.force)
         self._show(made)
@@ -83,10 +92,24 @@ class PlanVerb(Verb):
         if picture is not None:
             self.wrote(picture)
         data = plan_data(made, path)
+        if options.policy == "all":
+            data["policies"] = self._compare(profile, made)
         if options.json and was_stopped(made):
             self.print_json(data)
         _raise_if_stopped(made, path)
         return data
+
+    def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
+        """Shows what every policy makes of the budget; returns it as data."""
+        from ..planner.comparison import compare_policies, comparison_rows
+        from ..report.policies import policy_data, policy_table
+
+        seconds: dict[str, float] = {}
+        with self.progress("comparing policies"):
+            found = compare_policies(profile, made.budget_bytes, ilp_plan=made, seconds=seconds)
+        rows = comparison_rows(found, made.budget_bytes, made.prediction.in_core_step_s)
+        self.show(policy_table("Policies, those that fit first", rows, seconds))
+        return policy_data(rows, seconds)
 
     def _show(self, made: Plan) -> None:
         from ..report.layers import decisions_by_layer

@@ -81,6 +81,8 @@ def plan_rows(plan: Plan) -> Rows:
     share = plan.budget_bytes / prediction.in_core_peak_bytes
     totals = decision_totals(plan)
     found = f"{solve.policy} by {solve.solver}, {solve.status} in {format_seconds(solve.wall_s)}, {solve.rounds} rounds"
+    if solve.solver == "none":
+        found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
     if solve.gap is not None:
         found += f", gap {solve.gap:.1%}"
     return {

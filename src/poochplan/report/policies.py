@@ -1,0 +1,44 @@
+"""The comparison of policies as a table and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from ..planner.comparison import ComparisonRow
+from ..units import format_bytes, format_seconds
+from .tables import overhead_text
+
+_COLUMNS = ("peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
+
+
+def policy_table(title: str, rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> Table:
+    """One row per policy; ``seconds`` says how long each took to decide.
+
+    "ilp gains" is by how many points of overhead the ILP's plan is faster.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table.add_column("policy", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.policy,
+            format_bytes(row.peak_bytes),
+            "yes" if row.fits else "no",
+            overhead_text(row.overhead),
+            format_seconds(row.stall_s),
+            format_seconds(row.replay_s),
+            format_bytes(row.moved_bytes),
+            "-" if row.ilp_margin is None else f"{100 * row.ilp_margin:.1f}",
+            format_seconds(seconds[row.policy]),
+        )
+    return table
+
+
+def policy_data(rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """What ``--json`` prints of the comparison: the fields of each row, and ``wall_s``."""
+    return [{**asdict(row), "wall_s": seconds[row.policy]} for row in rows]
