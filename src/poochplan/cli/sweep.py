@@ -72,7 +72,9 @@ class SweepVerb(Verb):
         profile = profile_for(Profile.load(options.profile), options)
         smallest = smallest_budget(profile)
         budgets = self._budgets(profile, smallest)
-        policies = all_policies() if options.policies is None else tuple(_listed(options.policies, "--policies"))
+        policies = (
+            all_policies() if options.policies in (None, "all") else tuple(_listed(options.policies, "--policies"))
+        )
         finished: list[SweepPoint] = []
         try:
             self._sweep(profile, budgets, policies, finished)
