@@ -189,13 +189,13 @@ def policy(
 
 
 def policies() -> tuple[Policy, ...]:
-    """All policies but the ILP: swapping, checkpointing, and both."""
-    return tuple(_POLICIES.values())
+    """All policies but the ILP, by name."""
+    return tuple(_POLICIES[name] for name in sorted(_POLICIES))
 
 
 def policy_names() -> tuple[str, ...]:
     """Names that :func:`run_policy` knows."""
-    return tuple(_POLICIES)
+    return tuple(sorted(_POLICIES))
 
 
 def run_policy(name: str, given: PolicyInput) -> Candidate:
@@ -214,7 +214,7 @@ def run_policy(name: str, given: PolicyInput) -> Candidate:
 
 def unknown_policy(name: str) -> UsageError:
     """What to raise for a name that is not a policy's."""
-    return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(_POLICIES)}")
+    return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(policy_names())}")
 
 
 def _kind_of(name: str) -> str:

@@ -210,9 +210,7 @@ def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
 
 
 def _lead_point(given: PolicyInput, release: int, used: int, ahead: int) -> int:
-    """The first use point after ``release`` whose op is at most ``ahead`` levels before the op at ``used``."""
+    """The last use point whose op is ``ahead`` levels, or more, before the op at ``used``; the first without one."""
     level = _level_at(given, used) - ahead
-    for point in given.problem.use_points:
-        if release < point <= used and _level_at(given, point) >= level:
-            return point
-    return used
+    points = [point for point in given.problem.use_points if release < point <= used]
+    return next((point for point in reversed(points) if _level_at(given, point) <= level), points[0])

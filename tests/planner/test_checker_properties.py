@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Schedule, Style, fit, schedule_of
+from poochplan.planner.schedule import Style, fit, schedule_of
 from poochplan.planner.schema import Decision, Plan
 from poochplan.planner.simulate import simulate
 from poochplan.profiler.schema import Profile
 
 from .checker import Violation, check
+from .plans import plan_with
 from .random_profiles import profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -45,7 +46,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     problem = build_problem(profile)
     schedule = fit(problem, _random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
     simulation = simulate(problem, schedule, trace=True)
-    verdict = check(profile, _plan_with(profile, schedule))
+    verdict = check(profile, plan_with(profile, schedule))
     assert verdict.peak_bytes == simulation.peak_bytes
     assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
     assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
@@ -87,15 +88,3 @@ def _random_decisions(problem: Problem, seed: int) -> list[Decision]:
             choices += [Decision.RECOMPUTE, Decision.RECOMPUTE]
         decisions.append(Decision.KEEP if reason else rng.choice(choices))
     return decisions
-
-
-def _plan_with(profile: Profile, schedule: Schedule) -> Plan:
-    kept = plan(profile, profile.in_core_peak_bytes)
-    values, offset = [], 0
-    for value, decision in zip(kept.values, schedule.decisions, strict=True):
-        swapped = decision is Decision.SWAP
-        values.append(msgspec.structs.replace(value, decision=decision, host_offset=offset if swapped else -1))
-        offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
-    return msgspec.structs.replace(
-        kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
-    )
