@@ -8,8 +8,9 @@ from .schema import Decision, Plan
 
 if TYPE_CHECKING:
     from .planning import plan, smallest_budget
+    from .whatif import for_machine
 
-__all__ = ["Decision", "Plan", "plan", "smallest_budget"]
+__all__ = ["Decision", "Plan", "for_machine", "plan", "smallest_budget"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from . import planning
 
         return getattr(planning, name)
+    if name == "for_machine":
+        from .whatif import for_machine
+
+        return for_machine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -261,7 +261,8 @@ def _plan_of(
         profile_fingerprint=profile.ops_fingerprint,
         budget_bytes=budget_bytes,
         device=profile.device.kind,
-        estimate=profile.mode == "fake",
+        estimate=profile.mode == "fake" or bool(profile.assumed),
+        assumed=profile.assumed,
         gradients_live_through_forward=profile.gradients_live_through_forward,
         solve=Solve(
             policy=found.policy or (best.policy if best.policy in ("ilp", "keep-all") else "local search"),

@@ -105,6 +105,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     estimate: bool = False
     """Made from a profile that was not measured on the real device."""
+    assumed: tuple[str, ...] = ()
+    """What its profile assumed in place of a measurement: another link, memory or compute."""
     gradients_live_through_forward: bool = False
     solve: Solve
     prediction: Prediction

@@ -198,6 +198,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     allocation_unit_bytes: int = ALLOCATION_UNIT_BYTES
     link: Link
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     handles: tuple[Handle, ...]

@@ -48,6 +48,8 @@ def apply(
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
         differ (optimizer state) and after which every step is the same.
 
+    Warns when the plan was made for another machine (``plan.assumed``).
+
     Raises
     ------
     ModelMismatchError
@@ -64,6 +66,13 @@ def apply(
     if plan.device != "cpu":
         raise UsageError(f"this release runs plans on the cpu device, and this plan is for {plan.device}")
     check_model(plan.model, model, "plan")
+    if plan.assumed:
+        warnings.warn(
+            f"poochplan: this plan is for another machine ({'; '.join(plan.assumed)}): its memory holds, its predicted "
+            "times do not; plan from the profile as measured for the best plan here",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     spill_dir = choose_spill_dir(spill_dir)
     return Session(plan, model, spill_dir=spill_dir, on_divergence=on_divergence, meter=meter)
 

@@ -25,7 +25,7 @@ def edited(path: Path, target: Path, **changes: object) -> Path:
     [
         ([], "the following arguments are required: VERB; see `pooch --help`"),
         (["profil"], "invalid choice: 'profil'"),
-        (["plan", "p.json"], "required: --budget; see `pooch plan --help`"),
+        (["plan", "p.json"], "expected --budget, or --device-memory, found neither; see `pooch plan"),
         (["plan", "p.json", "--budget", "60%", "--threads", "none"], "a whole number of at least 1, found 'none'"),
         (["plan", "p.json", "--budget", "60%", "--gap", "-1"], "a number above 0, found '-1'"),
         (["run", "w.toml", "--plan", "p.json", "--steps", "0"], "a whole number of at least 1, found '0'"),

@@ -46,6 +46,13 @@ def _both(plan: Plan, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]
     assert _same(reference, planned)
 
 
+def test_a_plan_for_another_machine_warns_and_is_still_exact(plan: Plan) -> None:
+    elsewhere = msgspec.structs.replace(plan, estimate=True, assumed=("link pcie3, instead of spill",))
+    with pytest.warns(RuntimeWarning, match="for another machine .link pcie3, instead of spill.: its memory holds"):
+        poochplan.apply(elsewhere, CASE.fresh()[0])
+    _both(elsewhere, lambda model, step: [step().backward(), *_gradients(model)][1:])
+
+
 def test_backward_twice_with_retain_graph(plan: Plan) -> None:
     def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         loss = step()

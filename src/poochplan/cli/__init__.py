@@ -20,12 +20,14 @@ from .base import Verb
 from .plan import PlanVerb
 from .profile import ProfileVerb
 from .run import RunVerb
+from .sweep import SweepVerb
 
-VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, RunVerb)
+VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb)
 _EXAMPLES = """\
 examples:
   pooch profile configs/unet3d.toml -o profile.json
   pooch plan profile.json --budget 60% -o plan.json
+  pooch sweep profile.json -o sweep.csv --png sweep.png
   pooch run configs/unet3d.toml --plan plan.json --check
 """
 

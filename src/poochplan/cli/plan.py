@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TimeLimitError
-from ..units import parse_budget
 from .base import Verb, at_least, positive
+from .machine import add_machine_arguments, chosen_budget, profile_for, require_budget
 
 if TYPE_CHECKING:
     from ..planner.schema import Plan
@@ -29,6 +29,7 @@ class PlanVerb(Verb):
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
   pooch plan profile.json --budget 8GiB --timeline plan.png
+  pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
   pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
 """
@@ -37,7 +38,9 @@ class PlanVerb(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
         parser.add_argument(
-            "--budget", required=True, metavar="SIZE", help="60%% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes"
+            "--budget",
+            metavar="SIZE",
+            help="60%% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes (default: what --device-memory leaves)",
         )
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="plan to write (default: PROFILE's name, .plan.json)"
@@ -58,17 +61,19 @@ class PlanVerb(Verb):
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
+        add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
         from ..planner.planning import plan
         from ..profiler.schema import Profile
 
         options = self.options
+        require_budget(options)
         path = self.output(options.output or default_plan_name(options.profile))
         picture = self.output(options.timeline, suffix=".png")
         assert path is not None
-        profile = Profile.load(options.profile)
-        budget_bytes = parse_budget(options.budget, profile.in_core_peak_bytes)
+        profile = profile_for(Profile.load(options.profile), options)
+        budget_bytes = chosen_budget(profile, options)
         with self.progress("planning"):
             made = plan(
                 profile,
@@ -161,6 +166,8 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
         **prediction,
         "decisions": decisions,
         "solve": msgspec.to_builtins(plan.solve),
+        "estimate": plan.estimate,
+        "assumed": list(plan.assumed),
         "notes": list(plan.notes),
     }
 

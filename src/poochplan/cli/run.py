@@ -94,6 +94,11 @@ class RunVerb(Verb):
         """The profile that the plan was made from: the one that was named, or the one beside the plan."""
         from ..profiler.schema import Profile
 
+        if plan.assumed:
+            raise UsageError(
+                "--timeline: expected a plan for this machine, found one for another "
+                f"({'; '.join(plan.assumed)}); draw that one with pooch plan --timeline"
+            )
         named = self.options.profile
         folder = Path(self.options.plan).parent
         if named:

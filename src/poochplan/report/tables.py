@@ -72,7 +72,7 @@ def profile_rows(profile: Profile) -> Rows:
         "ops / values / points": f"{len(profile.ops)} / {len(profile.values)} / {len(profile.points)}",
         f"link ({link.name})": f"out {format_rate(link.outward.bandwidth_bytes_per_s)}, "
         f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}",
-    } | {f"note {number}": note for number, note in enumerate(profile.notes, 1)}
+    } | _numbered(profile.assumed, profile.notes)
 
 
 def plan_rows(plan: Plan) -> Rows:
@@ -99,7 +99,14 @@ def plan_rows(plan: Plan) -> Rows:
             for decision, row in totals.iterrows()
         ),
         "found": found,
-    } | {f"note {number}": note for number, note in enumerate(plan.notes, 1)}
+    } | _numbered(plan.assumed, plan.notes)
+
+
+def _numbered(assumed: tuple[str, ...], notes: tuple[str, ...]) -> dict[str, str]:
+    """Rows for what was assumed instead of measured, and for the notes."""
+    return {f"assumed {number}": text for number, text in enumerate(assumed, 1)} | {
+        f"note {number}": note for number, note in enumerate(notes, 1)
+    }
 
 
 def overhead_text(overhead: float) -> str:

@@ -1,0 +1,155 @@
+"""The same step on another machine: another link, another device memory, a faster or slower device.
+
+Nothing is measured here, so a profile changed so says in ``assumed`` what stands in place of what, and plans made from
+it are estimates. Their memory is exact all the same: bytes do not depend on speed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ..errors import InfeasibleError, UsageError
+from ..profiler.presets import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
+from ..profiler.schema import Device, Kind, Link, LinkDirection, Profile
+from ..units import format_bytes, format_rate, parse_bytes, parse_rate
+from .candidate import swap_all_on_demand
+from .problem import build_problem
+
+MEASURED = "measured"
+"""Name that leaves the profile's own link as it is."""
+
+
+def for_machine(
+    profile: Profile,
+    *,
+    link: str | float | None = None,
+    device_memory: str | int | None = None,
+    compute_scale: float | None = None,
+) -> Profile:
+    """The profile as it would be on another machine; what is None stays as measured.
+
+    Parameters
+    ----------
+    link: a preset of ``profiler/presets.py``, ``"measured"``, or a rate (see :func:`parse_link`).
+    device_memory: bytes of the device, or text such as ``"16GiB"``.
+    compute_scale: factor on the duration of every op and on the step times: 0.5 is a device twice as fast.
+
+    Raises
+    ------
+    UsageError
+        The link, the memory or the factor cannot be read.
+    InfeasibleError
+        The memory does not hold what lives all step long; it names the smallest budget that has a plan.
+    """
+    assumed = list(profile.assumed)
+    changed = profile
+    if compute_scale is not None and _checked(compute_scale) != 1:
+        changed = _at_speed(changed, compute_scale)
+        assumed.append(f"compute takes {compute_scale:g} times as long as measured on {profile.device.name}")
+    if link is not None and link != MEASURED:
+        other = parse_link(link)
+        changed = msgspec.structs.replace(changed, link=other)
+        assumed.append(f"link {link_text(other)}, instead of {profile.link.name}")
+    if device_memory is not None:
+        memory_bytes = parse_bytes(device_memory, "device memory")
+        _check_memory(profile, memory_bytes)
+        changed = msgspec.structs.replace(changed, device=_with_memory(changed.device, memory_bytes))
+        assumed.append(
+            f"device memory {format_bytes(memory_bytes)}, instead of {format_bytes(profile.device.memory_bytes)}"
+        )
+    return msgspec.structs.replace(changed, assumed=tuple(assumed)) if changed is not profile else profile
+
+
+def parse_link(text: str | float) -> Link:
+    """The link of a preset's name, of a rate such as ``"12GB/s"``, or of two, ``"12GB/s,25GB/s"``: out, in.
+
+    A link that is only a rate has the presets' latency, full duplex, and takes nothing from compute.
+
+    Raises
+    ------
+    UsageError
+        It is none of these; the message lists the presets.
+    """
+    name = str(text).strip()
+    if name in PRESET_BYTES_PER_S:
+        return preset_link(name)
+    rates = name.split(",")
+    try:
+        if len(rates) > 2:
+            raise UsageError("two rates at most")
+        outward, inward = (parse_rate(rate) for rate in (rates[0], rates[-1]))
+    except UsageError:
+        raise UsageError(
+            f"link: expected {', '.join(PRESET_BYTES_PER_S)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
+            f"(out,in) such as 12GB/s,25GB/s; found {str(text)!r}"
+        ) from None
+    return Link(name=_rates_text(outward, inward), outward=_direction(outward), inward=_direction(inward))
+
+
+def static_bytes(profile: Profile) -> int:
+    """Bytes that live all step long; gradients only where they live through forward."""
+    return sum(
+        size_bytes
+        for kind, size_bytes in profile.static_bytes.items()
+        if kind != Kind.GRADIENT or profile.gradients_live_through_forward
+    )
+
+
+def _direction(bytes_per_s: float) -> LinkDirection:
+    return LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=bytes_per_s)
+
+
+def link_text(link: Link) -> str:
+    """Such as ``"pcie3 (12 GB/s each way)"``."""
+    rates = _rates_text(link.outward.bandwidth_bytes_per_s, link.inward.bandwidth_bytes_per_s)
+    return rates if link.name == rates else f"{link.name} ({rates})"
+
+
+def _rates_text(outward: float, inward: float) -> str:
+    if outward == inward:
+        return f"{format_rate(outward)} each way"
+    return f"{format_rate(outward)} out, {format_rate(inward)} in"
+
+
+def _checked(compute_scale: float) -> float:
+    if not (math.isfinite(compute_scale) and compute_scale > 0):
+        raise UsageError(
+            f"compute scale: expected a factor above 0 on the time of every op (0.5 is a device twice as fast), "
+            f"found {compute_scale}"
+        )
+    return compute_scale
+
+
+def _at_speed(profile: Profile, scale: float) -> Profile:
+    times = profile.times
+    scaled_times = msgspec.structs.replace(
+        times,
+        forward_s=times.forward_s * scale,
+        backward_s=times.backward_s * scale,
+        optimizer_s=times.optimizer_s * scale,
+        step_s=times.step_s * scale,
+        spread_s=times.spread_s * scale,
+    )
+    ops = tuple(msgspec.structs.replace(op, duration_s=op.duration_s * scale) for op in profile.ops)
+    device = msgspec.structs.replace(profile.device, name=f"{profile.device.name} (x{scale:g})")
+    return msgspec.structs.replace(profile, ops=ops, times=scaled_times, device=device)
+
+
+def _with_memory(device: Device, memory_bytes: int) -> Device:
+    name = f"{device.name} ({format_bytes(memory_bytes)})"
+    return msgspec.structs.replace(device, name=name, memory_bytes=memory_bytes)
+
+
+def _check_memory(profile: Profile, memory_bytes: int) -> None:
+    static = static_bytes(profile)
+    if memory_bytes > static:
+        return
+    smallest = swap_all_on_demand(build_problem(profile)).peak_bytes
+    raise InfeasibleError(
+        f"device memory: expected more than the {static} bytes ({format_bytes(static)}) of parameters, optimizer "
+        f"state and inputs that live all step long, found {memory_bytes} bytes ({format_bytes(memory_bytes)}); "
+        f"the smallest budget that has a plan is {smallest} bytes ({format_bytes(smallest)})",
+        smallest_budget_bytes=smallest,
+    )

@@ -1,0 +1,99 @@
+"""The machine that ``pooch plan`` and ``pooch sweep`` plan for, where it is not the one that was measured."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..units import format_bytes, parse_budget, parse_bytes
+from .base import positive
+
+if TYPE_CHECKING:
+    from ..profiler.schema import Profile
+
+DEFAULT_MARGIN = "512MiB"
+MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--link``, ``--device-memory``, ``--margin`` and ``--compute-scale``."""
+    group = parser.add_argument_group(
+        "another machine", "plan for a machine that was not measured; the times of such a plan are estimates"
+    )
+    group.add_argument(
+        "--link",
+        metavar="LINK",
+        help="pcie3, pcie4, pcie5, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in",
+    )
+    group.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 16GiB")
+    group.add_argument(
+        "--margin",
+        metavar="SIZE",
+        help=f"part of it that context and fragmentation take (default: {DEFAULT_MARGIN}, with --device-memory)",
+    )
+    group.add_argument(
+        "--compute-scale",
+        type=positive,
+        metavar="X",
+        help="factor on the time of every op: 0.5 is a device twice as fast",
+    )
+
+
+def profile_for(profile: Profile, options: argparse.Namespace) -> Profile:
+    """The profile on the machine that the options name; raises what ``for_machine`` raises."""
+    from ..planner.whatif import for_machine
+
+    return for_machine(
+        profile, link=options.link, device_memory=options.device_memory, compute_scale=options.compute_scale
+    )
+
+
+def memory_budget(options: argparse.Namespace) -> int | None:
+    """Bytes that ``--device-memory`` leaves beside the margin; None when it is not given.
+
+    Raises
+    ------
+    UsageError
+        A size cannot be read, or the margin leaves nothing.
+    """
+    if options.device_memory is None:
+        if options.margin is not None:
+            raise UsageError(MARGIN_NEEDS_MEMORY)
+        return None
+    memory_bytes = parse_bytes(options.device_memory, "--device-memory")
+    margin = options.margin or DEFAULT_MARGIN
+    margin_bytes = 0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
+    if margin_bytes >= memory_bytes:
+        raise UsageError(
+            f"--device-memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
+            f"{format_bytes(memory_bytes)}; name more memory, or a smaller --margin"
+        )
+    return memory_bytes - margin_bytes
+
+
+def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
+    """Bytes of a budget; raises ``UsageError`` when it cannot be read, or is more than ``--device-memory`` leaves."""
+    budget_bytes = parse_budget(text, profile.in_core_peak_bytes)
+    most_bytes = memory_budget(options)
+    if most_bytes is not None and budget_bytes > most_bytes:
+        raise UsageError(
+            f"{what}: expected at most {most_bytes} bytes ({format_bytes(most_bytes)}), what --device-memory leaves "
+            f"beside the margin, found {budget_bytes} bytes ({format_bytes(budget_bytes)})"
+        )
+    return budget_bytes
+
+
+def require_budget(options: argparse.Namespace) -> None:
+    """Raises ``UsageError`` when the options name no budget, or a memory that leaves none; before any file is read."""
+    if memory_budget(options) is None and options.budget is None:
+        raise UsageError("expected --budget, or --device-memory, found neither; see `pooch plan --help`")
+
+
+def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
+    """Bytes of ``--budget``, or what ``--device-memory`` leaves; see :func:`require_budget`."""
+    if options.budget is not None:
+        return parse_budget_within(options.budget, profile, options)
+    budget_bytes = memory_budget(options)
+    assert budget_bytes is not None
+    return budget_bytes

@@ -1,0 +1,218 @@
+"""``pooch sweep``: every policy at every budget, in one command; needs neither torch nor the device."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InfeasibleError, PoochError, TimeLimitError, UsageError
+from ..units import format_bytes, format_rate, format_seconds
+from .base import Verb, at_least, positive
+from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for
+from .plan import default_plan_name
+
+if TYPE_CHECKING:
+    from ..planner.sweep import SweepPoint
+    from ..profiler.schema import Profile
+    from ..report.frontier import Frontier
+
+
+class SweepVerb(Verb):
+    """Plans for a range of budgets with each policy and writes the frontier."""
+
+    name = "sweep"
+    summary = "plan for a range of budgets with every policy: memory against overhead, as a table, CSV and picture"
+    description = (
+        "Plans the profiled step for each budget with each policy, several at a time, and judges all of them by the "
+        "same simulator. A policy that finds no plan within a budget gets a row that says so, with the peak it came "
+        "down to. Interrupted, it writes the rows that are finished. Runs on any machine."
+    )
+    examples = """\
+  pooch sweep profile.json -o sweep.csv --png sweep.png
+  pooch sweep profile.json --budgets 50%,60%,8GiB --policies ilp,greedy
+  pooch sweep profile.json --points 12 --link pcie3 --compute-scale 0.1 --png pcie3.png --json | jq .points
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
+        parser.add_argument("-o", "--output", metavar="FILE", help="CSV to write (default: PROFILE's name, .sweep.csv)")
+        parser.add_argument("--png", metavar="FILE.png", help="draw overhead against budget, a line for each policy")
+        budgets = parser.add_mutually_exclusive_group()
+        budgets.add_argument("--budgets", metavar="SIZES", help="with commas: 50%%,60%%,8GiB")
+        budgets.add_argument(
+            "--points",
+            type=at_least(2),
+            default=9,
+            metavar="N",
+            help="budgets, evenly from the smallest that has a plan to the in-core peak (default: 9)",
+        )
+        parser.add_argument("--policies", metavar="NAMES", help="with commas: ilp,greedy (default: all)")
+        parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
+        parser.add_argument(
+            "--time-limit", type=positive, default=60.0, metavar="S", help="solver's seconds per budget (default: 60)"
+        )
+        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
+        parser.add_argument(
+            "--processes", type=at_least(1), metavar="N", help="plans made at a time (default: one per core)"
+        )
+        add_machine_arguments(parser)
+
+    def run(self) -> dict[str, Any]:
+        from ..planner.comparison import all_policies
+        from ..planner.planning import smallest_budget
+        from ..profiler.schema import Profile
+
+        options = self.options
+        csv = self.output(options.output or default_sweep_name(options.profile))
+        picture = self.output(options.png, suffix=".png")
+        assert csv is not None
+        memory_budget(options)
+        profile = profile_for(Profile.load(options.profile), options)
+        smallest = smallest_budget(profile)
+        budgets = self._budgets(profile, smallest)
+        policies = (
+            all_policies() if options.policies in (None, "all") else tuple(_listed(options.policies, "--policies"))
+        )
+        finished: list[SweepPoint] = []
+        try:
+            self._sweep(profile, budgets, policies, finished)
+        except KeyboardInterrupt:
+            self._keep_finished(_frontier(profile, smallest, finished, policies), csv)
+            raise
+        frontier = _frontier(profile, smallest, finished, policies)
+        self._write(frontier, csv, picture)
+        data = frontier_data(frontier, profile, csv)
+        problem = _problem(frontier, csv)
+        if problem is not None:
+            if options.json:
+                self.print_json(data)
+            raise problem
+        return data
+
+    def _budgets(self, profile: Profile, smallest: int) -> tuple[int, ...]:
+        """Bytes, from small to large; raises ``UsageError`` for a budget that cannot be read."""
+        from ..planner.sweep import default_budgets
+
+        options = self.options
+        if options.budgets is not None:
+            listed = _listed(options.budgets, "--budgets")
+            return tuple(sorted({parse_budget_within(text, profile, options, "--budgets") for text in listed}))
+        most = memory_budget(options)
+        if most is not None and most < smallest:
+            raise InfeasibleError(
+                f"no plan fits the {format_bytes(most)} that --device-memory leaves beside the margin: expected at "
+                f"least {smallest} bytes ({format_bytes(smallest)}); name more memory, or make the batch smaller",
+                smallest_budget_bytes=smallest,
+            )
+        return default_budgets(profile, options.points, most)
+
+    def _sweep(
+        self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
+    ) -> None:
+        """Fills ``finished``, which is what there is when the sweep is interrupted."""
+        from ..planner.sweep import Solving, sweep
+
+        options = self.options
+        solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap)
+        with self.progress(f"{len(policies)} policies within {len(budgets)} budgets") as say:
+
+            def note(point: SweepPoint, done: int, total: int) -> None:
+                finished.append(point)
+                say(f"{done} of {total} done, last {point.policy} within {format_bytes(point.budget_bytes)}")
+
+            sweep(profile, budgets, policies, solving=solving, processes=options.processes, finished=note)
+
+    def _write(self, frontier: Frontier, csv: Path, picture: Path | None) -> None:
+        from ..report.frontier import frontier_table, write_frontier
+        from ..report.frontier_picture import write_frontier_picture
+
+        write_frontier(frontier, csv, force=self.options.force)
+        self.show(frontier_table(frontier))
+        self.wrote(csv)
+        if picture is not None:
+            self.wrote(write_frontier_picture(frontier, picture, force=self.options.force))
+
+    def _keep_finished(self, frontier: Frontier, csv: Path) -> None:
+        """Writes the rows of an interrupted sweep; the picture is left out."""
+        from ..report.frontier import write_frontier
+
+        if not frontier.points:
+            self.show("Interrupted before any plan was finished: nothing was written")
+            return
+        write_frontier(frontier, csv, force=self.options.force)
+        self.show(f"Wrote {csv}: only the {len(frontier.points)} rows that were finished when it was interrupted")
+
+
+def default_sweep_name(profile_path: str) -> Path:
+    """``name.sweep.csv`` beside ``name.profile.json``."""
+    path = default_plan_name(profile_path)
+    return path.with_name(path.name.removesuffix("plan.json") + "sweep.csv")
+
+
+def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, Any]:
+    """What ``pooch sweep --json`` prints: what was swept, and one point for each row of the CSV."""
+    from dataclasses import asdict
+
+    return {
+        "csv": str(csv),
+        "workload": frontier.workload,
+        "in_core_peak_bytes": frontier.in_core_peak_bytes,
+        "in_core_step_s": sum(op.duration_s for op in profile.ops),
+        "smallest_budget_bytes": frontier.smallest_budget_bytes,
+        "assumed": list(profile.assumed),
+        "points": [asdict(point) for point in frontier.points],
+    }
+
+
+def _listed(text: str, what: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{what}: expected names or sizes with commas between them, found {text!r}")
+    return parts
+
+
+def _frontier(profile: Profile, smallest: int, points: list[SweepPoint], policies: tuple[str, ...]) -> Frontier:
+    from ..planner.whatif import link_text
+    from ..report.frontier import Frontier
+
+    held = profile.link.throttle_bytes_per_s
+    subtitle = (
+        f"in-core: peak {format_bytes(profile.in_core_peak_bytes)}, "
+        f"step {format_seconds(sum(op.duration_s for op in profile.ops))} on {profile.device.name}\n"
+        f"link: {link_text(profile.link)}{f', held to {format_rate(held)}' if held else ''}"
+    )
+    return Frontier(
+        workload=profile.workload,
+        subtitle=subtitle + ("; an estimate for another machine" if profile.assumed else ""),
+        in_core_peak_bytes=profile.in_core_peak_bytes,
+        smallest_budget_bytes=smallest,
+        points=tuple(sorted(points, key=lambda point: (policies.index(point.policy), point.budget_bytes))),
+    )
+
+
+def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
+    """What the exit code has to say although the file was written."""
+    points = frontier.points
+    failed = [point for point in points if point.failed]
+    if failed:
+        first = failed[0]
+        return PoochError(
+            f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
+            f"{format_bytes(first.budget_bytes)} ({first.status}); the others were written to {csv}"
+        )
+    if not any(point.feasible for point in points):
+        smallest = frontier.smallest_budget_bytes
+        return InfeasibleError(
+            f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
+            f"({format_bytes(smallest)}); what each came down to was written to {csv}",
+            smallest_budget_bytes=smallest,
+        )
+    stopped = sum(point.stopped for point in points)
+    if stopped:
+        return TimeLimitError(
+            f"the solver's time limit was reached for {stopped} of {len(points)} plans; the best found were written "
+            f"to {csv}; raise --time-limit for better ones"
+        )
+    return None

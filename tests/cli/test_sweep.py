@@ -1,0 +1,170 @@
+"""``pooch sweep``, end to end: the CSV, the table, the picture, and what is left when it does not end well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from poochplan.planner import sweep as sweeping
+from poochplan.planner.comparison import all_policies
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.sweep import SweepPoint
+from poochplan.profiler.schema import Profile
+
+Pooch = Any
+COLUMNS = [
+    "policy", "budget_bytes", "budget_share", "feasible", "peak_bytes", "step_s", "overhead", "stall_s", "replay_s",
+    "out_bytes", "in_bytes", "bound_overhead", "gap", "wall_s", "status",
+]  # fmt: skip
+QUICK = ("--policies", "swap-all,keep-all", "--processes", "1")
+
+
+def test_every_policy_in_one_command(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--points", "3")
+    assert (result.code, result.err) == (0, "")
+    assert "Wrote sweep.csv\nWrote sweep.png" in result.out
+    assert "ilp ahead by" in result.out
+    frame = pd.read_csv("sweep.csv")
+    assert list(frame.columns) == COLUMNS
+    assert tuple(frame["policy"].drop_duplicates()) == all_policies()
+    assert len(frame) == 3 * len(all_policies())
+    assert frame["feasible"].dtype == bool
+    assert (frame["peak_bytes"] <= frame["budget_bytes"]).equals(frame["feasible"])
+    assert frame["overhead"].notna().equals(frame["feasible"])
+    profile = Profile.load(profile_path)
+    assert frame["budget_bytes"].min() == smallest_budget(profile)
+    assert frame["budget_share"].max() == 1
+    assert frame[frame["policy"] == "ilp"]["feasible"].all()
+    assert Path("sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_what_the_csv_has(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("sweep", profile_path, "-o", "s.csv", "--budgets", "90%,1KiB,90%", *QUICK, "--json")
+    assert result.code == 0
+    data = json.loads(result.out)
+    frame = pd.read_csv("s.csv")
+    assert [point["peak_bytes"] for point in data["points"]] == list(frame["peak_bytes"])
+    assert [point["feasible"] for point in data["points"]] == [False, True, False, False]
+    assert data["points"][0]["overhead"] is None
+    assert data["smallest_budget_bytes"] == smallest_budget(Profile.load(profile_path))
+    assert "Wrote s.csv" in result.err
+
+
+def test_the_machine_may_be_another(pooch: Pooch, profile_path: Path) -> None:
+    smallest = smallest_budget(Profile.load(profile_path))
+    memory = smallest + (3 << 20)
+    result = pooch(
+        "sweep", profile_path, *QUICK, "--json", "--link", "pcie3", "--compute-scale", "0.5",
+        "--device-memory", memory, "--margin", "3MiB", "--points", "2",
+    )  # fmt: skip
+    data = json.loads(result.out)
+    assert len(data["assumed"]) == 3
+    assert {point["budget_bytes"] for point in data["points"]} == {smallest}
+    assert Path(data["csv"]).name == "small.sweep.csv"
+    Path(data["csv"]).unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--policies", "ilp,clever"], 2, "policy 'clever' is unknown: expected ilp"),
+        (["--policies", "ilp,,greedy"], 2, "--policies: expected names or sizes with commas between them"),
+        (["--budgets", "60%,lots"], 2, "budget: expected 60%, 8GiB, 800MB or bytes, found 'lots'"),
+        (["--budgets", "60%", "--points", "3"], 2, "not allowed with argument --budgets"),
+        (["--points", "1"], 2, "a whole number of at least 2, found '1'"),
+        (["--link", "pcie9"], 2, "link: expected pcie3, pcie4,"),
+        (["--device-memory", "512MiB"], 2, "expected more than the margin of 512 MiB"),
+        (["--device-memory", "513KiB", "--margin", "512KiB"], 3, "expected at least"),
+        (["--budgets", "2GiB", "--device-memory", "1GiB"], 2, "--budgets: expected at most 536870912 bytes"),
+        (["--png", "s.jpg"], 2, "expected a file name that ends in .png"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_solved(
+    pooch: Pooch, profile_path: Path, options: list[str], code: int, message: str
+) -> None:
+    result = pooch("sweep", profile_path, "-o", "sweep.csv", *options)
+    assert result.code == code
+    assert message in result.error
+    assert not Path("sweep.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["sweep.csv", "sweep.png"])
+def test_an_existing_file_is_not_overwritten_without_force(pooch: Pooch, profile_path: Path, name: str) -> None:
+    Path(name).write_text("mine")
+    arguments = ("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--points", "2", *QUICK)
+    result = pooch(*arguments)
+    assert result.code == 1
+    assert f"{name} exists and will not be overwritten" in result.error
+    assert Path(name).read_text() == "mine"
+    assert pooch(*arguments, "--force").code == 0
+    assert Path(name).read_bytes() != b"mine"
+
+
+def test_where_no_policy_has_a_plan_the_code_is_3_and_the_peaks_are_written(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--budgets", "1KiB", *QUICK)
+    assert result.code == 3
+    smallest = smallest_budget(Profile.load(profile_path))
+    assert f"expected at least {smallest} bytes" in result.error
+    assert list(pd.read_csv("sweep.csv")["feasible"]) == [False, False]
+
+
+def altered(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Makes ``change`` of each point that the sweep finds."""
+    solve = sweeping._solve
+    monkeypatch.setattr(sweeping, "_solve", lambda *arguments: change(solve(*arguments)))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        ("time limit", 4, "the solver's time limit was reached for 1 of 2 plans"),
+        ("failed: OSError: no space", 1, "1 of 2 plans failed, first swap-all within"),
+    ],
+)
+def test_what_went_wrong_is_the_exit_code_and_the_rest_is_written(
+    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int, message: str
+) -> None:
+    altered(monkeypatch, lambda point: replace(point, status=status) if point.policy == "swap-all" else point)
+    result = pooch("sweep", profile_path, "-o", "sweep.csv", "--budgets", "100%", *QUICK)
+    assert result.code == code
+    assert message in result.error
+    assert list(pd.read_csv("sweep.csv")["status"]) == [status, "fits"]
+
+
+def test_interrupted_it_writes_what_is_finished(
+    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_second(point: SweepPoint) -> SweepPoint:
+        if point.policy == "keep-all":
+            raise KeyboardInterrupt
+        return point
+
+    altered(monkeypatch, interrupt_second)
+    arguments = ("sweep", profile_path, "-o", "sweep.csv", "--png", "sweep.png", "--budgets", "100%")
+    result = pooch(*arguments, *QUICK)
+    assert (result.code, result.error) == (130, "interrupted")
+    assert "Wrote sweep.csv: only the 1 rows that were finished" in result.out
+    assert list(pd.read_csv("sweep.csv")["policy"]) == ["swap-all"]
+    assert not Path("sweep.png").exists()
+    result = pooch(*arguments, "--policies", "keep-all", "--processes", "1", "--force")
+    assert "nothing was written" in result.out
+
+
+def test_sweeping_imports_neither_torch_nor_pictures_it_does_not_draw(profile_path: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from poochplan.cli import main; "
+        f"code = main(['sweep', {str(profile_path)!r}, '-o', {str(tmp_path / 's.csv')!r}, "
+        "'--policies', 'keep-all,swap-all', '--points', '2']); "
+        "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "s.csv").is_file()

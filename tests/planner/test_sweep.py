@@ -1,0 +1,153 @@
+"""What a sweep promises: every cell, in order, whatever happens to some of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from poochplan.errors import UsageError
+from poochplan.planner import sweep as module
+from poochplan.planner.comparison import all_policies
+from poochplan.planner.planning import ILP, plan, smallest_budget
+from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.sweep import SweepPoint, default_budgets, sweep
+from poochplan.profiler.schema import Profile
+
+from .random_profiles import resnet_like, transformer_like
+
+FAST = ("swap-all", "recompute-all", "keep-all")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return transformer_like(2, link_gb_per_s=0.5)
+
+
+def without_time(points: list[SweepPoint]) -> list[SweepPoint]:
+    return [replace(point, wall_s=0.0) for point in points]
+
+
+def test_the_default_budgets_go_from_the_smallest_to_the_in_core_peak(profile: Profile) -> None:
+    budgets = default_budgets(profile, 5)
+    assert len(budgets) == 5
+    assert (budgets[0], budgets[-1]) == (smallest_budget(profile), profile.in_core_peak_bytes)
+    assert list(budgets) == sorted(budgets)
+    most = (budgets[1] + budgets[2]) // 2
+    assert default_budgets(profile, 3, most)[-1] == most
+
+
+def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profile: Profile) -> None:
+    budgets = default_budgets(profile, 3)[1:]
+    points = sweep(profile, budgets, processes=1)
+    assert [(point.policy, point.budget_bytes) for point in points] == [
+        (policy, budget) for policy in all_policies() for budget in budgets
+    ]
+    for point in points:
+        assert not point.failed, point.status
+        if point.policy == ILP:
+            alone = plan(profile, point.budget_bytes, threads=1).prediction
+            assert (point.step_s, point.out_bytes) == (alone.step_s, alone.out_bytes)
+        else:
+            candidate = run_policy(point.policy, PolicyInput.of(profile, point.budget_bytes))
+            assert point.peak_bytes == candidate.peak_bytes
+            assert point.feasible == (candidate.peak_bytes <= point.budget_bytes)
+            assert point.step_s == (candidate.simulation.step_s if point.feasible else None)
+
+
+def test_two_processes_find_what_one_finds(profile: Profile) -> None:
+    budgets = default_budgets(profile, 3)
+    told: list[tuple[int, int]] = []
+    names = (*FAST, ILP)
+    found = sweep(profile, budgets, names, processes=2, finished=lambda _, done, total: told.append((done, total)))
+    assert without_time(found) == without_time(sweep(profile, budgets, names, processes=1))
+    assert told == [(done, 12) for done in range(1, 13)]
+
+
+def test_a_budget_below_the_smallest_is_a_row_with_the_peak_each_came_down_to(profile: Profile) -> None:
+    smallest = smallest_budget(profile)
+    points = sweep(profile, [smallest - 1], [ILP, "swap-all-on-demand", "keep-all"], processes=1)
+    assert [point.feasible for point in points] == [False] * 3
+    assert [point.peak_bytes for point in points] == [smallest, smallest, profile.in_core_peak_bytes]
+    assert {point.overhead for point in points} == {None}
+
+
+def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, given: PolicyInput) -> object:
+        if name == "recompute-all":
+            raise ArithmeticError("two\nlines")
+        return run_policy(name, given)
+
+    monkeypatch.setattr(module, "run_policy", broken)
+    points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
+    assert [point.failed for point in points] == [False, True, False]
+    assert points[1].status == "failed: ArithmeticError: two lines"
+
+
+def test_cells_of_a_process_that_died_are_tried_again(profile: Profile) -> None:
+    killed = []
+
+    def kill_one(point: SweepPoint, done: int, total: int) -> None:
+        if not killed:
+            killed.append(multiprocessing.active_children()[0])
+            killed[0].kill()
+
+    points = sweep(profile, default_budgets(profile, 3), FAST, processes=2, finished=kill_one)
+    assert killed
+    assert not any(point.failed for point in points)
+    assert len(points) == 9
+
+
+def test_an_interrupt_ends_the_processes_and_is_raised_again(profile: Profile) -> None:
+    before = set(multiprocessing.active_children())
+    seen: list[SweepPoint] = []
+
+    def interrupt(point: SweepPoint, done: int, total: int) -> None:
+        seen.append(point)
+        workers.extend(child for child in multiprocessing.active_children() if child not in before)
+        raise KeyboardInterrupt
+
+    workers: list[multiprocessing.process.BaseProcess] = []
+    with pytest.raises(KeyboardInterrupt):
+        sweep(profile, default_budgets(profile, 3), FAST, processes=2, finished=interrupt)
+    assert len(seen) == 1
+    assert workers
+    for worker in workers:
+        worker.join(timeout=10)
+        assert not worker.is_alive()
+
+
+def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
+    budget = profile.in_core_peak_bytes
+    assert len(sweep(profile, [budget, budget], ["keep-all", "keep-all"], processes=1)) == 1
+
+
+def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def proven(*arguments: object, **options: object) -> object:
+        made = plan(*arguments, **options)  # type: ignore[arg-type]
+        step_s = made.prediction.in_core_step_s
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, bound_s=1.25 * step_s, gap=0.01))
+
+    monkeypatch.setattr(module, "plan", proven)
+    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    assert point.bound_overhead == pytest.approx(0.25)
+    assert point.gap == 0.01
+
+
+def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile) -> None:
+    with pytest.raises(UsageError, match="policy 'clever' is unknown: expected ilp"):
+        sweep(profile, [1], [ILP, "clever"])
+    with pytest.raises(UsageError, match="solver 'nonesuch' is not available"):
+        sweep(profile, [1], [ILP], solving=module.Solving(solver="nonesuch"))
+
+
+def test_the_ilp_is_never_behind_a_policy_by_more_than_its_gap() -> None:
+    profile = resnet_like(3, link_gb_per_s=0.3)
+    budgets = default_budgets(profile, 4)
+    points = sweep(profile, budgets, processes=2)
+    for budget in budgets:
+        fitting = {p.policy: p.step_s for p in points if p.budget_bytes == budget and p.step_s is not None}
+        best = min(fitting.values())
+        assert fitting[ILP] <= best * 1.005
