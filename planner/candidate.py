@@ -41,9 +41,17 @@ def movable(problem: Problem) -> list[int]:
     return [value for value, reason in enumerate(problem.must_keep) if not reason]
 
 
-def try_style(problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Candidate:
-    """Decisions, scheduled in one style and simulated."""
-    schedule = fit(problem, wish, budget_bytes, style)
+def try_style(
+    problem: Problem,
+    policy: str,
+    wish: Sequence[Decision],
+    budget_bytes: int,
+    style: Style,
+    *,
+    recorded: bool = True,
+) -> Candidate:
+    """Decisions, scheduled in one style and simulated; ``recorded`` as in :func:`~.schedule.fit`."""
+    schedule = fit(problem, wish, budget_bytes, style, recorded=recorded)
     return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
 
 

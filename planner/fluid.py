@@ -1,421 +1,409 @@
-"""The fluid model PLAN: decisions are binary, copies flow; docs/planner.md lists its rows.
+"""The fluid models: decisions are chosen, copies flow. docs/planner.md lists the rows and argues for them.
 
-Events are aggregated to *slots*, the stretches of compute between clock points. A memory row stands at a tick that no
-other tick of its slot dominates, and counts exactly the values held at that tick.
+PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its optimum. They are one model with
+a few rows apart, built here: decisions, replays before their own need, the link, time. ``fluid_memory`` adds memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
-import pulp
 
-from .problem import Ints, Problem
-from .slots import slots_of
+from .linear import LinearModel, Term
+from .problem import Problem
+from .slots import Slots, slots_of
 
 WINDOW_NEEDS = 30
 """How many of the last points that replay something a value may be brought back at before its own use."""
 SWAP_PREFERENCE = 1e-4
-"""Weight of link time in the objective, so that no value is moved for nothing."""
+"""Weight of link time in PLAN's objective, so that no value is moved for nothing."""
 
 
-@dataclass(frozen=True, eq=False)
+class Purpose(StrEnum):
+    """What the model is for."""
+
+    PLAN = "plan"
+    BOUND = "bound"
+
+
+@dataclass(frozen=True)
+class Early:
+    """A point before a value's own need by which it may be back because a replay needs it."""
+
+    slot: int
+    replayed: int | None
+    """Column "recomputed by then"; None when the value cannot be recomputed."""
+    fetched: int | None
+    """Column "swapped in by then"; None when no replay would start from it there."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build a model for."""
+
+    budget_bytes: int
+    candidates: tuple[int, ...]
+    """Values that may be something else than kept."""
+    purpose: Purpose = Purpose.PLAN
+    tightened: Mapping[int, int] = field(default_factory=dict)
+    """Tick -> bytes taken off the budget there; each such tick has its own row."""
+    host_bytes: int | None = None
+    window: int = WINDOW_NEEDS
+    whole: tuple[int, ...] = ()
+    """Values, all of them candidates, that PLAN moves in one piece; see ``fluid_whole``."""
+    grid: int = 30
+    """At how many slots at most these leave and return."""
+
+
+@dataclass(eq=False)
 class FluidModel:
-    """The PuLP model and the variables whose values are the decisions."""
+    """The model under construction: columns by their meaning. ``unit`` bytes and ``time_unit_s`` are 1 in it."""
 
-    lp: pulp.LpProblem
-    swap: dict[int, pulp.LpVariable]
-    recompute: dict[int, pulp.LpVariable]
+    problem: Problem
+    request: Request
+    slots: Slots
+    unit: float
     time_unit_s: float
+    linear: LinearModel = field(default_factory=LinearModel)
+    swap: dict[int, int] = field(default_factory=dict)
+    recompute: dict[int, int] = field(default_factory=dict)
+    early: dict[int, list[Early]] = field(default_factory=dict)
+    """Ascending by slot, all before the value's own use."""
+    consumers: dict[int, list[int]] = field(default_factory=dict)
+    """Per value: the recomputable values whose replay starts from it."""
+    extra: list[int] = field(default_factory=list)
+    """Per slot: time the step takes beyond its compute (stalls and replays)."""
+    not_out: list[int] = field(default_factory=list)
+    """Per slot: bytes to be swapped that have not left."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Per backward slot: bytes that are back before they are needed, when its points are over."""
+    arriving: dict[int, int] = field(default_factory=dict)
+    """Per backward slot: bytes that arrive during its compute."""
+
+    def __post_init__(self) -> None:
+        problem, slots = self.problem, self.slots
+        is_bound = self.request.purpose is Purpose.BOUND
+        moved_bytes = problem.size_bytes if is_bound else problem.rounded_bytes
+        self.resident = [float(size) / self.unit for size in problem.rounded_bytes]
+        """Per value: scaled bytes it takes on the device."""
+        self.moved = [float(size) / self.unit for size in moved_bytes]
+        """Per value: scaled bytes that a copy of it is counted with."""
+        self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
+        self.save_slot = [slots.of_point[p] for p in problem.save_points]
+        self.replay_time = [0.0 if r is None else r.seconds / self.time_unit_s for r in problem.replay.replays]
+        self.all_bytes = sum(self.resident) or 1.0
+        copies_s = sum(problem.out_seconds(v) + problem.in_seconds(v) for v in self.request.candidates)
+        self.longest = copies_s / self.time_unit_s + sum(self.replay_time) + 1.0
+        """More time than any useful plan adds: an upper bound for the columns."""
+        self.out_rate, self.in_rate = _rates(self)
+        """Scaled bytes per scaled second: nominal for BOUND, latencies included for PLAN."""
+
+    @property
+    def is_bound(self) -> bool:
+        return self.request.purpose is Purpose.BOUND
+
+    def replayed_by(self, value: int, slot: int) -> int | None:
+        """Column "recomputed by the end of ``slot``'s points" before the value's own need; None when there is none."""
+        found = None
+        for early in self.early.get(value, ()):
+            if early.slot > slot:
+                break
+            found = early.replayed
+        return found
 
 
-@dataclass
-class _Columns:
-    """Variables under construction."""
+def build_fluid_model(problem: Problem, request: Request) -> FluidModel:
+    """The model that ``request`` asks for, complete."""
+    from .fluid_memory import add_memory
 
-    lp: pulp.LpProblem
-    swap: dict[int, pulp.LpVariable] = field(default_factory=dict)
-    recompute: dict[int, pulp.LpVariable] = field(default_factory=dict)
-    early: dict[int, list[tuple[int, pulp.LpVariable, pulp.LpVariable]]] = field(default_factory=dict)
-    """Per value: (slot, recomputed by then, fetched by then), slots before its own use, ascending."""
-
-
-def build_fluid_model(
-    problem: Problem,
-    budget_bytes: int,
-    candidates: Iterable[int],
-    tightened: dict[int, int] | None = None,
-    host_bytes: int | None = None,
-) -> FluidModel:
-    """The model for ``budget_bytes``; values outside ``candidates`` are kept.
-
-    ``tightened`` maps ticks to bytes that are taken off the budget there; each such tick has its own row.
-    """
-    return _Builder(problem, budget_bytes, list(candidates), tightened or {}, host_bytes).build()
+    sizes = problem.rounded_bytes[list(request.candidates)]
+    unit = max(1.0, float(np.mean(sizes)) / 10) if len(sizes) else 1.0
+    model = FluidModel(problem, request, slots_of(problem), unit, problem.step_s / 1000 or 1.0)
+    _add_decisions(model)
+    _add_early_returns(model)
+    _add_link(model)
+    _add_time(model)
+    add_memory(model)
+    return model
 
 
-class _Builder:
-    """State: the rows and columns made so far. Bytes are scaled by ``unit`` and seconds by ``time_unit_s``."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        candidates: list[int],
-        tightened: dict[int, int],
-        host_bytes: int | None,
-    ) -> None:
-        self.problem, self.budget_bytes, self.candidates = problem, budget_bytes, candidates
-        self.tightened, self.host_bytes = tightened, host_bytes
-        self.slots = slots_of(problem)
-        self.unit = max(1.0, float(np.mean(problem.rounded_bytes[candidates])) / 10) if candidates else 1.0
-        self.time_unit_s = problem.step_s / 1000 or 1.0
-        self.columns = _Columns(pulp.LpProblem("plan", pulp.LpMinimize))
-        self.size = {value: float(problem.rounded_bytes[value]) / self.unit for value in range(problem.value_count)}
-        first = problem.first_use_point
-        self.use_slot = [self.slots.of_point[point] if point >= 0 else self.slots.count for point in first]
-        self.save_slot = [self.slots.of_point[point] for point in problem.save_points]
-        self.seconds = self.slots.seconds / self.time_unit_s
-
-    def build(self) -> FluidModel:
-        self._decisions()
-        self._early_replays()
-        self._links()
-        self._memory()
-        self._objective()
-        columns = self.columns
-        return FluidModel(columns.lp, columns.swap, columns.recompute, self.time_unit_s)
-
-    def _row(self, terms: list[tuple[pulp.LpVariable, float]], sense: int, bound: float) -> None:
-        self.columns.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=bound))
-
-    def _decisions(self) -> None:
-        columns, replays = self.columns, self.problem.replay.replays
-        for value in self.candidates:
-            columns.swap[value] = pulp.LpVariable(f"swap_{value}", cat="Binary")
-            if replays[value] is not None:
-                columns.recompute[value] = pulp.LpVariable(f"recompute_{value}", cat="Binary")
-                self._row([(columns.swap[value], 1), (columns.recompute[value], 1)], pulp.LpConstraintLE, 1)
-        if self.host_bytes is not None:
-            terms = [(swap, self.size[value]) for value, swap in columns.swap.items()]
-            self._row(terms, pulp.LpConstraintLE, self.host_bytes / self.unit)
-
-    def _consumers(self) -> dict[int, list[int]]:
-        """Per value: the recomputable values whose replay starts from it."""
-        consumers: dict[int, list[int]] = {}
-        for value in self.columns.recompute:
-            replay = self.problem.replay.replays[value]
-            assert replay is not None
-            for source in replay.inputs:
-                consumers.setdefault(source, []).append(value)
-        return consumers
-
-    def _early_replays(self) -> None:
-        """Rows "what a replay starts from is back by then", for values whose own use comes later."""
-        columns = self.columns
-        self.consumers = self._consumers()
-        order = sorted(self.candidates, key=lambda value: self.use_slot[value])
-        for value in order:
-            consumers = [user for user in self.consumers.get(value, ()) if self.use_slot[user] < self.use_slot[value]]
-            wanted = {self.use_slot[user] for user in consumers}
-            for user in consumers:
-                wanted.update(slot for slot, _, _ in columns.early.get(user, ()))
-            window = sorted(wanted)[-WINDOW_NEEDS:]
-            self._early_columns(value, window)
-            for user in consumers:
-                self._ready_rows(value, user, window)
-
-    def _early_columns(self, value: int, window: list[int]) -> None:
-        columns = self.columns
-        early: list[tuple[int, pulp.LpVariable, pulp.LpVariable]] = []
-        for slot in window:
-            replayed = pulp.LpVariable(f"replayed_{value}_{slot}", 0, 1)
-            fetched = pulp.LpVariable(f"fetched_{value}_{slot}", 0, 1)
-            if value not in columns.recompute:
-                replayed.upBound = 0
-            if early:
-                self._row([(early[-1][1], 1), (replayed, -1)], pulp.LpConstraintLE, 0)
-                self._row([(early[-1][2], 1), (fetched, -1)], pulp.LpConstraintLE, 0)
-            early.append((slot, replayed, fetched))
-        if early and value in columns.recompute:
-            self._row([(early[-1][1], 1), (columns.recompute[value], -1)], pulp.LpConstraintLE, 0)
-        if early:
-            self._row([(early[-1][2], 1), (columns.swap[value], -1)], pulp.LpConstraintLE, 0)
-        columns.early[value] = early
-
-    def _ready_rows(self, value: int, user: int, window: list[int]) -> None:
-        """Where ``user`` is replayed by a slot, ``value`` is kept, replayed by then, or fetched by then."""
-        columns = self.columns
-        own = {slot: (replayed, fetched) for slot, replayed, fetched in columns.early[value]}
-        done = [(slot, replayed) for slot, replayed, _ in columns.early.get(user, ())]
-        done.append((self.use_slot[user], columns.recompute[user]))
-        for slot, is_back in done:
-            replayed, fetched = own.get(slot, (None, None))
-            for needed, early in ((columns.recompute.get(value), replayed), (columns.swap[value], fetched)):
-                if needed is not None:
-                    terms = [(is_back, 1.0), (needed, 1.0)]
-                    if early is not None:
-                        terms.append((early, -1.0))
-                    self._row(terms, pulp.LpConstraintLE, 1)
-
-    def _link_rate(self, seconds: Sequence[float]) -> float:
-        """Scaled bytes per scaled second over all candidates, latencies included."""
-        total = sum(seconds)
-        return sum(self.size[value] for value in self.candidates) / (total / self.time_unit_s) if total > 0 else 1e9
-
-    def _links(self) -> None:
-        """Backlog of bytes not yet out, and bytes that are back before they are needed, slot by slot."""
-        problem, columns, count = self.problem, self.columns, self.slots.count
-        self.out_rate = self._link_rate([problem.out_seconds(value) for value in self.candidates])
-        self.in_rate = self._link_rate([problem.in_seconds(value) for value in self.candidates])
-        self.stall = [pulp.LpVariable(f"stall_{slot}", 0) for slot in range(count)]
-        self.not_out = [pulp.LpVariable(f"not_out_{slot}", 0) for slot in range(count)]
-        self.ahead: dict[int, pulp.LpVariable] = {}
-        self.arriving: dict[int, pulp.LpVariable] = {}
-        saved: dict[int, list[int]] = {}
-        needed: dict[int, list[int]] = {}
-        for value in columns.swap:
-            saved.setdefault(self.save_slot[value], []).append(value)
-            needed.setdefault(self.use_slot[value], []).append(value)
-        replays = self._replay_terms()
-        kappa = (1 - problem.link.duplex) / problem.link.duplex
-        for slot in range(count):
-            is_backward = slot >= self.slots.first_backward
-            out_terms = [(self.not_out[slot], -1.0), *((columns.swap[v], self.size[v]) for v in saved.get(slot, ()))]
-            if slot > 0:
-                out_terms.append((self.not_out[slot - 1], 1.0))
-            out_terms.append((self.stall[slot], -self.out_rate))
-            spare = self.seconds[slot - 1] * (1 + problem.link.interference_out) * self.out_rate if slot else 0.0
-            if is_backward:
-                self._in_rows(slot, needed.get(slot, ()), replays)
-                if slot - 1 in self.arriving:
-                    # What a half-duplex link carries inwards it cannot carry outwards.
-                    out_terms.append((self.arriving[slot - 1], kappa * self.out_rate / self.in_rate))
-            self._row(out_terms, pulp.LpConstraintLE, spare)
-
-    def _in_rows(
-        self, slot: int, needed: Sequence[int], replays: dict[int, list[tuple[pulp.LpVariable, float]]]
-    ) -> None:
-        problem, columns = self.problem, self.columns
-        ahead = pulp.LpVariable(f"ahead_{slot}", 0)
-        arriving = pulp.LpVariable(f"arriving_{slot}", 0)
-        during_stall = pulp.LpVariable(f"during_stall_{slot}", 0)
-        terms = [(ahead, 1.0), (during_stall, -1.0), *((columns.swap[value], self.size[value]) for value in needed)]
-        if slot - 1 in self.ahead:
-            terms += [(self.ahead[slot - 1], -1.0), (self.arriving[slot - 1], -1.0)]
-        self._row(terms, pulp.LpConstraintEQ, 0)
-        self._row([(during_stall, 1), (self.stall[slot], -self.in_rate)], pulp.LpConstraintLE, 0)
-        spare = self.seconds[slot] * (1 + problem.link.interference_in) * self.in_rate
-        replayed = [(variable, -seconds * self.in_rate) for variable, seconds in replays.get(slot, ())]
-        self._row([(arriving, 1.0), *replayed], pulp.LpConstraintLE, spare)
-        self.ahead[slot], self.arriving[slot] = ahead, arriving
-
-    def _replay_terms(self) -> dict[int, list[tuple[pulp.LpVariable, float]]]:
-        """Per slot: (variable, scaled seconds) whose sum is the replay time there."""
-        terms: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
-        for value, recompute in self.columns.recompute.items():
-            replay = self.problem.replay.replays[value]
-            assert replay is not None
-            seconds = replay.seconds / self.time_unit_s
-            before = None
-            for slot, replayed, _ in self.columns.early.get(value, ()):
-                terms.setdefault(slot, []).append((replayed, seconds))
-                if before is not None:
-                    terms[slot].append((before, -seconds))
-                before = replayed
-            terms.setdefault(self.use_slot[value], []).append((recompute, seconds))
-            if before is not None:
-                terms[self.use_slot[value]].append((before, -seconds))
-        return terms
-
-    def _memory(self) -> None:
-        fixed, gap_all = self._fixed_bytes()
-        transients = self._transients()
-        ticks = self._row_ticks(fixed, gap_all, transients)
-        held = self._held_columns(ticks)
-        claims = self._claims()
-        early_fetches = self._early_fetches()
-        for tick, kept in zip(ticks, held, strict=True):
-            slot = self._slot_at(tick)
-            room = (self.budget_bytes - float(fixed[tick]) - self.tightened.get(tick, 0)) / self.unit
-            terms = [(kept, 1.0)]
-            terms += self._replayed_at(slot, tick)
-            terms += [(variable, size) for first, last, variable, size in claims if first <= tick <= last]
-            if tick in transients:
-                terms.append((transients[tick], 1.0))
-            if slot >= self.slots.first_backward:
-                terms += [(self.ahead[slot], 1.0), (self.arriving[slot], 1.0), (self.not_out[slot], 1.0)]
-                self._row(terms, pulp.LpConstraintLE, room)
-            else:
-                self._row(terms, pulp.LpConstraintLE, room)
-                alive = [(self.columns.swap[v], -self.size[v]) for v in self._saved_and_alive(tick, slot)]
-                self._row([*terms, (self.not_out[slot], 1.0), *alive], pulp.LpConstraintLE, room)
-        for slot, wanted in early_fetches.items():
-            self._row([(self.ahead[slot], 1.0), *((v, -size) for v, size in wanted)], pulp.LpConstraintGE, 0)
-
-    def _fixed_bytes(self) -> tuple[Ints, Ints]:
-        """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
-        problem = self.problem
-        last = problem.tick_count - 1
-        change = np.zeros(problem.tick_count + 1, dtype=np.int64)
-        moved = np.zeros(problem.tick_count + 1, dtype=np.int64)
-        candidates = set(self.candidates)
-        for value in range(problem.value_count):
-            size_bytes = int(problem.rounded_bytes[value])
-            until = int(min(max(problem.forward_death[value], problem.freed[value]), last))
-            change[problem.born[value]] += size_bytes
-            change[until + 1] -= size_bytes
-            if value in candidates:
-                first, end = self._gap(value)
-                moved[first] += size_bytes
-                moved[end + 1] -= size_bytes
-        gap = np.cumsum(moved)[:-1]
-        return problem.base_bytes + np.cumsum(change)[:-1] - gap, gap
-
-    def _gap(self, value: int) -> tuple[int, int]:
-        """First and last tick at which a decision moves a value's bytes."""
-        problem = self.problem
-        last = problem.tick_count - 1
-        end = int(problem.first_use[value]) - 1
-        if problem.first_use_point[value] < 0:
-            end = int(min(max(problem.forward_death[value], problem.freed[value]), last))
-        return int(min(problem.forward_death[value] + 1, end + 1)), end
-
-    def _slot_at(self, tick: int) -> int:
-        return max(0, int(np.searchsorted(self.slots.start_tick, tick, side="right")) - 1)
-
-    def _row_ticks(self, fixed: Ints, gap_all: Ints, transients: dict[int, pulp.LpVariable]) -> list[int]:
-        """Ticks that need a row: could go over budget, and dominated by no other tick of their slot.
-
-        Within a slot the decided bytes only grow in forward (values die) and only shrink in backward (values return),
-        so that a tick is dominated by a later (earlier) one with no less fixed bytes.
-        """
-        rows = {*transients, *self.tightened}
-        bounds = [*self.slots.start_tick.tolist(), self.problem.tick_count]
-        over = fixed + gap_all > self.budget_bytes
-        for slot in range(self.slots.count):
-            ticks = range(bounds[slot], bounds[slot + 1])
-            best = -1
-            for tick in reversed(ticks) if slot < self.slots.first_backward else ticks:
-                if fixed[tick] > best:
-                    best = int(fixed[tick])
-                    if over[tick]:
-                        rows.add(tick)
-        rows.update(int(tick) for tick in np.flatnonzero(over[: bounds[0]]))
-        return sorted(rows)
-
-    def _held_columns(self, ticks: list[int]) -> list[pulp.LpVariable]:
-        """Per row tick: bytes of kept candidates between their forward death and their first use."""
-        held = [pulp.LpVariable(f"kept_{tick}", 0) for tick in ticks]
-        enter: dict[int, list[tuple[int, float]]] = {}
-        for value in self.candidates:
-            first, end = self._gap(value)
-            start, stop = int(np.searchsorted(ticks, first)), int(np.searchsorted(ticks, end + 1))
-            if start < stop:
-                enter.setdefault(start, []).append((value, 1.0))
-                enter.setdefault(stop, []).append((value, -1.0))
-        for index, variable in enumerate(held):
-            terms = [(variable, 1.0)]
-            constant = 0.0
-            if index > 0:
-                terms.append((held[index - 1], -1.0))
-            for value, sign in enter.get(index, ()):
-                constant += sign * self.size[value]
-                terms += self._not_kept(value, sign * self.size[value])
-            self._row(terms, pulp.LpConstraintEQ, constant)
-        return held
-
-    def _not_kept(self, value: int, weight: float) -> list[tuple[pulp.LpVariable, float]]:
-        terms = [(self.columns.swap[value], weight)]
-        if value in self.columns.recompute:
-            terms.append((self.columns.recompute[value], weight))
-        return terms
-
-    def _saved_and_alive(self, tick: int, slot: int) -> list[int]:
-        """Swappable values that may have left for the host while forward still holds them."""
-        death, save_slot = self.problem.forward_death, self.save_slot
-        return [v for v in self.columns.swap if save_slot[v] <= slot and death[v] >= tick]
-
-    def _replayed_at(self, slot: int, tick: int) -> list[tuple[pulp.LpVariable, float]]:
-        terms = []
-        for value, early in self.columns.early.items():
-            if early and early[0][0] <= slot and tick < self.problem.first_use[value]:
-                latest = [replayed for start, replayed, _ in early if start <= slot][-1]
-                terms.append((latest, self.size[value]))
-        return terms
-
-    def _early_fetches(self) -> dict[int, list[tuple[pulp.LpVariable, float]]]:
-        """Per slot: fetches for a replay before the value's own use."""
-        wanted: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
-        for value, early in self.columns.early.items():
-            for index, (slot, _, fetched) in enumerate(early):
-                end = early[index + 1][0] if index + 1 < len(early) else self.use_slot[value]
-                for inside in range(slot, min(end, self.slots.count)):
-                    wanted.setdefault(inside, []).append((fetched, self.size[value]))
-        return wanted
-
-    def _claims(self) -> list[tuple[int, int, pulp.LpVariable, float]]:
-        """(first tick, last tick, variable, bytes): a value held after its own last use for a later replay."""
-        problem = self.problem
-        claims = []
-        for value, users in self.consumers.items():
-            late = sorted((int(problem.first_use[u]), u) for u in users if problem.first_use[u] > problem.freed[value])
-            after: pulp.LpVariable | None = None
-            for index in reversed(range(len(late))):
-                tick, user = late[index]
-                first = late[index - 1][0] + 1 if index else int(problem.freed[value]) + 1
-                held = pulp.LpVariable(f"claim_{value}_{user}", 0, 1)
-                self._row([(held, 1), (self.columns.recompute[user], -1)], pulp.LpConstraintGE, 0)
-                if after is not None:
-                    self._row([(held, 1), (after, -1)], pulp.LpConstraintGE, 0)
-                claims.append((first, min(tick, problem.tick_count - 1), held, self.size[value]))
-                after = held
-        return claims
-
-    def _transients(self) -> dict[int, pulp.LpVariable]:
-        """Per tick of a use point: bytes that a replay there holds beyond the value it brings back."""
-        problem = self.problem
-        transients: dict[int, pulp.LpVariable] = {}
-        for value, recompute in self.columns.recompute.items():
-            inside = (problem.replay.merged((value,)).peak_bytes - int(problem.rounded_bytes[value])) / self.unit
-            point = problem.first_use_point[value]
-            if point < 0 or inside <= 0:
-                continue
-            before = None
-            for slot, replayed, _ in self.columns.early.get(value, ()):
-                tick = int(self.slots.start_tick[slot])
-                self._transient_row(transients, tick, replayed, before, inside)
-                before = replayed
-            self._transient_row(transients, int(problem.point_ticks[point]), recompute, before, inside)
-        return transients
-
-    def _transient_row(
-        self,
-        transients: dict[int, pulp.LpVariable],
-        tick: int,
-        now: pulp.LpVariable,
-        before: pulp.LpVariable | None,
-        inside: float,
-    ) -> None:
-        if tick not in transients:
-            transients[tick] = pulp.LpVariable(f"inside_{tick}", 0)
-        terms = [(transients[tick], 1.0), (now, -inside)]
-        if before is not None:
-            terms.append((before, inside))
-        self._row(terms, pulp.LpConstraintGE, 0)
-
-    def _objective(self) -> None:
-        problem, columns, link = self.problem, self.columns, self.problem.link
-        terms = [(stall, 1.0) for stall in self.stall]
-        for value, recompute in columns.recompute.items():
-            replay = problem.replay.replays[value]
-            assert replay is not None
-            terms.append((recompute, replay.seconds / self.time_unit_s + SWAP_PREFERENCE))
-        for value, swap in columns.swap.items():
+def _add_decisions(model: FluidModel) -> None:
+    problem, request, linear = model.problem, model.request, model.linear
+    link = problem.link
+    for value in request.candidates:
+        swap_cost = recompute_cost = 0.0
+        if not model.is_bound:
             out_s, in_s = problem.out_seconds(value), problem.in_seconds(value)
-            slowed = out_s * link.interference_out / (1 + link.interference_out)
-            slowed += in_s * link.interference_in / (1 + link.interference_in)
-            terms.append((swap, (slowed + SWAP_PREFERENCE * (out_s + in_s)) / self.time_unit_s))
-        columns.lp.setObjective(pulp.LpAffineExpression(terms))
+            slowed_s = out_s * link.interference_out / (1 + link.interference_out)
+            slowed_s += in_s * link.interference_in / (1 + link.interference_in)
+            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s
+            recompute_cost = SWAP_PREFERENCE * model.replay_time[value]
+        model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
+        replay = problem.replay.replays[value]
+        if replay is not None:
+            model.recompute[value] = linear.column(1.0, cost=recompute_cost, integer=True)
+            linear.row([(model.swap[value], 1), (model.recompute[value], 1)], high=1)
+    for value in model.recompute:
+        replay = problem.replay.replays[value]
+        assert replay is not None
+        for source in replay.inputs:
+            model.consumers.setdefault(source, []).append(value)
+    if request.host_bytes is not None:
+        host = [(column, model.moved[value]) for value, column in model.swap.items()]
+        linear.row(host, high=request.host_bytes / model.unit)
+
+
+# -- replays before their own need ------------------------------------------------------------------------------------
+
+
+def _add_early_returns(model: FluidModel) -> None:
+    """Columns "back by this slot", and the rows "what a replay starts from is back by then"."""
+    before_death = _slots_before_an_input_goes(model)
+    order = sorted(model.request.candidates, key=lambda value: model.use_slot[value])
+    for value in order:
+        if model.is_bound and model.use_slot[value] == model.slots.count:
+            continue  # never used in backward: BOUND lets it come back for nothing
+        wanted = set()
+        for user in model.consumers.get(value, ()):
+            wanted.add(model.use_slot[user])
+            wanted.update(early.slot for early in model.early.get(user, ()))
+            wanted.update(before_death.get(user, ()))
+        wanted = {slot for slot in wanted if slot < model.use_slot[value]}
+        window = sorted(wanted | before_death.get(value, set()))[-model.request.window :]
+        _add_early_columns(model, value, window, wanted)
+    for value in model.request.candidates:
+        for user in model.consumers.get(value, ()):
+            _add_ready_rows(model, value, user)
+
+
+def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
+    """Per recomputable value: slots of the last uses of its inputs, where these come before its own use.
+
+    Replayed there, it needs no claim on the input.
+    """
+    problem, found = model.problem, dict[int, set[int]]()
+    for source, users in model.consumers.items():
+        slot = model.slots.at_tick(int(problem.freed[source]))
+        for user in users:
+            if model.slots.first_backward <= slot < model.use_slot[user]:
+                found.setdefault(user, set()).add(slot)
+    return found
+
+
+def _add_early_columns(model: FluidModel, value: int, window: list[int], wanted: set[int]) -> None:
+    linear = model.linear
+    returns: list[Early] = []
+    last_replayed = last_fetched = None
+    for slot in window:
+        replayed = linear.column(1.0) if value in model.recompute else None
+        fetched = linear.column(1.0) if slot in wanted and not model.is_bound else None
+        if replayed is not None and last_replayed is not None:
+            linear.row([(last_replayed, 1), (replayed, -1)], high=0)
+        if fetched is not None and last_fetched is not None:
+            linear.row([(last_fetched, 1), (fetched, -1)], high=0)
+        last_replayed, last_fetched = replayed, fetched if fetched is not None else last_fetched
+        returns.append(Early(slot, replayed, fetched))
+    if last_replayed is not None:
+        linear.row([(last_replayed, 1), (model.recompute[value], -1)], high=0)
+    if last_fetched is not None:
+        linear.row([(last_fetched, 1), (model.swap[value], -1)], high=0)
+    if returns:
+        model.early[value] = returns
+
+
+def _add_ready_rows(model: FluidModel, value: int, user: int) -> None:
+    """Where ``user`` is replayed by a slot, ``value`` is kept, replayed by then, or fetched by then."""
+    own = model.early.get(value, ())
+    done = [(early.slot, early.replayed) for early in model.early.get(user, ())]
+    done.append((model.use_slot[user], model.recompute[user]))
+    for slot, is_back in done:
+        if is_back is None or slot >= model.use_slot[value]:
+            continue
+        terms: list[Term] = [(is_back, 1.0)]
+        if value in model.recompute:
+            terms.append((model.recompute[value], 1.0))
+        if model.is_bound:
+            # The first return at or after the slot is no stricter, and a swapped value may not have left yet.
+            found = next((early for early in own if early.slot >= slot and early.replayed is not None), None)
+            if found is None:
+                continue
+            assert found.replayed is not None
+            terms.append((found.replayed, -1.0))
+        else:
+            terms.append((model.swap[value], 1.0))
+            found = next((early for early in own if early.slot == slot), None)
+            if found is not None:
+                terms += [(column, -1.0) for column in (found.replayed, found.fetched) if column is not None]
+        model.linear.row(terms, high=1)
+
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+
+def _rates(model: FluidModel) -> tuple[float, float]:
+    problem, candidates = model.problem, model.request.candidates
+    if model.is_bound:
+        scale = model.time_unit_s / model.unit
+        throttle = problem.link.throttle_bytes_per_s or float("inf")
+        out = min(problem.link.outward.bandwidth_bytes_per_s, throttle)
+        return out * scale, min(problem.link.inward.bandwidth_bytes_per_s, throttle) * scale
+    total = sum(model.moved[value] for value in candidates) or 1.0
+    out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
+    in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0
+    return total / (out_s / model.time_unit_s), total / (in_s / model.time_unit_s)
+
+
+def _add_link(model: FluidModel) -> None:
+    """Backlog of bytes not yet out, and bytes that are back before they are needed, slot by slot."""
+    linear, slots, link = model.linear, model.slots, model.problem.link
+    out_rate, in_rate = model.out_rate, model.in_rate
+    saved, needed = dict[int, list[Term]](), dict[int, list[Term]]()
+    for value, column in model.swap.items():
+        saved.setdefault(model.save_slot[value], []).append((column, model.moved[value]))
+        needed.setdefault(model.use_slot[value], []).append((column, model.moved[value]))
+    seconds = (slots.seconds / model.time_unit_s).tolist()
+    longer_out = 1.0 if model.is_bound else 1 + link.interference_out
+    longer_in = 1.0 if model.is_bound else 1 + link.interference_in
+    # What a half-duplex link carries inwards it cannot carry outwards.
+    shared = 0.0 if model.is_bound else (1 - link.duplex) / link.duplex * out_rate / in_rate
+    for slot in range(slots.count):
+        extra = linear.column(model.longest, cost=1.0)
+        not_out = linear.column(model.all_bytes)
+        model.extra.append(extra)
+        model.not_out.append(not_out)
+        if slot > 0:
+            left: list[Term] = [(model.not_out[slot - 1], 1.0)]
+            if slot - 1 in model.arriving and shared:
+                left.append((model.arriving[slot - 1], shared))
+            spare = seconds[slot - 1] * longer_out * out_rate
+            if slot in saved:  # what was idle before the save point is gone
+                backlog = linear.column(model.all_bytes)
+                linear.row([*left, (backlog, -1.0)], high=spare)
+                left, spare = [(backlog, 1.0)], 0.0
+            linear.row([*left, *saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=spare)
+        else:
+            linear.row([*saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=0.0)
+        if slot >= slots.first_backward:
+            _add_inward(model, slot, needed.get(slot, []), in_rate, seconds[slot] * longer_in * in_rate)
+    _add_early_fetches(model)
+
+
+def _add_inward(model: FluidModel, slot: int, needed: list[Term], rate: float, spare: float) -> None:
+    linear = model.linear
+    ahead = linear.column(model.all_bytes)
+    arriving = linear.column(min(model.all_bytes, spare))
+    during_extra = linear.column(model.all_bytes)
+    terms = [(ahead, 1.0), (during_extra, -1.0), *needed]
+    if slot - 1 in model.ahead:
+        terms += [(model.ahead[slot - 1], -1.0), (model.arriving[slot - 1], -1.0)]
+    linear.row(terms, low=0, high=0)
+    linear.row([(during_extra, 1.0), (model.extra[slot], -rate)], high=0)
+    model.ahead[slot], model.arriving[slot] = ahead, arriving
+
+
+def _add_early_fetches(model: FluidModel) -> None:
+    """What was fetched for a replay stays until its own use; a row at each slot where such a fetch may be."""
+    marks = sorted({early.slot for returns in model.early.values() for early in returns if early.fetched is not None})
+    wanted = dict[int, list[Term]]()
+    for value, returns in model.early.items():
+        latest: int | None = None
+        steps = iter(returns)
+        step = next(steps, None)
+        for slot in marks[int(np.searchsorted(marks, returns[0].slot)) :]:
+            if slot >= model.use_slot[value]:
+                break
+            while step is not None and step.slot <= slot:
+                latest = step.fetched if step.fetched is not None else latest
+                step = next(steps, None)
+            if latest is not None:
+                wanted.setdefault(slot, []).append((latest, -model.moved[value]))
+    for slot, terms in wanted.items():
+        model.linear.row([(model.ahead[slot], 1.0), *terms], low=0)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def _add_time(model: FluidModel) -> None:
+    """Time is added for each replay, where it runs.
+
+    PLAN has it run at the slot of its return. BOUND lets it run at any use point up to there: of the time added since
+    backward began, the replays so far take their part, and all of them take theirs in the end.
+    """
+    own, shared_ops = _replay_costs(model)
+    jumps = _replay_jumps(model, own)
+    if not model.is_bound:
+        for slot, terms in jumps.items():
+            model.linear.row([(model.extra[slot], 1.0), *((c, -seconds) for c, seconds in terms)], low=0)
+        return
+    idle: int | None = None
+    since = model.slots.first_backward
+    for slot in sorted(jumps):
+        now = model.linear.column(model.longest)
+        terms = [(now, 1.0), *jumps[slot], *((extra, -1.0) for extra in model.extra[since : slot + 1])]
+        if idle is not None:
+            terms.append((idle, -1.0))
+        model.linear.row(terms, low=0, high=0)
+        idle, since = now, slot + 1
+    if shared_ops:
+        _add_shared_ops(model, own, shared_ops)
+
+
+def _replay_jumps(model: FluidModel, own: list[float]) -> dict[int, list[Term]]:
+    """Per slot: the seconds of the replays that are done by it, and were not by the slot of the return before."""
+    jumps = dict[int, list[Term]]()
+    for value, column in model.recompute.items():
+        if model.use_slot[value] == model.slots.count:
+            continue
+        before: int | None = None
+        returns = [(early.slot, early.replayed) for early in model.early.get(value, ())]
+        for slot, now in [*returns, (model.use_slot[value], column)]:
+            assert now is not None
+            terms = jumps.setdefault(slot, [])
+            terms.append((now, own[value]))
+            if before is not None:
+                terms.append((before, -own[value]))
+            before = now
+    return jumps
+
+
+def _replay_costs(model: FluidModel) -> tuple[list[float], dict[int, list[int]]]:
+    """Seconds of each value's own replay, and for BOUND the ops that several replays run, which may run once."""
+    if not model.is_bound:
+        return model.replay_time, {}
+    problem = model.problem
+    users = dict[int, list[int]]()
+    for value in model.recompute:
+        replay = problem.replay.replays[value]
+        assert replay is not None
+        if model.use_slot[value] < model.slots.count:
+            for op in replay.ops:
+                users.setdefault(op, []).append(value)
+    shared = {op: values for op, values in users.items() if len(values) > 1}
+    own = list(model.replay_time)
+    for op, values in shared.items():
+        for value in values:
+            own[value] -= problem.replay.op_seconds[op] / model.time_unit_s
+    return [max(0.0, seconds) for seconds in own], shared
+
+
+def _add_shared_ops(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
+    """All the time added is at least that of all replays, an op that several replays share counted once."""
+    linear = model.linear
+    groups = dict[tuple[int, ...], float]()
+    for op, values in shared_ops.items():
+        key = tuple(values)
+        groups[key] = groups.get(key, 0.0) + model.problem.replay.op_seconds[op] / model.time_unit_s
+    terms: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
+    for value, column in model.recompute.items():
+        if model.use_slot[value] < model.slots.count:
+            terms.append((column, -own[value]))
+    for users, seconds in groups.items():
+        is_run = linear.column(1.0)
+        for value in users:
+            linear.row([(is_run, 1.0), (model.recompute[value], -1.0)], low=0)
+        terms.append((is_run, -seconds))
+    linear.row(terms, low=0)

@@ -6,6 +6,7 @@ Ticks are those of ``poochplan.profiler.schema``; bytes are rounded up to the al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -64,6 +65,26 @@ class Problem:
     first_step_less_bytes: Ints
     """How much less is live at each tick of the first step, before the optimizer has state."""
     link: Link
+
+    @cached_property
+    def point_tick_list(self) -> list[int]:
+        """``point_ticks`` for code that reads one at a time."""
+        return list(map(int, self.point_ticks))
+
+    @cached_property
+    def point_work_list(self) -> list[float]:
+        """``point_work_s`` for code that reads one at a time."""
+        return list(map(float, self.point_work_s))
+
+    @cached_property
+    def point_index(self) -> tuple[int, ...]:
+        """Per point: its index among the save points or among the use points."""
+        counts = {True: -1, False: -1}
+        found = []
+        for is_save in self.point_is_save:
+            counts[is_save] += 1
+            found.append(counts[is_save])
+        return tuple(found)
 
     @property
     def value_count(self) -> int:

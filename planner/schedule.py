@@ -124,12 +124,21 @@ def keep_all(problem: Problem) -> Schedule:
     return Schedule((Decision.KEEP,) * problem.value_count, ())
 
 
-def fit(problem: Problem, decisions: Sequence[Decision], budget_bytes: int, style: Style | None = None) -> Schedule:
+def fit(
+    problem: Problem,
+    decisions: Sequence[Decision],
+    budget_bytes: int,
+    style: Style | None = None,
+    *,
+    recorded: bool = True,
+) -> Schedule:
     """A schedule of ``decisions`` that stays within ``budget_bytes`` where these decisions can.
 
-    Swapped values that need no release are kept instead. Whether it fits is for the simulator to say.
+    Swapped values that need no release are kept instead. Whether it fits is for the simulator to say. Without
+    ``recorded`` it does not say when to record ops: enough for the simulator, not for the runtime.
     """
-    return _Fit(problem, decisions, budget_bytes, style or Style()).schedule()
+    fitted = _Fit(problem, decisions, budget_bytes, style or Style())
+    return assemble(problem, fitted.decisions, fitted.actions(), recorded=recorded)
 
 
 class _Fit:
@@ -138,6 +147,7 @@ class _Fit:
     def __init__(self, problem: Problem, decisions: Sequence[Decision], budget_bytes: int, style: Style) -> None:
         self.problem, self.budget_bytes, self.style = problem, budget_bytes, style
         self.decisions = list(decisions)
+        self.death = problem.forward_death.tolist()
         self.needs = needs_of(problem, decisions)
         self.end = np.maximum(problem.freed, self.needs.last_claim)
         self.back_tick = np.array(
@@ -147,7 +157,8 @@ class _Fit:
         self.prefetch: dict[int, int] = {}
         self.curve = self._curve_unreleased()
 
-    def schedule(self) -> Schedule:
+    def actions(self) -> dict[int, dict[str, list[int]]]:
+        """What happens at each point, as :func:`assemble` takes it; ``decisions`` are then the final ones."""
         if self.style.release == "early":
             for value in self._swapped():
                 self._release_at(value, self._early_point(value))
@@ -252,26 +263,27 @@ class _Fit:
         A value that forward still holds lets the others go first, as long as the link is busy.
         """
         problem = self.problem
-        frees = {value: int(max(problem.save_tick[value], problem.forward_death[value] + 1)) for value in self.release}
+        ticks, work_s = problem.point_tick_list, problem.point_work_list
+        frees = {value: max(ticks[problem.save_points[value]], self.death[value] + 1) for value in self.release}
         issued: dict[int, int] = {}
         pending: list[int] = []
         link_free_s = 0.0
+        last = problem.value_count - 1
         for index, point in enumerate(problem.save_points):
             if index in self.release:
                 pending.append(index)
-            now_s = float(problem.point_work_s[point])
-            is_last = index + 1 == problem.value_count
-            soon = len(problem.point_ticks) - 1 if is_last else problem.save_points[index + 1]
+            if not pending:
+                continue
+            soon = len(ticks) - 1 if index == last else problem.save_points[index + 1]
             for value in sorted(pending, key=lambda v: (frees[v], v)):
-                is_due = frees[value] <= problem.point_ticks[soon] or self.release[value] <= soon
-                if is_last or is_due or link_free_s <= problem.point_work_s[soon]:
+                is_due = frees[value] <= ticks[soon] or self.release[value] <= soon
+                if index == last or is_due or link_free_s <= work_s[soon]:
                     issued[value] = point
                     pending.remove(value)
-                    link_free_s = max(link_free_s, now_s) + problem.out_seconds(value)
+                    link_free_s = max(link_free_s, work_s[point]) + problem.out_seconds(value)
         return issued
 
-    def _collect(self) -> Schedule:
-        problem = self.problem
+    def _collect(self) -> dict[int, dict[str, list[int]]]:
         lists: dict[int, dict[str, list[int]]] = {}
 
         def add(point: int, action: str, value: int) -> None:
@@ -285,20 +297,24 @@ class _Fit:
             add(point, "prefetch", value)
         for point, value, _ in self.needs.replays:
             add(point, "replay", value)
-        return assemble(problem, self.decisions, lists)
+        return lists
 
 
-def assemble(problem: Problem, decisions: Sequence[Decision], lists: dict[int, dict[str, list[int]]]) -> Schedule:
+def assemble(
+    problem: Problem,
+    decisions: Sequence[Decision],
+    lists: dict[int, dict[str, list[int]]],
+    *,
+    recorded: bool = True,
+) -> Schedule:
     """A schedule of what ``lists`` says happens at each point (field of ``PointActions`` -> values), with recording."""
     needed_ops: set[int] = set()
     for value, decision in enumerate(decisions):
         replay = problem.replay.replays[value]
-        if decision is Decision.RECOMPUTE and replay is not None:
+        if recorded and decision is Decision.RECOMPUTE and replay is not None:
             needed_ops.update(replay.ops)
     recording = recording_for(needed_ops, tuple(problem.point_ops[point] for point in problem.save_points))
     switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
-    save_index = {point: index for index, point in enumerate(problem.save_points)}
-    use_index = {point: index for index, point in enumerate(problem.use_points)}
     actions = []
     for point in sorted({*lists, *switches}):
         is_save = problem.point_is_save[point]
@@ -306,7 +322,7 @@ def assemble(problem: Problem, decisions: Sequence[Decision], lists: dict[int, d
         actions.append(
             PointActions(
                 at="save" if is_save else "use",
-                index=save_index[point] if is_save else use_index[point],
+                index=problem.point_index[point],
                 swap_out=fields.get("swap_out", ()),
                 release=fields.get("release", ()),
                 prefetch=fields.get("prefetch", ()),

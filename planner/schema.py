@@ -87,11 +87,12 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     objective_s: float | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
     bound_s: float | None
-    """Proven lower bound on the step time; None when this release proves none for the plan."""
+    """Proven lower bound on the step time of any plan for this budget; None for a policy that proves none."""
     gap: float | None
+    """``step_s / bound_s - 1``."""
     wall_s: float
     rounds: int
-    """Times the model was solved, tightened where the simulated peak was over budget."""
+    """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

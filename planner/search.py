@@ -1,99 +1,169 @@
-"""Local search in the simulator: change one decision, then two at a time, while the simulated step gets faster."""
+"""Local search in the simulator: change decisions while the simulated step gets faster.
+
+``anneal`` leaves local optima that no single change leaves (two large values that trade places); ``descend`` ends in
+one. Both draw from a fixed sequence, so that the same profile gives the same plan wherever their time suffices.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
 
 from .candidate import STYLES, Candidate, movable, try_style
 from .problem import Problem
+from .schedule import Style
 from .schema import Decision
 
 MIN_GAIN = 1e-6
 """Smallest relative gain in step time that counts."""
 SEED = 0
-"""Pairs are drawn from a fixed sequence, so that the same profile gives the same plan."""
-MAX_PAIRS = 300
-"""Pairs find what single changes miss on steps of a few values; on longer ones they were never seen to gain."""
 SEARCH_STYLES = STYLES[:2]
+OVER_BUDGET = 0.02
+"""Share of the step that being over budget costs while annealing, plus ``OVER_BUDGET_SLOPE`` times the share over."""
+OVER_BUDGET_SLOPE = 5.0
+COLDEST = 1e-6
+"""Last temperature, as a share of the step."""
 
 
-def improve(
-    problem: Problem, start: Candidate, budget_bytes: int, *, evaluations: int = 1000, time_limit_s: float = 4.0
+class Budget:
+    """How much may still be spent: simulations, and time as a safety net."""
+
+    def __init__(self, evaluations: int, deadline_s: float) -> None:
+        self.left, self.deadline_s = evaluations, deadline_s
+
+    def spend(self) -> bool:
+        """Takes one simulation; whether there was one."""
+        self.left -= 1
+        return self.left >= 0 and time.perf_counter() < self.deadline_s
+
+
+def descend(problem: Problem, start: Candidate, budget_bytes: int, budget: Budget) -> Candidate:
+    """Tries each value with each other decision, the costliest first, until a whole round gains nothing."""
+    best = start
+    if not _can_gain(problem, best, budget_bytes):
+        return best
+    gained = True
+    while gained:
+        gained = False
+        actual = best.schedule.decisions
+        for value in sorted(movable(problem), key=lambda v: (-_cost(problem, actual[v], v), v)):
+            for decision in _others(problem, best, value):
+                wish = list(best.wish)
+                wish[value] = decision
+                for style in SEARCH_STYLES:
+                    if not budget.spend():
+                        return best
+                    found = _try(problem, best.policy, wish, budget_bytes, style)
+                    if _is_better(found, best, budget_bytes):
+                        best, gained = found, True
+    return best
+
+
+def anneal(
+    problem: Problem,
+    start: Candidate,
+    budget_bytes: int,
+    budget: Budget,
+    *,
+    temperature: float,
+    seed: int = SEED,
 ) -> Candidate:
-    """The best plan found by changing decisions of ``start``; never worse than it.
+    """The best plan met on a walk that also takes changes for the worse, less and less often.
 
-    Every value is tried with each other decision, the costliest first, until a whole round gains nothing; what is left
-    of ``evaluations`` goes to random pairs. ``time_limit_s`` is a safety net, which lets the result depend on speed.
+    ``temperature`` is the loss, as a share of the step, that is taken with probability 1/e at the start.
     """
-    search = _Search(problem, start, budget_bytes, evaluations, time.perf_counter() + time_limit_s)
-    if start.simulation.step_s > problem.step_s * (1 + MIN_GAIN) or start.peak_bytes > budget_bytes:
-        while search.try_each_value():
-            pass
-        search.try_pairs()
-    return search.best
+    if not _can_gain(problem, start, budget_bytes):
+        return start
+    walk = _Walk(problem, start, budget_bytes, random.Random(seed))
+    total = max(1, budget.left)
+    while budget.spend():
+        warmth = (max(0, budget.left) / total) ** 2
+        walk.step(max(COLDEST, temperature * warmth))
+    return walk.best
 
 
-class _Search:
-    """State: the best plan so far, and how many evaluations are left."""
+class _Walk:
+    """State: where the walk is, and the best plan it met."""
 
-    def __init__(
-        self, problem: Problem, start: Candidate, budget_bytes: int, evaluations: int, deadline_s: float
-    ) -> None:
-        self.problem, self.best, self.budget_bytes = problem, start, budget_bytes
-        self._left, self._deadline_s = evaluations, deadline_s
-        self._movable = movable(problem)
+    def __init__(self, problem: Problem, start: Candidate, budget_bytes: int, rng: random.Random) -> None:
+        self.problem, self.budget_bytes, self.rng = problem, budget_bytes, rng
+        self.values = movable(problem)
+        sizes = [float(problem.rounded_bytes[value]) for value in self.values]
+        self.weights = list(accumulate(size**0.5 for size in sizes))
+        self.by_size = sorted(self.values, key=lambda v: (int(problem.rounded_bytes[v]), v))
+        self.place = {value: place for place, value in enumerate(self.by_size)}
+        self.here = self.best = start
+        self.here_score = self.best_score = self._score(start)
 
-    @property
-    def is_over(self) -> bool:
-        return self._left <= 0 or time.perf_counter() > self._deadline_s
-
-    def try_each_value(self) -> bool:
-        """One round over all values; whether it gained anything."""
-        actual = self.best.schedule.decisions
-        gained = False
-        for value in sorted(self._movable, key=lambda v: (-self._cost(actual[v], v), v)):
-            for decision in self._others(value):
-                if self.is_over:
-                    return False
-                gained |= self._try({value: decision})
-        return gained
-
-    def try_pairs(self) -> None:
-        """Random pairs of changes until the evaluations are used up."""
-        rng = random.Random(SEED)
-        if len(self._movable) < 2:
+    def step(self, temperature: float) -> None:
+        """One change, taken or not."""
+        wish = self._neighbour()
+        if wish == list(self.here.wish):
             return
-        for _ in range(min(MAX_PAIRS, 4 * len(self._movable) ** 2)):
-            if self.is_over:
-                return
-            one, other = rng.sample(self._movable, 2)
-            self._try({value: rng.choice(self._others(value)) for value in (one, other)})
+        style = SEARCH_STYLES[self.rng.random() < 0.3]
+        found = _try(self.problem, self.here.policy, wish, self.budget_bytes, style)
+        score = self._score(found)
+        loss = score - self.here_score
+        if loss <= 0 or self.rng.random() < math.exp(-loss / temperature):
+            self.here, self.here_score = found, score
+            if score < self.best_score:
+                self.best, self.best_score = found, score
 
-    def _others(self, value: int) -> list[Decision]:
-        has_replay = self.problem.replay.replays[value] is not None
-        wish = self.best.wish[value]
-        return [d for d in Decision if d is not wish and (d is not Decision.RECOMPUTE or has_replay)]
+    def _score(self, candidate: Candidate) -> float:
+        over = max(0, candidate.peak_bytes - self.budget_bytes) / max(1, self.budget_bytes)
+        share = candidate.simulation.step_s / self.problem.step_s if self.problem.step_s > 0 else 1.0
+        return share + (OVER_BUDGET + OVER_BUDGET_SLOPE * over if over else 0.0)
 
-    def _try(self, changes: dict[int, Decision]) -> bool:
-        wish = list(self.best.wish)
-        for value, decision in changes.items():
-            wish[value] = decision
-        gained = False
-        for style in SEARCH_STYLES:
-            self._left -= 1
-            found = try_style(self.problem, self.best.policy, wish, self.budget_bytes, style)
-            if self._is_better(found):
-                self.best, gained = found, True
-        return gained
+    def _draw(self) -> int:
+        return self.values[bisect(self.weights, self.rng.random() * self.weights[-1], hi=len(self.values) - 1)]
 
-    def _is_better(self, found: Candidate) -> bool:
-        found_over, found_s, _ = found.rank(self.budget_bytes)
-        best_over, best_s, _ = self.best.rank(self.budget_bytes)
-        return found_over < best_over or (found_over == best_over and found_s < best_s * (1 - MIN_GAIN))
+    def _neighbour(self) -> list[Decision]:
+        """One to three changed decisions, or two values of like size that trade theirs."""
+        wish = list(self.here.wish)
+        if self.rng.random() < 0.3:
+            one = self._draw()
+            near = self.place[one] + self.rng.choice((-3, -2, -1, 1, 2, 3))
+            other = self.by_size[near % len(self.by_size)]
+            wish[one], wish[other] = wish[other], wish[one]
+            if all(self._is_possible(value, wish[value]) for value in (one, other)):
+                return wish
+            wish = list(self.here.wish)
+        for _ in range(self.rng.choice((1, 1, 1, 2, 2, 3))):
+            value = self._draw()
+            wish[value] = self.rng.choice(_others(self.problem, self.here, value))
+        return wish
 
-    def _cost(self, decision: Decision, value: int) -> float:
-        replay = self.problem.replay.replays[value]
-        if decision is Decision.RECOMPUTE and replay is not None:
-            return replay.seconds
-        return self.problem.out_seconds(value) if decision is Decision.SWAP else 0.0
+    def _is_possible(self, value: int, decision: Decision) -> bool:
+        return decision is not Decision.RECOMPUTE or self.problem.replay.replays[value] is not None
+
+
+def _try(problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Candidate:
+    return try_style(problem, policy, wish, budget_bytes, style, recorded=False)
+
+
+def _can_gain(problem: Problem, candidate: Candidate, budget_bytes: int) -> bool:
+    is_slower = candidate.simulation.step_s > problem.step_s * (1 + MIN_GAIN)
+    return bool(movable(problem)) and (is_slower or candidate.peak_bytes > budget_bytes)
+
+
+def _others(problem: Problem, candidate: Candidate, value: int) -> list[Decision]:
+    has_replay = problem.replay.replays[value] is not None
+    wish = candidate.wish[value]
+    return [d for d in Decision if d is not wish and (d is not Decision.RECOMPUTE or has_replay)]
+
+
+def _is_better(found: Candidate, best: Candidate, budget_bytes: int) -> bool:
+    found_over, found_s, _ = found.rank(budget_bytes)
+    best_over, best_s, _ = best.rank(budget_bytes)
+    return found_over < best_over or (found_over == best_over and found_s < best_s * (1 - MIN_GAIN))
+
+
+def _cost(problem: Problem, decision: Decision, value: int) -> float:
+    replay = problem.replay.replays[value]
+    if decision is Decision.RECOMPUTE and replay is not None:
+        return replay.seconds
+    return problem.out_seconds(value) if decision is Decision.SWAP else 0.0

@@ -21,9 +21,16 @@ class Slots:
     first_backward: int
     """First slot that begins with, or contains, a use point."""
 
+    last_point_tick: Ints
+    """Tick of the last point of each slot: what the slot's points do is done after it."""
+
     @property
     def count(self) -> int:
         return len(self.first_point)
+
+    def at_tick(self, tick: int) -> int:
+        """The slot that holds a tick; 0 for a tick before the first point."""
+        return max(0, int(np.searchsorted(self.start_tick, tick, side="right")) - 1)
 
 
 def slots_of(problem: Problem) -> Slots:
@@ -42,4 +49,5 @@ def slots_of(problem: Problem) -> Slots:
         of_point=tuple(of_point),
         start_tick=problem.point_ticks[first],
         first_backward=min(backward, default=len(first)),
+        last_point_tick=problem.point_ticks[[*(point - 1 for point in first[1:]), len(of_point) - 1]],
     )

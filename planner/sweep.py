@@ -23,12 +23,12 @@ from ..errors import InfeasibleError
 from ..profiler.schema import Profile
 from .candidate import Candidate
 from .comparison import all_policies
-from .ilp import choose_solver
 from .planning import ILP, plan, smallest_budget
 from .policies import PolicyInput, run_policy
 from .policies.base import unknown_policy
 from .problem import Problem, build_problem
 from .schema import Plan
+from .solvers import choose_solver
 
 INFEASIBLE = "infeasible"
 FAILED = "failed: "

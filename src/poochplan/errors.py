@@ -43,6 +43,10 @@ class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
 
+class SolverError(PoochError):
+    """An ILP solver died; the message names it and what to do."""
+
+
 class InfeasibleError(PoochError):
     """No plan fits the budget.
 

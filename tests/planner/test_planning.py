@@ -9,10 +9,12 @@ import pytest
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.planner.candidate import movable, swap_all_on_demand
-from poochplan.planner.ilp import choose_solver, solve_fluid
+from poochplan.planner.fluid import Request
+from poochplan.planner.ilp import solve_fluid
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.problem import build_problem
 from poochplan.planner.schema import Decision, Plan
+from poochplan.planner.solvers import Limits, choose_solver
 from poochplan.profiler.schema import Kind, Profile
 from poochplan.units import parse_budget
 
@@ -104,8 +106,16 @@ def test_swapped_values_have_places_of_their_own_on_the_host() -> None:
     assert found.prediction.host_bytes >= places[-1][0] + places[-1][1]
 
 
-def test_bound_and_gap_are_not_claimed() -> None:
-    solve = plan(unet_like(2), "80%").solve
+@pytest.mark.parametrize("share", ["80%", "65%"])
+def test_the_gap_is_that_of_the_simulated_step_to_the_proven_bound(share: str) -> None:
+    found = plan(unet_like(2, link_gb_per_s=3.0), share)
+    assert found.solve.bound_s is not None
+    assert found.prediction.in_core_step_s <= found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
+    assert found.solve.gap == pytest.approx(found.prediction.step_s / found.solve.bound_s - 1, abs=1e-9)
+
+
+def test_a_policy_alone_claims_no_bound() -> None:
+    solve = plan(unet_like(2), "80%", policy="swap-all").solve
     assert (solve.bound_s, solve.gap) == (None, None)
 
 
@@ -149,7 +159,7 @@ def test_a_budget_that_cannot_be_read_is_a_usage_error() -> None:
 def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
     problem = build_problem(resnet_like(4, link_gb_per_s=100))
     keep_all_peak = int(problem.base_bytes.max() + problem.rounded_bytes.sum())
-    solution = solve_fluid(problem, keep_all_peak // 2, movable(problem))
+    solution = solve_fluid(problem, Request(keep_all_peak // 2, tuple(movable(problem))), "highs", Limits())
     assert solution.decisions is not None
     assert solution.objective_s == pytest.approx(0, abs=1e-3 * problem.step_s)
 

@@ -1,0 +1,118 @@
+"""The proven lower bound on the step time of every plan: the relaxation BOUND, first as LP, then as MIP.
+
+Proven for every plan that follows ``docs/semantics.md`` and releases a value, if at all, before its first use; the
+argument, row by row, is in ``docs/planner.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from .candidate import movable
+from .fluid import FluidModel, Purpose, Request, build_fluid_model
+from .problem import Problem
+from .solvers import Cancel, Limits, LinearSolution, solve_linear
+
+INTEGRAL_SHARE = 0.0005
+"""Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
+INTEGRAL_GAP = 2e-4
+"""The MIP stops when it is solved to this share of the step."""
+SAFETY = 1e-6
+"""Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No plan within the budget has a shorter step."""
+
+    step_s: float
+    status: str
+    columns: int
+    rows: int
+    wall_s: float
+
+
+def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits) -> Bound:
+    """The bound of the LP for ``budget_bytes``; the in-core step where the solver proves nothing in time.
+
+    The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
+    """
+    started_s = time.perf_counter()
+    model = _model(problem, budget_bytes)
+    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
+    found = solve_linear(model.linear.arrays(), solver, Limits(left_s), relaxed=True)
+    return _bound_of(model, found, 0.0, started_s)
+
+
+def integral_bound(
+    problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None = None
+) -> Bound:
+    """The dual bound of the MIP, which lies between the LP's bound and the optimum."""
+    started_s = time.perf_counter()
+    model = _model(problem, budget_bytes)
+    small = INTEGRAL_SHARE * model.all_bytes
+    for columns in (model.swap, model.recompute):
+        for value, column in columns.items():
+            if model.resident[value] < small:
+                model.linear.is_integer[column] = False
+    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
+    scaled = Limits(left_s, INTEGRAL_GAP, INTEGRAL_GAP * problem.step_s / model.time_unit_s)
+    found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
+    return _bound_of(model, found, SAFETY * problem.step_s, started_s)
+
+
+def _model(problem: Problem, budget_bytes: int) -> FluidModel:
+    return build_fluid_model(problem, Request(budget_bytes, tuple(movable(problem)), Purpose.BOUND))
+
+
+def _bound_of(model: FluidModel, found: LinearSolution, safety_s: float, started_s: float) -> Bound:
+    # Above ``longest`` the columns' upper bounds could cut off a plan.
+    added = 0.0 if found.bound is None else min(max(0.0, found.bound), model.longest)
+    return Bound(
+        step_s=model.problem.step_s + max(0.0, added * model.time_unit_s - safety_s),
+        status=found.status,
+        columns=model.linear.column_count,
+        rows=model.linear.row_count,
+        wall_s=time.perf_counter() - started_s,
+    )
+
+
+class Proof:
+    """State: the best bound proven so far, while the plan is searched for.
+
+    With a thread of its own the MIP runs beside the search (the solver lets go of the interpreter); without, only the
+    LP is solved.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, solver: str, deadline_s: float, *, threaded: bool) -> None:
+        self._problem, self._budget_bytes, self._solver, self._deadline_s = problem, budget_bytes, solver, deadline_s
+        self._cancel = Cancel()
+        self._error: BaseException | None = None
+        self.linear = lower_bound(problem, budget_bytes, solver, self._limits())
+        self._integral: Bound | None = None
+        self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _limits(self) -> Limits:
+        return Limits(time_s=max(0.5, self._deadline_s - time.perf_counter()))
+
+    def _run(self) -> None:
+        try:
+            self._integral = integral_bound(
+                self._problem, self._budget_bytes, self._solver, self._limits(), self._cancel
+            )
+        except BaseException as error:  # raised again in the thread that asks
+            self._error = error
+
+    def finish(self, *, is_enough: bool) -> float:
+        """Seconds that no step within the budget is shorter than; does not wait for more when the LP is enough."""
+        if self._thread is not None:
+            if is_enough:
+                self._cancel.set()
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return max(self.linear.step_s, self._integral.step_s if self._integral is not None else 0.0)

@@ -1,0 +1,281 @@
+"""The policy ``ilp``: the fluid model proposes, the simulator judges, local search improves, a bound proves.
+
+Each stage ends early when the step is within the wanted gap of the proven bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from .bound import Proof
+from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decisions, try_style
+from .fluid import Request
+from .ilp import Solution, solve_fluid
+from .problem import Problem
+from .schema import Decision
+from .search import Budget, anneal, descend
+from .simple import simple_plans
+from .solvers import Limits, choose_solver
+
+TINY_SHARE = 0.005
+"""Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
+ROUNDS = 3
+"""How often the relaxation is solved, each time for what the simulator found missing."""
+ROUND_MARGIN = 0.03
+"""Share of the budget taken off the model where the simulated step is slower than the fluid one."""
+WORTH_ANOTHER_ROUND = 0.001
+"""Share of the step that the simulated overhead must lose against the fluid one for another round."""
+EXTRA_TIGHTENING = 0.002
+"""Share of the budget by which a violated row is tightened beyond its violation."""
+SOLVER_GAP = 0.005
+ABSOLUTE_GAP = 5e-4
+"""The solver also stops at this share of the step."""
+LARGE_SHARE = 0.01
+"""Values of more than this share of the saved bytes move in one piece in the last model."""
+MOST_LARGE = 24
+STARTS = 3
+"""How many of the best plans local search starts from."""
+EVALUATIONS = 6000
+EVALUATIONS_PER_VALUE = 50
+"""Simulations that local search may take from each start: so many, or so many per value, whichever is less."""
+EXHAUSTIVE = 800
+"""Where there are no more ways to decide than this, all of them are tried."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to search, and when to stop."""
+
+    solver: str | None = None
+    time_limit_s: float = 60.0
+    gap: float = 0.001
+    """The search ends when the step is within this share of the proven bound."""
+    threads: int = 2
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What came out of the search for one budget."""
+
+    best: Candidate
+    solution: Solution | None
+    """Of the model for the full budget that decided last."""
+    bound_s: float
+    """No plan within the budget has a shorter step."""
+    rounds: int
+    tiny: frozenset[int]
+
+
+def optimise(problem: Problem, budget_bytes: int, effort: Effort, starts: Iterable[Candidate] = ()) -> Optimum:
+    """The plan with the least simulated step that was found; ``starts`` are plans to begin from."""
+    search = _Search(problem, budget_bytes, effort)
+    search.consider(simple_plans(problem, budget_bytes))
+    search.consider(starts)
+    for stage in (search.try_all, search.relax, search.branch, search.walk, search.branch_in_whole_buffers):
+        if search.is_over:
+            break
+        stage()
+    return search.optimum()
+
+
+class _Search:
+    """State: the plans tried so far, the last solution, and the proof that runs beside."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, effort: Effort) -> None:
+        self.problem, self.budget_bytes, self.effort = problem, budget_bytes, effort
+        self.solver = choose_solver(effort.solver)
+        self.deadline_s = time.perf_counter() + effort.time_limit_s
+        self.tiny = _tiny(problem, budget_bytes)
+        self.candidates = tuple(value for value in movable(problem) if value not in self.tiny)
+        self.proof = Proof(problem, budget_bytes, self.solver, self.deadline_s, threaded=effort.threads > 1)
+        self.tried: list[Candidate] = []
+        self.solution: Solution | None = None
+        self.rounds = 0
+        self.is_exhausted = False
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def consider(self, found: Iterable[Candidate]) -> None:
+        """Adds plans to those tried; one that asks for more host memory than there is does not count."""
+        self.tried += [candidate for candidate in found if self._fits_host(candidate)]
+
+    def _fits_host(self, candidate: Candidate) -> bool:
+        if self.effort.host_bytes is None:
+            return True
+        decisions = candidate.schedule.decisions
+        swapped = [value for value, decision in enumerate(decisions) if decision is Decision.SWAP]
+        return int(self.problem.size_bytes[swapped].sum()) <= self.effort.host_bytes
+
+    @property
+    def best(self) -> Candidate:
+        return min(self.tried, key=self._rank)
+
+    def _rank(self, candidate: Candidate) -> tuple[int, int, bool, int]:
+        """As :meth:`Candidate.rank`, but between plans equal to a millionth of the step the ILP's is taken."""
+        over, step_s, moved = candidate.rank(self.budget_bytes)
+        step = round(step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
+        return over, step, candidate.policy != "ilp", moved
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - time.perf_counter()
+
+    @property
+    def is_good_enough(self) -> bool:
+        best = self.best
+        is_near = best.simulation.step_s <= self.proof.linear.step_s * (1 + self.effort.gap)
+        return is_near and best.peak_bytes <= self.budget_bytes
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_exhausted or self.left_s <= 0 or (bool(self.tried) and self.is_good_enough)
+
+    def _starts(self) -> list[Candidate]:
+        kept: dict[tuple[Decision, ...], Candidate] = {}
+        for candidate in sorted(self.tried, key=self._rank):
+            kept.setdefault(candidate.schedule.decisions, candidate)
+        return list(kept.values())[:STARTS]
+
+    def optimum(self) -> Optimum:
+        """The best plan, with recording, and what is proven."""
+        best = self.best
+        style_free = try_decisions(self.problem, best.policy, best.wish, self.budget_bytes)
+        if self._rank(style_free) <= self._rank(best):
+            best = style_free
+        bound_s = self.proof.finish(is_enough=self.is_good_enough)
+        return Optimum(best, self.solution, bound_s, self.rounds, self.tiny)
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def try_all(self) -> None:
+        """Every way to decide, where there are few."""
+        choices = [_choices(self.problem, value) for value in range(self.problem.value_count)]
+        count = int(np.prod([float(len(choice)) for choice in choices]))
+        self.is_exhausted = count <= EXHAUSTIVE
+        if self.is_exhausted:
+            self.consider(
+                try_style(self.problem, "ilp", wish, self.budget_bytes, style)
+                for wish in product(*choices)
+                for style in STYLES
+            )
+
+    def relax(self) -> None:
+        """Solves the relaxation, rounds it, and again for what the simulator found missing."""
+        request = self._request()
+        for _ in range(ROUNDS):
+            found = self._solve(request, relaxed=True)
+            if found is None or self.solution is None or self.solution.objective_s is None:
+                return
+            lost_s = found.simulation.step_s - self.problem.step_s - self.solution.objective_s
+            if found.peak_bytes > self.budget_bytes:
+                request = replace(request, tightened=_tightened(request, found, self.budget_bytes))
+            elif lost_s > WORTH_ANOTHER_ROUND * self.problem.step_s:
+                request = replace(request, budget_bytes=request.budget_bytes - int(self.budget_bytes * ROUND_MARGIN))
+            else:
+                return
+            if self.is_over:
+                return
+
+    def branch(self) -> None:
+        """Solves the model with its integrality, from the best decisions so far."""
+        self._solve(self._request(), limit_s=self.left_s * 0.4, start=self.best.wish)
+
+    def walk(self) -> None:
+        """Local search from the best plans, the walk as warm as the gap is wide."""
+        for index, start in enumerate(self._starts()):
+            self._improve(start, seed=index, share=1 / (STARTS + 1 - index))
+
+    def branch_in_whole_buffers(self) -> None:
+        """The model in which large values move in one piece, and local search from there."""
+        total = float(self.problem.rounded_bytes.sum())
+        sizes = self.problem.rounded_bytes
+        large = [value for value in self.candidates if float(sizes[value]) > LARGE_SHARE * total]
+        large = sorted(large, key=lambda v: (-int(sizes[v]), v))[:MOST_LARGE]
+        if large:
+            request = replace(self._request(), whole=tuple(sorted(large)))
+            found = self._solve(request, limit_s=self.left_s * 0.6, start=self.best.wish)
+            if found is not None and not self.is_over:
+                self._improve(found, seed=STARTS, share=0.7)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _request(self) -> Request:
+        return Request(self.budget_bytes, self.candidates, host_bytes=self.effort.host_bytes)
+
+    def _solve(
+        self,
+        request: Request,
+        *,
+        relaxed: bool = False,
+        limit_s: float | None = None,
+        start: tuple[Decision, ...] | None = None,
+    ) -> Candidate | None:
+        limits = Limits(
+            time_s=max(0.5, self.left_s if limit_s is None else limit_s),
+            gap=SOLVER_GAP,
+            absolute_gap=ABSOLUTE_GAP * self.problem.step_s,
+        )
+        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=relaxed, start=start)
+        self.rounds += 1
+        if self.solution is None or (solution.decisions is not None and request.budget_bytes == self.budget_bytes):
+            self.solution = solution
+        if solution.decisions is None:
+            return None
+        found = try_decisions(self.problem, "ilp", solution.decisions, self.budget_bytes)
+        self.consider([found])
+        return found
+
+    def _improve(self, start: Candidate, *, seed: int, share: float) -> None:
+        deadline_s = time.perf_counter() + self.left_s * share
+        evaluations = min(EVALUATIONS, EVALUATIONS_PER_VALUE * len(self.candidates))
+        budget = Budget(evaluations, deadline_s)
+        gap = start.simulation.step_s / self.proof.linear.step_s - 1
+        reached = descend(self.problem, start, self.budget_bytes, budget)
+        self.consider([reached])
+        if self.is_over:
+            return
+        gap = min(gap, reached.simulation.step_s / self.proof.linear.step_s - 1)
+        warm = max(1e-4, 0.3 * gap)
+        met = anneal(self.problem, reached, self.budget_bytes, budget, temperature=warm, seed=seed)
+        self.consider([met, descend(self.problem, met, self.budget_bytes, Budget(evaluations, deadline_s))])
+
+
+def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
+    if problem.must_keep[value]:
+        return (Decision.KEEP,)
+    if problem.replay.replays[value] is None:
+        return Decision.KEEP, Decision.SWAP
+    return tuple(Decision)
+
+
+def _tiny(problem: Problem, budget_bytes: int) -> frozenset[int]:
+    """Values too small to matter; none when the budget has no room for them."""
+    total = int(problem.rounded_bytes.sum())
+    tiny: set[int] = set()
+    held = 0
+    for value in sorted(movable(problem), key=lambda v: (int(problem.rounded_bytes[v]), v)):
+        held += int(problem.rounded_bytes[value])
+        if held > total * TINY_SHARE:
+            break
+        tiny.add(value)
+    floor = swap_all_on_demand(problem).peak_bytes + held
+    return frozenset(tiny) if floor <= budget_bytes else frozenset()
+
+
+def _tightened(request: Request, found: Candidate, budget_bytes: int) -> dict[int, int]:
+    """The request's rows, with the violation and a little more taken off at the worst tick of each violated stretch."""
+    tightened = dict(request.tightened)
+    memory = found.simulation.memory_bytes
+    over = np.flatnonzero(memory > budget_bytes)
+    for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1):
+        if len(stretch):
+            tick = int(stretch[np.argmax(memory[stretch])])
+            excess = int(memory[tick]) - budget_bytes + int(budget_bytes * EXTRA_TIGHTENING)
+            tightened[tick] = tightened.get(tick, 0) + excess
+    return tightened
