@@ -14,12 +14,16 @@ from .base import PolicyInput, policy
 
 EVALUATIONS = 500
 """Simulations of one run, after which it goes on with the costs it knows."""
+STEPS = 200
+"""Decisions on values smaller than this part of what is missing are taken several at a time."""
 STYLES = (Style(), Style(release="early"))
 """How costs are simulated: the first is right where the link has room to spare, the second where it has none."""
 LEAST_COST = 1e-4
 """Share of its seconds on the link, or of its replay, that a move costs even where it hides, so as to compare these."""
 Move: TypeAlias = tuple[int, Decision]
 """A value that is kept so far, and what becomes of it."""
+Moves: TypeAlias = tuple[Move, ...]
+"""Moves of the same kind that are taken together."""
 
 
 @policy(
@@ -32,9 +36,9 @@ def run_greedy(given: PolicyInput) -> Candidate:
     Overhead is that of a schedule for the peak reached so far, in which a swap seems to hide that will not when the
     peak is lower; so greedy runs twice, with releases when memory asks and as early as can be, and the better plan is
     taken. Gains are evaluated lazily: a decision is simulated again only when what was known of it makes it the best,
-    and after :data:`EVALUATIONS` simulations not at all; beside these, one memory curve is made for each decision
-    taken. Where nothing is left that lowers the peak, the recomputed values nearest to it are swapped instead; so a
-    plan is found whenever there is one.
+    and after :data:`EVALUATIONS` simulations not at all; small values are taken together, up to one part in
+    :data:`STEPS` of the missing bytes. Where nothing is left that lowers the peak, the recomputed values nearest to it
+    are swapped instead; so a plan is found whenever there is one.
     """
     return min((_run(given, style) for style in STYLES), key=given.rank)
 
@@ -58,10 +62,13 @@ class _Greedy:
             **{(value, Decision.SWAP): LEAST_COST * self._alone_s((value, Decision.SWAP)) for value in given.movable},
             **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},
         }
+        self.unknown = set(self.cost_s)
+        """Moves that were never simulated; they count as not hiding at all once simulations are used up."""
         self.useless: set[Move] = set()
         """Moves that replays keep from freeing anything."""
         self.left = EVALUATIONS
         self.turned_at_once = 1
+        self.chunk_bytes = (int(self.memory.max()) - given.budget_bytes) // STEPS
 
     @property
     def is_over(self) -> bool:
@@ -70,19 +77,37 @@ class _Greedy:
     def step(self) -> bool:
         """Takes one decision; False when there is none left."""
         tick = int(np.argmax(self.memory))
-        size_bytes = self.problem.rounded_bytes
         moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
-        fresh: dict[Move, float] = {}
+        fresh: dict[Moves, float] = {}
         while moves:
-            best = max(moves, key=lambda move: (size_bytes[move[0]] / self.cost_s[move], size_bytes[move[0]], -move[0]))
+            best = self._best_of(moves)
             if best in fresh or self.left <= 0:
                 if self._take(best, fresh.get(best)):
                     return True
-                moves.remove(best)
-                self.useless.add(best)
-                continue
-            fresh[best] = self._evaluate(best)
+                moves = [move for move in moves if move not in best]
+                self.useless.update(best)
+            else:
+                fresh[best] = self._evaluate(best)
         return self._turn_to_swaps(tick)
+
+    def _best_of(self, moves: list[Move]) -> Moves:
+        """The move that frees the most bytes per second, with the next ones of its kind while they are small."""
+        size_bytes = self.problem.rounded_bytes
+
+        def gain(move: Move) -> tuple[float, int, int]:
+            return float(size_bytes[move[0]]) / self.cost_s[move], int(size_bytes[move[0]]), -move[0]
+
+        best = max(moves, key=gain)
+        if size_bytes[best[0]] >= self.chunk_bytes:
+            return (best,)
+        together: list[Move] = []
+        left_bytes = self.chunk_bytes
+        for move in sorted((move for move in moves if move[1] is best[1]), key=gain, reverse=True):
+            together.append(move)
+            left_bytes -= int(size_bytes[move[0]])
+            if left_bytes <= 0:
+                break
+        return tuple(together)
 
     def _frees(self, value: int, tick: int) -> bool:
         """Whether a kept value is there at ``tick`` for nobody but a later use."""
@@ -102,18 +127,19 @@ class _Greedy:
         assert replay is not None
         return max(replay.seconds, 1e-12)
 
-    def _with(self, move: Move) -> list[Decision]:
+    def _with(self, moves: Moves) -> list[Decision]:
         wish = list(self.wish)
-        wish[move[0]] = move[1]
+        for value, decision in moves:
+            wish[value] = decision
         return wish
 
-    def _evaluate(self, move: Move) -> float:
-        """Step time with one more decision, scheduled for the peak it reaches; updates what its cost is known to be."""
-        value = move[0]
+    def _evaluate(self, moves: Moves) -> float:
+        """Step time with these decisions too, scheduled for the peak they reach; updates what their cost is."""
         memory = self.memory.copy()
-        first = max(int(self.problem.forward_death[value]) + 1, int(self.problem.save_tick[value]))
-        memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
-        wish = self._with(move)
+        for value, _ in moves:
+            first = max(int(self.problem.forward_death[value]) + 1, int(self.problem.save_tick[value]))
+            memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
+        wish = self._with(moves)
         target = max(self.given.budget_bytes, int(memory.max()))
         found = try_style(self.problem, "", wish, target, self.style)
         self.left -= 1
@@ -122,17 +148,23 @@ class _Greedy:
             found = try_style(self.problem, "", wish, target, self.style)
             self.left -= 2
         step_s = found.simulation.step_s
-        self.cost_s[move] = max(0.0, step_s - self.step_s) + LEAST_COST * self._alone_s(move)
+        total_bytes = max(1.0, sum(float(self.problem.rounded_bytes[value]) for value, _ in moves))
+        for move in moves:
+            share = float(self.problem.rounded_bytes[move[0]]) / total_bytes
+            self.cost_s[move] = share * max(0.0, step_s - self.step_s) + LEAST_COST * self._alone_s(move)
+        self.unknown.difference_update(moves)
+        if self.left <= 0:
+            self.cost_s.update({move: self._alone_s(move) for move in self.unknown})
         return step_s
 
-    def _take(self, move: Move, step_s: float | None) -> bool:
+    def _take(self, moves: Moves, step_s: float | None) -> bool:
         """Decides, unless that frees nothing at the peak or raises it."""
-        wish = self._with(move)
+        wish = self._with(moves)
         memory = self._memory_of(wish)
         if not _is_lower(memory, self.memory):
             return False
         self.wish, self.memory = wish, memory
-        self.step_s = self.step_s + self.cost_s[move] if step_s is None else step_s
+        self.step_s = self.step_s + sum(self.cost_s[move] for move in moves) if step_s is None else step_s
         return True
 
     def _turn_to_swaps(self, tick: int) -> bool:

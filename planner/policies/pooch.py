@@ -16,6 +16,8 @@ from .base import PolicyInput, policy
 
 KEEP_SETS = 150
 """How many sets of values to keep the first search simulates at most."""
+FLIP_GROUPS = 200
+"""On longer steps, values of about the same r(X) are flipped together, so that there are this many flips to try."""
 FLIP_EVALUATIONS = 500
 """How many flips to recompute the second search simulates at most."""
 
@@ -34,7 +36,8 @@ def run_pooch(given: PolicyInput) -> Candidate:
        :data:`KEEP_SETS` in all. What room is left goes to ``L_O``, from the output side. The fastest is taken.
     2. For each value X that is still swapped, r(X) is the swap overhead that recomputing it removes over the seconds
        it adds, by simulation. The largest is flipped, as long as the step gets faster and fits. r(X) is evaluated
-       lazily, from its bound (all of X's seconds on the link), up to :data:`FLIP_EVALUATIONS`.
+       lazily, from its bound (all of X's seconds on the link), up to :data:`FLIP_EVALUATIONS`; on long steps, X is
+       one of :data:`FLIP_GROUPS` groups of values.
     """
     kept = _search_keeps(given)
     flipped = _flip_to_recompute(given, kept)
@@ -104,22 +107,25 @@ class _Room:
 def _flip_to_recompute(given: PolicyInput, start: Candidate) -> Candidate:
     """Step 2: flips swaps to recomputes, the largest r(X) first, until none gains."""
     best, flips = start, 0
-    waiting = [(-bound, value, -1) for value, bound in _ratio_bounds(given, start) if bound > 1]
-    heapq.heapify(waiting)
-    known: dict[int, Candidate] = {}
-    without_gain: list[tuple[float, int, int]] = []
+    bounds = sorted((-bound, value) for value, bound in _ratio_bounds(given, start) if bound > 1)
+    together = max(1, -(-len(bounds) // FLIP_GROUPS))
+    groups = [bounds[first : first + together] for first in range(0, len(bounds), together)]
+    waiting = [(group[0][0], tuple(value for _, value in group), -1) for group in groups]
+    known: dict[tuple[int, ...], Candidate] = {}
+    without_gain: list[tuple[float, tuple[int, ...], int]] = []
     evaluations = 0
     while waiting and evaluations < FLIP_EVALUATIONS:
         entry = heapq.heappop(waiting)
-        value = entry[1]
-        if entry[2] < flips or value not in known:
+        values = entry[1]
+        if entry[2] < flips:
             wish = list(best.wish)
-            wish[value] = Decision.RECOMPUTE
-            known[value] = try_style(given.problem, "", wish, given.budget_bytes, Style())
+            for value in values:
+                wish[value] = Decision.RECOMPUTE
+            known[values] = try_style(given.problem, "", wish, given.budget_bytes, Style())
             evaluations += 1
-            heapq.heappush(waiting, (-_ratio(best, known[value]), value, flips))
-        elif given.rank(known[value])[:2] < given.rank(best)[:2]:
-            best, flips = known[value], flips + 1
+            heapq.heappush(waiting, (-_ratio(best, known[values]), values, flips))
+        elif given.rank(known[values])[:2] < given.rank(best)[:2]:
+            best, flips = known[values], flips + 1
             for again in without_gain:
                 heapq.heappush(waiting, again)
             without_gain.clear()
