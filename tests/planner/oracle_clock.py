@@ -69,7 +69,9 @@ def _until(link: Link, clock: Clock, limit_s: float) -> tuple[Clock, float]:
     rate = link.duplex if clock.out and clock.inward else 1.0
     heads = [queue[0][1] / rate for queue in (clock.out, clock.inward) if queue]
     passed_s = min([limit_s, *heads])
-    return Clock(clock.now_s + passed_s, _moved(clock.out, passed_s, rate), _moved(clock.inward, passed_s, rate)), passed_s
+    return Clock(
+        clock.now_s + passed_s, _moved(clock.out, passed_s, rate), _moved(clock.inward, passed_s, rate)
+    ), passed_s
 
 
 def _moved(queue: Queue, passed_s: float, rate: float) -> Queue:

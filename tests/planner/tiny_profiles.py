@@ -1,7 +1,7 @@
 """Tiny random steps, small enough to search exhaustively: every shape that makes a schedule hard, a few values each.
 
-Chains, skips held to the end of forward, diamonds (an input of a replay freed by its own last use before it), in-place chains,
-values needed twice, ops that bear two saved values; links from much slower to much faster than compute.
+Chains, skips held to the end of forward, diamonds (an input of a replay freed by its own last use before it), in-place
+chains, values needed twice, ops that bear two saved values; links from much slower to much faster than compute.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from poochplan.profiler.schema import Kind, Link, Profile
 
 from .random_profiles import Recorder, link
 
-CONTENDED_MOVABLE = 3
-"""Most movable values on a link whose copies slow each other or compute: what the full oracle searches exactly."""
 ATTEMPTS = 200
 
 
@@ -25,10 +23,9 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
     for attempt in range(ATTEMPTS):
         rng = random.Random(f"{seed}/{attempt}")
         is_plain = rng.random() < 0.7
-        most = highest if is_plain or highest > 5 else min(highest, CONTENDED_MOVABLE)
-        profile = _step(rng, rng.randint(lowest, most), is_plain)
+        profile = _step(rng, rng.randint(lowest, highest), is_plain)
         count = len(movable(build_problem(profile)))
-        if lowest <= count <= most and smallest_budget(profile) < profile.in_core_peak_bytes:
+        if lowest <= count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
             return profile
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
 
@@ -51,7 +48,14 @@ def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:
     alive.append(x)
     while len(r.saved) < wanted:
         _block(r, rng, alive, held, unit_s)
-    r.op("join", [alive[-1], *held], [512], saves=alive[-1:], seconds=_seconds(rng, unit_s), backward_s=_seconds(rng, unit_s))
+    r.op(
+        "join",
+        [alive[-1], *held],
+        [512],
+        saves=alive[-1:],
+        seconds=_seconds(rng, unit_s),
+        backward_s=_seconds(rng, unit_s),
+    )
     return r.finish(_link(rng, r, unit_s, is_plain), optimizer_s=rng.choice([0.0, unit_s]))
 
 
@@ -59,7 +63,7 @@ def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int], u
     """One op or two, of the shapes above."""
     x = alive[-1]
     times = {"seconds": _seconds(rng, unit_s), "backward_s": _seconds(rng, unit_s)}
-    shape = rng.choice(["chain", "chain", "chain", "unsaved", "skip", "inplace", "twice", "pair", "early", "outputs"])
+    shape = rng.choice(["chain", "chain", "chain", "unsaved", "skip", "inplace", "twice", "pair", "head", "outputs"])
     if shape == "chain":
         alive += r.op("linear", [x], [_size(rng)], saves=[x], workspace_bytes=rng.choice([0, 0, 4096]), **times)
     elif shape == "unsaved":
@@ -78,8 +82,7 @@ def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int], u
     elif shape == "pair":
         y, z = r.op("split", [x], [_size(rng), _size(rng)], **times)
         alive += r.op("mul", [y, z], [_size(rng)], saves=[y, z], seconds=_seconds(rng, unit_s))
-    elif shape == "early":
-        # The result is used earlier in backward than what it is made from is freed, or later, as the draw wants.
+    elif shape == "head":
         (y,) = r.op("branch", [x], [_size(rng)], **times)
         r.op("head", [x], [512], saves=[x], seconds=_seconds(rng, unit_s))
         alive += r.op("linear", [y], [_size(rng)], saves=[y], seconds=_seconds(rng, unit_s))
