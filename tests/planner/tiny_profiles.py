@@ -7,6 +7,7 @@ chains, values needed twice, ops that bear two saved values; links from much slo
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from poochplan.planner.candidate import movable
 from poochplan.planner.planning import smallest_budget
@@ -62,7 +63,7 @@ def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:
 def _block(r: Recorder, rng: random.Random, alive: list[int], held: list[int], unit_s: float) -> None:
     """One op or two, of the shapes above."""
     x = alive[-1]
-    times = {"seconds": _seconds(rng, unit_s), "backward_s": _seconds(rng, unit_s)}
+    times: dict[str, Any] = {"seconds": _seconds(rng, unit_s), "backward_s": _seconds(rng, unit_s)}
     shape = rng.choice(["chain", "chain", "chain", "unsaved", "skip", "inplace", "twice", "pair", "head", "outputs"])
     if shape == "chain":
         alive += r.op("linear", [x], [_size(rng)], saves=[x], workspace_bytes=rng.choice([0, 0, 4096]), **times)
