@@ -246,6 +246,8 @@ class Search:
         after = list(places)
         for value in (*fetched, *(t for one in runs for t in one.targets)):
             after[value] = BACK
+        if len(runs) > len(replays):
+            replays = (*replays, used)
         for value in sources:
             if after[value] == AWAY:
                 after[value] = BACK
