@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
-from poochplan.planner.candidate import movable  # noqa: E402
+from poochplan.planner.candidate import movable, try_decisions  # noqa: E402
 from poochplan.planner.planning import plan  # noqa: E402
-from poochplan.planner.problem import build_problem  # noqa: E402
+from poochplan.planner.problem import Problem, build_problem  # noqa: E402
+from poochplan.planner.schema import Decision  # noqa: E402
 from tests.planner.oracle import best_decisions, best_schedule  # noqa: E402 - the yardstick, none of the package
+from tests.planner.oracle_search import Freedom  # noqa: E402
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile  # noqa: E402
 
 VALUES = {"full": (2, 5), "decisions": (5, 10)}
@@ -41,6 +44,14 @@ EQUAL = 1e-6
 """Relative difference of the simulated step below which two plans are equal."""
 ROUNDING = 1e-9
 WORST = 20
+FREEDOMS = {
+    "early replay": Freedom(early_replay=False),
+    "order outwards": Freedom(out_order=False),
+    "choice of releases": Freedom(release_choice=False),
+    "order inwards": Freedom(prefetch_order=False),
+    "leaving after a replay": Freedom(leave_late=False),
+}
+"""What the best schedules do, and the search without it."""
 
 
 def one(kind: str, seed: int, time_limit_s: float) -> dict[str, Any]:
@@ -52,9 +63,12 @@ def one(kind: str, seed: int, time_limit_s: float) -> dict[str, Any]:
     found = plan(profile, budget, threads=1, time_limit_s=time_limit_s)
     planned_s = time.perf_counter()
     plan_s = found.prediction.step_s
+    reasons: list[str] = []
     if kind == "full":
         optimum = best_schedule(problem, budget, at_most_s=plan_s)
         best_s = optimum.step_s if optimum is not None else None
+        if optimum is not None and plan_s > optimum.step_s * (1 + EQUAL):
+            reasons = why(problem, budget, optimum.schedule.decisions, optimum.step_s)
     else:
         best_s = best_decisions(problem, budget).simulation.step_s
     bound_s = found.solve.bound_s
@@ -68,11 +82,25 @@ def one(kind: str, seed: int, time_limit_s: float) -> dict[str, Any]:
         "plan_step_s": plan_s,
         "best_step_s": best_s,
         "lost": None if best_s is None else plan_s / best_s - 1,
+        "why": reasons,
         "bound_s": bound_s,
         "bound_holds": None if bound_s is None or best_s is None else bound_s <= best_s * (1 + ROUNDING),
         "planner_wall_s": planned_s - started_s,
         "oracle_wall_s": time.perf_counter() - planned_s,
     }
+
+
+def why(problem: Problem, budget: int, decisions: tuple[Decision, ...], best_s: float) -> list[str]:
+    """What the planner would have needed: each thing without which the best step is out of reach."""
+    own = try_decisions(problem, "best decisions", decisions, budget)
+    if own.peak_bytes <= budget and own.simulation.step_s <= best_s * (1 + EQUAL):
+        return ["other decisions"]
+    reasons = []
+    for name, freedom in FREEDOMS.items():
+        found = best_schedule(problem, budget, freedom=freedom, at_most_s=best_s * (1 + EQUAL))
+        if found is None:
+            reasons.append(name)
+    return reasons or ["no single one"]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,6 +117,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_lost": statistics.fmean(lost) if lost else None,
         "worst_lost": max(lost, default=None),
         "worst_seeds": [[row["seed"], row["lost"]] for row in worst[:WORST] if row["lost"] > EQUAL],
+        "why": dict(Counter(" + ".join(row["why"]) for row in rows if row["why"])),
         "bounds": len(bounds),
         "bounds_above_the_best": sum(not row["bound_holds"] for row in bounds),
         "seeds_of_bounds_above_the_best": [row["seed"] for row in bounds if not row["bound_holds"]],

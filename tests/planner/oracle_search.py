@@ -30,6 +30,8 @@ class Freedom:
     """Any set of releases; else those first that forward lets go of first."""
     prefetch_order: bool = True
     """Any queue inwards; else in the order of first need."""
+    leave_late: bool = True
+    """A value may leave after a replay has read it; else it must have left before, or stay."""
     decisions: tuple[Decision, ...] | None = None
     """These decisions only; swapped values may stay."""
 
@@ -249,7 +251,7 @@ class Search:
         if len(runs) > len(replays):
             replays = (*replays, used)
         for value in sources:
-            if after[value] == AWAY:
+            if after[value] == AWAY or not self.freedom.leave_late:
                 after[value] = BACK
         if not is_save:
             after[used] = BACK
