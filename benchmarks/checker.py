@@ -29,14 +29,14 @@ from poochplan.profiler.schema import PointKind, Profile  # noqa: E402
 from tests.planner.checker import Violation, check  # noqa: E402 - a judge of the tests, on purpose none of the package
 from tests.planner.random_profiles import random_profile  # noqa: E402
 
-LEAST_OPS, MOST_OPS = 3, 14
+LEAST_OPS = 3
 
 
-def instance(seed: int) -> tuple[Profile, int]:
+def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
     """A random step with at least one saved value, and a budget from the smallest feasible one to the in-core peak."""
     rng = random.Random(seed)
     while True:
-        profile = random_profile(rng.randrange(2**32), rng.randint(LEAST_OPS, MOST_OPS))
+        profile = random_profile(rng.randrange(2**32), rng.randint(LEAST_OPS, most_ops))
         if any(point.kind is PointKind.SAVE for point in profile.points):
             break
     smallest = smallest_budget(profile)
@@ -44,9 +44,9 @@ def instance(seed: int) -> tuple[Profile, int]:
     return profile, int(smallest + share * (profile.in_core_peak_bytes - smallest))
 
 
-def one(seed: int, time_limit_s: float) -> dict[str, Any]:
+def one(seed: int, most_ops: int, time_limit_s: float) -> dict[str, Any]:
     """Plans one instance and has the plan checked."""
-    profile, budget = instance(seed)
+    profile, budget = instance(seed, most_ops)
     started_s = time.perf_counter()
     found = plan(profile, budget, threads=1, time_limit_s=time_limit_s)
     wall_s = time.perf_counter() - started_s
@@ -100,13 +100,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument(
+        "--most-ops", type=int, default=14, help="forward ops of the largest steps, the loss not counted"
+    )
     parser.add_argument("--time-limit", type=float, default=2.0, help="seconds for the solver, per plan")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("-o", "--output", default=None, help="write the summary and what failed as JSON here")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(one, seeds, [arguments.time_limit] * len(seeds), chunksize=4))
+        rows = list(
+            pool.map(one, seeds, [arguments.most_ops] * len(seeds), [arguments.time_limit] * len(seeds), chunksize=4)
+        )
     found = summary(rows)
     failed = [row for row in rows if not passed(row)]
     for row in failed:
