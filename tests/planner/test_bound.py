@@ -1,0 +1,55 @@
+"""A proven lower bound is never above the best plan: toys on which an unsound bound would be.
+
+Each optimum is worked out by hand in ``toys.py`` and found again by exhaustive search.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from poochplan.planner.planning import plan
+from poochplan.planner.problem import build_problem
+from poochplan.profiler.schema import Profile
+
+from .oracle import best_schedule
+from .tiny_profiles import tiny_budget, tiny_profile
+from .toys import MB, one_value, out_through_backward, replay_beside_a_copy, two_values_of_one_op
+
+
+def assert_the_bound_holds(profile: Profile, budget_bytes: int, optimum_s: float) -> None:
+    """Between the in-core step and the optimum, which no plan is below."""
+    found = plan(profile, budget_bytes)
+    assert found.prediction.step_s >= optimum_s * (1 - 1e-9)
+    if found.solve.bound_s is None:
+        pytest.xfail("no bound is proven for this plan")
+    assert build_problem(profile).step_s * (1 - 1e-9) <= found.solve.bound_s <= optimum_s * (1 + 1e-9)
+
+
+def assert_the_optimum_is(profile: Profile, budget_bytes: int, optimum_s: float) -> None:
+    best = best_schedule(build_problem(profile), budget_bytes)
+    assert best is not None
+    assert best.step_s == pytest.approx(optimum_s, abs=1e-3)
+
+
+TOYS = {
+    "a replay runs beside a copy in what would be a stall": (replay_beside_a_copy(), 5.5, 9 + 2),
+    "bytes leave in the stall right before the tick that needs the room": (one_value(3, opaque=True), 5.5, 5 + 2 + 2),
+    "a copy outward goes on in backward": (out_through_backward(), 8.5, 8.75),
+    "one op brings back two values and is paid for once": (two_values_of_one_op(), 10.5, 9 + 3),
+}
+
+
+@pytest.mark.parametrize(("profile", "budget_mb", "optimum_s"), TOYS.values(), ids=TOYS)
+def test_the_bound_is_not_above_the_optimum_of_a_toy(profile: Profile, budget_mb: float, optimum_s: float) -> None:
+    budget_bytes = int(budget_mb * MB)
+    assert_the_optimum_is(profile, budget_bytes, optimum_s)
+    assert_the_bound_holds(profile, budget_bytes, optimum_s)
+
+
+@pytest.mark.parametrize("seed", range(700, 715))
+def test_the_bound_is_not_above_the_optimum_of_a_tiny_random_step(seed: int) -> None:
+    profile = tiny_profile(seed)
+    budget_bytes = tiny_budget(profile, seed)
+    best = best_schedule(build_problem(profile), budget_bytes)
+    assert best is not None
+    assert_the_bound_holds(profile, budget_bytes, best.step_s)

@@ -1,0 +1,131 @@
+"""The exhaustive oracle against optima known by hand, and the planner against the oracle."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from poochplan.planner.candidate import movable
+from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.problem import Problem, build_problem
+from poochplan.planner.schema import Decision
+from poochplan.profiler.schema import Profile
+
+from .checker import check
+from .oracle import Freedom, Optimum, best_decisions, best_schedule
+from .oracle_clock import is_plain
+from .test_checker_properties import _plan_with
+from .tiny_profiles import tiny_budget, tiny_profile
+from .toys import MB, one_value, small_from_large, two_values
+
+WITHIN = 0.02
+KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
+
+
+def best(profile: Profile, budget_bytes: float, **options) -> Optimum:
+    found = best_schedule(build_problem(profile), int(budget_bytes), **options)
+    assert found is not None
+    return found
+
+
+def instance(seed: int, lowest: int = 2, highest: int = 5) -> tuple[Profile, Problem, int]:
+    profile = tiny_profile(seed, lowest, highest)
+    return profile, build_problem(profile), tiny_budget(profile, seed)
+
+
+def plain_instance(seed: int, highest: int = 5) -> tuple[Profile, Problem, int]:
+    """The same on a link whose copies slow nothing."""
+    profile, _, budget = instance(seed, 2, highest)
+    plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
+    profile = msgspec.structs.replace(profile, link=plain)
+    return profile, build_problem(profile), budget
+
+
+# -- optima known by hand --------------------------------------------------------------------------
+
+
+def test_behind_a_slow_link_a_value_is_recomputed() -> None:
+    found = best(one_value(seconds_per_mb=10), 5.5 * MB)
+    assert found.schedule.decisions[0] is RECOMPUTE
+    assert found.step_s == pytest.approx(5 + 1)
+
+
+def test_a_copy_that_hides_exactly_costs_nothing_and_one_a_little_slower_costs_the_difference_twice() -> None:
+    assert best(one_value(seconds_per_mb=1), 5.5 * MB).step_s == pytest.approx(5)
+    slower = best(one_value(seconds_per_mb=1.25), 5.5 * MB)
+    assert slower.schedule.decisions[0] is SWAP
+    assert slower.step_s == pytest.approx(5 + 0.25 + 0.25)
+
+
+def test_two_values_come_back_in_the_order_in_which_they_are_needed() -> None:
+    found = best(two_values(seconds_per_mb=2), 5.5 * MB)
+    assert found.schedule.decisions[:2] == (SWAP, SWAP)
+    assert [value for action in found.schedule.actions for value in action.prefetch if value in (0, 1)] == [1, 0]
+    assert found.step_s == pytest.approx(12 + 1)  # y has 1 s to come back in, x then 2 s
+
+
+def test_an_early_replay_lets_go_of_the_larger_value_it_starts_from() -> None:
+    profile = small_from_large()
+    found = best(profile, 12.5 * MB)
+    small = [value for value, decision in enumerate(found.schedule.decisions) if decision is RECOMPUTE]
+    assert found.step_s == pytest.approx(14 + 1)
+    assert [build_problem(profile).names[value] for value in small] == ["small1/out1"]
+    late = best(profile, 12.5 * MB, freedom=Freedom(early_replay=False))
+    assert late.step_s > found.step_s + 10
+
+
+def test_a_budget_below_the_smallest_has_no_schedule_and_the_in_core_peak_costs_nothing() -> None:
+    for seed in range(5):
+        profile, problem, _ = instance(seed)
+        assert best_schedule(problem, smallest_budget(profile) - 1) is None
+        assert best(profile, profile.in_core_peak_bytes).step_s == pytest.approx(problem.step_s)
+
+
+# -- the oracle against itself and the checker -----------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(300, 310))
+def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int) -> None:
+    _, problem, budget = plain_instance(seed, 4)
+    assert is_plain(problem.link)
+    by_rules, every = best_schedule(problem, budget), best_schedule(problem, budget, every_choice=True)
+    assert by_rules is not None
+    assert every is not None
+    assert by_rules.step_s == pytest.approx(every.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(400, 415))
+def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
+    profile, _, budget = plain_instance(seed)
+    found = best(profile, budget)
+    verdict = check(profile, _plan_with(profile, found.schedule))
+    assert verdict.peak_bytes == found.simulation.peak_bytes <= budget
+
+
+def test_less_freedom_is_never_faster() -> None:
+    for seed in range(500, 510):
+        profile, problem, budget = plain_instance(seed)
+        free = best(profile, budget).step_s
+        for freedom in (Freedom(early_replay=False), Freedom(out_order=False), Freedom(prefetch_order=False)):
+            bound = best_schedule(problem, budget, freedom=freedom)
+            assert bound is None or bound.step_s >= free * (1 - 1e-9)
+
+
+# -- the planner against the oracle ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_plan_is_near_the_best_of_all_schedules_and_never_better(seed: int) -> None:
+    profile, problem, budget = instance(seed)
+    plan_s = plan(profile, budget).prediction.step_s
+    found = best_schedule(problem, budget, at_most_s=plan_s)
+    assert found is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
+    assert plan_s <= found.step_s * (1 + WITHIN)
+    assert 2 <= len(movable(problem)) <= 5
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_plan_is_near_the_best_of_all_decisions(seed: int) -> None:
+    profile, problem, budget = instance(seed, 5, 8)
+    plan_s = plan(profile, budget).prediction.step_s
+    assert plan_s <= best_decisions(problem, budget).simulation.step_s * (1 + WITHIN)
