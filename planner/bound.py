@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .candidate import movable
 from .fluid import FluidModel, Purpose, Request, build_fluid_model
+from .fluid_whole import large_values
 from .problem import Problem
 from .solvers import Cancel, Limits, LinearSolution, solve_linear
 
@@ -19,6 +20,10 @@ INTEGRAL_SHARE = 0.0005
 """Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
 INTEGRAL_GAP = 2e-4
 """The MIP stops when it is solved to this share of the step."""
+LARGE_SHARE = 0.02
+"""Values of more than this share of the saved bytes move in one piece in the MIP."""
+GRID = 60
+"""Slots at which the MIP counts these."""
 SAFETY = 1e-6
 """Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
 
@@ -51,7 +56,8 @@ def integral_bound(
 ) -> Bound:
     """The dual bound of the MIP, which lies between the LP's bound and the optimum."""
     started_s = time.perf_counter()
-    model = _model(problem, budget_bytes)
+    large = large_values(problem, movable(problem), LARGE_SHARE)
+    model = _model(problem, budget_bytes, large)
     small = INTEGRAL_SHARE * model.all_bytes
     for columns in (model.swap, model.recompute):
         for value, column in columns.items():
@@ -63,8 +69,9 @@ def integral_bound(
     return _bound_of(model, found, SAFETY * problem.step_s, started_s)
 
 
-def _model(problem: Problem, budget_bytes: int) -> FluidModel:
-    return build_fluid_model(problem, Request(budget_bytes, tuple(movable(problem)), Purpose.BOUND))
+def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> FluidModel:
+    request = Request(budget_bytes, tuple(movable(problem)), Purpose.BOUND, whole=large, grid=GRID)
+    return build_fluid_model(problem, request)
 
 
 def _bound_of(model: FluidModel, found: LinearSolution, safety_s: float, started_s: float) -> Bound:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .fluid import FluidModel
-from .fluid_whole import add_whole_buffers, whole_terms
+from .fluid_whole import add_whole_buffers, resident_rest, resident_whole
 from .linear import Term
 from .problem import Ints
 
@@ -42,15 +42,21 @@ def add_memory(model: FluidModel) -> None:
         terms: list[Term] = [(kept_column, 1.0), *inside.get(tick, ())]
         terms += [(claim.column, claim.scaled_bytes) for claim in claims if claim.first_tick <= tick <= claim.last_tick]
         terms += returned.at(tick, slot if is_after or not model.is_bound else slot - 1)
+        if whole is None or model.is_bound:  # both kinds of row hold of every plan
+            fluid = [*terms, *_ahead_terms(model, tick, slot, is_after)]
+            backlog = [(model.swap[v], -model.moved[v]) for v in _saved_and_alive(model, tick, slot)]
+            _add_rows(model, fluid, [(model.not_out[slot], 1.0), *backlog], room)
         if whole is not None:
-            terms += whole_terms(model, whole, tick, slot)
-            model.linear.row(terms, high=room)
-            continue
-        terms += _ahead_terms(model, tick, slot, is_after)
-        model.linear.row(terms, high=room)
-        backlog: list[Term] = [(model.not_out[slot], 1.0)]
-        backlog += [(model.swap[v], -model.moved[v]) for v in _saved_and_alive(model, tick, slot)]
-        model.linear.row([*terms, *backlog], high=room)
+            terms += resident_whole(model, whole, tick, slot, is_after)
+            if slot in whole.rest_ahead and (is_after or not model.is_bound):
+                terms.append((whole.rest_ahead[slot], 1.0))
+            _add_rows(model, terms, resident_rest(model, whole, tick, slot), room)
+
+
+def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: float) -> None:
+    """``terms`` plus ``more``, where ``more`` counts no less than nothing, is at most ``room``."""
+    model.linear.row(terms, high=room)
+    model.linear.row([*terms, *more], high=room)
 
 
 def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:

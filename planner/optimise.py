@@ -6,7 +6,7 @@ Each stage ends early when the step is within the wanted gap of the proven bound
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,6 +15,7 @@ import numpy as np
 from .bound import Proof
 from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decisions, try_style
 from .fluid import Request
+from .fluid_whole import large_values
 from .ilp import Solution, solve_fluid
 from .problem import Problem
 from .schema import Decision
@@ -24,25 +25,24 @@ from .solvers import Limits, choose_solver
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
-ROUNDS = 3
-"""How often the relaxation is solved, each time for what the simulator found missing."""
-ROUND_MARGIN = 0.03
-"""Share of the budget taken off the model where the simulated step is slower than the fluid one."""
-WORTH_ANOTHER_ROUND = 0.001
-"""Share of the step that the simulated overhead must lose against the fluid one for another round."""
-EXTRA_TIGHTENING = 0.002
-"""Share of the budget by which a violated row is tightened beyond its violation."""
+MARGINS = (0.0, 0.03, 0.06, 0.1)
+"""Shares of the budget that the relaxation is not given, one after another."""
 SOLVER_GAP = 0.005
 ABSOLUTE_GAP = 5e-4
 """The solver also stops at this share of the step."""
 LARGE_SHARE = 0.01
-"""Values of more than this share of the saved bytes move in one piece in the last model."""
-MOST_LARGE = 24
+"""Values of more than this share of the saved bytes move in one piece in the model with integrality."""
+GRID = 30
+"""Slots at which they do."""
 STARTS = 3
 """How many of the best plans local search starts from."""
-EVALUATIONS = 6000
+TURNS = 3
+"""How often it does, each time from what is best by then."""
+HOTTEST, COLDEST_START = 0.003, 1e-4
+"""Temperatures, as shares of the step, between which annealing begins."""
+EVALUATIONS = 4000
 EVALUATIONS_PER_VALUE = 50
-"""Simulations that local search may take from each start: so many, or so many per value, whichever is less."""
+"""Simulations that each local search may take: so many, or so many per value, whichever is less."""
 EXHAUSTIVE = 800
 """Where there are no more ways to decide than this, all of them are tried."""
 
@@ -72,12 +72,13 @@ class Optimum:
     tiny: frozenset[int]
 
 
-def optimise(problem: Problem, budget_bytes: int, effort: Effort, starts: Iterable[Candidate] = ()) -> Optimum:
-    """The plan with the least simulated step that was found; ``starts`` are plans to begin from."""
-    search = _Search(problem, budget_bytes, effort)
+def optimise(
+    problem: Problem, budget_bytes: int, effort: Effort, proposals: Sequence[Callable[[], Candidate]] = ()
+) -> Optimum:
+    """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs."""
+    search = _Search(problem, budget_bytes, effort, proposals)
     search.consider(simple_plans(problem, budget_bytes))
-    search.consider(starts)
-    for stage in (search.try_all, search.relax, search.branch, search.walk, search.branch_in_whole_buffers):
+    for stage in (search.try_all, search.relax, search.branch, search.compare, search.walk):
         if search.is_over:
             break
         stage()
@@ -87,7 +88,10 @@ def optimise(problem: Problem, budget_bytes: int, effort: Effort, starts: Iterab
 class _Search:
     """State: the plans tried so far, the last solution, and the proof that runs beside."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, effort: Effort) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, effort: Effort, proposals: Sequence[Callable[[], Candidate]]
+    ) -> None:
+        self.proposals = proposals
         self.problem, self.budget_bytes, self.effort = problem, budget_bytes, effort
         self.solver = choose_solver(effort.solver)
         self.deadline_s = time.perf_counter() + effort.time_limit_s
@@ -166,42 +170,40 @@ class _Search:
             )
 
     def relax(self) -> None:
-        """Solves the relaxation, rounds it, and again for what the simulator found missing."""
-        request = self._request()
-        for _ in range(ROUNDS):
+        """Solves the relaxation, rounds it and descends; again for less memory, since whole buffers need more room."""
+        for margin in MARGINS:
+            request = replace(self._request(), budget_bytes=int(self.budget_bytes * (1 - margin)))
             found = self._solve(request, relaxed=True)
-            if found is None or self.solution is None or self.solution.objective_s is None:
-                return
-            lost_s = found.simulation.step_s - self.problem.step_s - self.solution.objective_s
-            if found.peak_bytes > self.budget_bytes:
-                request = replace(request, tightened=_tightened(request, found, self.budget_bytes))
-            elif lost_s > WORTH_ANOTHER_ROUND * self.problem.step_s:
-                request = replace(request, budget_bytes=request.budget_bytes - int(self.budget_bytes * ROUND_MARGIN))
-            else:
-                return
+            if found is not None:
+                self.consider([self._descend(found, share=0.15)])
             if self.is_over:
                 return
 
     def branch(self) -> None:
-        """Solves the model with its integrality, from the best decisions so far."""
-        self._solve(self._request(), limit_s=self.left_s * 0.4, start=self.best.wish)
+        """Solves the model with its integrality, large values moving in one piece, from the best decisions so far."""
+        large = large_values(self.problem, self.candidates, LARGE_SHARE)
+        request = replace(self._request(), whole=large, grid=GRID)
+        found = self._solve(request, limit_s=self.left_s * 0.35, start=self.best.wish)
+        if found is not None and not self.is_over:
+            self.consider([self._descend(found, share=0.15)])
+
+    def compare(self) -> None:
+        """The plans of other policies, and what is a step away from them."""
+        for propose in self.proposals:
+            if self.is_over:
+                return
+            found = propose()
+            self.consider([found])
+            if not self.is_over:
+                self.consider([self._descend(found, share=0.1)])
 
     def walk(self) -> None:
-        """Local search from the best plans, the walk as warm as the gap is wide."""
-        for index, start in enumerate(self._starts()):
-            self._improve(start, seed=index, share=1 / (STARTS + 1 - index))
-
-    def branch_in_whole_buffers(self) -> None:
-        """The model in which large values move in one piece, and local search from there."""
-        total = float(self.problem.rounded_bytes.sum())
-        sizes = self.problem.rounded_bytes
-        large = [value for value in self.candidates if float(sizes[value]) > LARGE_SHARE * total]
-        large = sorted(large, key=lambda v: (-int(sizes[v]), v))[:MOST_LARGE]
-        if large:
-            request = replace(self._request(), whole=tuple(sorted(large)))
-            found = self._solve(request, limit_s=self.left_s * 0.6, start=self.best.wish)
-            if found is not None and not self.is_over:
-                self._improve(found, seed=STARTS, share=0.7)
+        """Local search that also takes changes for the worse, from the best plans, as warm as the gap is wide."""
+        for turn in range(TURNS):
+            for index, start in enumerate(self._starts()):
+                if self.is_over:
+                    return
+                self._anneal(start, seed=STARTS * turn + index)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -231,19 +233,19 @@ class _Search:
         self.consider([found])
         return found
 
-    def _improve(self, start: Candidate, *, seed: int, share: float) -> None:
-        deadline_s = time.perf_counter() + self.left_s * share
-        evaluations = min(EVALUATIONS, EVALUATIONS_PER_VALUE * len(self.candidates))
-        budget = Budget(evaluations, deadline_s)
+    def _descend(self, start: Candidate, *, share: float) -> Candidate:
+        budget = Budget(self._evaluations(), time.perf_counter() + self.left_s * share)
+        return descend(self.problem, start, self.budget_bytes, self.candidates, budget)
+
+    def _anneal(self, start: Candidate, *, seed: int) -> None:
+        budget = Budget(self._evaluations(), self.deadline_s)
         gap = start.simulation.step_s / self.proof.linear.step_s - 1
-        reached = descend(self.problem, start, self.budget_bytes, budget)
-        self.consider([reached])
-        if self.is_over:
-            return
-        gap = min(gap, reached.simulation.step_s / self.proof.linear.step_s - 1)
-        warm = max(1e-4, 0.3 * gap)
-        met = anneal(self.problem, reached, self.budget_bytes, budget, temperature=warm, seed=seed)
-        self.consider([met, descend(self.problem, met, self.budget_bytes, Budget(evaluations, deadline_s))])
+        warm = min(HOTTEST, max(COLDEST_START, 0.3 * gap))
+        met = anneal(self.problem, start, self.budget_bytes, self.candidates, budget, temperature=warm, seed=seed)
+        self.consider([met, self._descend(met, share=1.0)])
+
+    def _evaluations(self) -> int:
+        return min(EVALUATIONS, EVALUATIONS_PER_VALUE * len(self.candidates))
 
 
 def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
@@ -266,16 +268,3 @@ def _tiny(problem: Problem, budget_bytes: int) -> frozenset[int]:
         tiny.add(value)
     floor = swap_all_on_demand(problem).peak_bytes + held
     return frozenset(tiny) if floor <= budget_bytes else frozenset()
-
-
-def _tightened(request: Request, found: Candidate, budget_bytes: int) -> dict[int, int]:
-    """The request's rows, with the violation and a little more taken off at the worst tick of each violated stretch."""
-    tightened = dict(request.tightened)
-    memory = found.simulation.memory_bytes
-    over = np.flatnonzero(memory > budget_bytes)
-    for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1):
-        if len(stretch):
-            tick = int(stretch[np.argmax(memory[stretch])])
-            excess = int(memory[tick]) - budget_bytes + int(budget_bytes * EXTRA_TIGHTENING)
-            tightened[tick] = tightened.get(tick, 0) + excess
-    return tightened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import InfeasibleError
 from ..profiler.schema import PointKind, Profile
@@ -18,6 +19,8 @@ from .simulate import simulate
 
 ILP = "ilp"
 """The policy that plans unless another is asked for."""
+STRONG_POLICIES = ("greedy", "pooch")
+"""Policies that the search asks for their plans where its own are not near the bound."""
 HOST_ALIGNMENT_BYTES = 4096
 
 
@@ -102,7 +105,8 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
         )
         return _Outcome(in_core, "keep-all", (note,))
     _check_feasible(profile, problem, budget_bytes)
-    optimum = optimise(problem, budget_bytes, effort)
+    given = PolicyInput(profile, problem, budget_bytes)
+    optimum = optimise(problem, budget_bytes, effort, [partial(run_policy, name, given) for name in STRONG_POLICIES])
     best, solution = optimum.best, optimum.solution
     notes: tuple[str, ...] = ()
     if best.policy != ILP:

@@ -13,7 +13,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .candidate import STYLES, Candidate, movable, try_style
+from .candidate import STYLES, Candidate, try_style
 from .problem import Problem
 from .schedule import Style
 from .schema import Decision
@@ -25,6 +25,8 @@ SEARCH_STYLES = STYLES[:2]
 OVER_BUDGET = 0.02
 """Share of the step that being over budget costs while annealing, plus ``OVER_BUDGET_SLOPE`` times the share over."""
 OVER_BUDGET_SLOPE = 5.0
+FAR_OFF = 1.01
+"""A change whose step is this much longer than the best one is not tried in another style."""
 COLDEST = 1e-6
 """Last temperature, as a share of the step."""
 
@@ -41,44 +43,55 @@ class Budget:
         return self.left >= 0 and time.perf_counter() < self.deadline_s
 
 
-def descend(problem: Problem, start: Candidate, budget_bytes: int, budget: Budget) -> Candidate:
-    """Tries each value with each other decision, the costliest first, until a whole round gains nothing."""
+def descend(problem: Problem, start: Candidate, budget_bytes: int, values: Sequence[int], budget: Budget) -> Candidate:
+    """Tries each of ``values`` with each other decision, the costliest first, until a whole round gains nothing."""
     best = start
-    if not _can_gain(problem, best, budget_bytes):
+    if not values or not _can_gain(problem, best, budget_bytes):
         return best
     gained = True
     while gained:
         gained = False
         actual = best.schedule.decisions
-        for value in sorted(movable(problem), key=lambda v: (-_cost(problem, actual[v], v), v)):
+        for value in sorted(values, key=lambda v: (-_cost(problem, actual[v], v), v)):
             for decision in _others(problem, best, value):
                 wish = list(best.wish)
                 wish[value] = decision
+                if best.peak_bytes <= budget_bytes and _shortest_s(problem, wish) >= best.simulation.step_s:
+                    continue
                 for style in SEARCH_STYLES:
                     if not budget.spend():
                         return best
                     found = _try(problem, best.policy, wish, budget_bytes, style)
                     if _is_better(found, best, budget_bytes):
                         best, gained = found, True
+                    if found.simulation.step_s > best.simulation.step_s * FAR_OFF:
+                        break
     return best
+
+
+def _shortest_s(problem: Problem, wish: Sequence[Decision]) -> float:
+    """A step with these decisions is no shorter: each of the recomputed values is replayed."""
+    own_s = problem.own_replay_s
+    return problem.step_s + sum(own_s[v] for v, decision in enumerate(wish) if decision is Decision.RECOMPUTE)
 
 
 def anneal(
     problem: Problem,
     start: Candidate,
     budget_bytes: int,
+    values: Sequence[int],
     budget: Budget,
     *,
     temperature: float,
     seed: int = SEED,
 ) -> Candidate:
-    """The best plan met on a walk that also takes changes for the worse, less and less often.
+    """The best plan met on a walk that also takes changes of ``values`` for the worse, less and less often.
 
     ``temperature`` is the loss, as a share of the step, that is taken with probability 1/e at the start.
     """
-    if not _can_gain(problem, start, budget_bytes):
+    if not values or not _can_gain(problem, start, budget_bytes):
         return start
-    walk = _Walk(problem, start, budget_bytes, random.Random(seed))
+    walk = _Walk(problem, start, budget_bytes, values, random.Random(seed))
     total = max(1, budget.left)
     while budget.spend():
         warmth = (max(0, budget.left) / total) ** 2
@@ -89,9 +102,10 @@ def anneal(
 class _Walk:
     """State: where the walk is, and the best plan it met."""
 
-    def __init__(self, problem: Problem, start: Candidate, budget_bytes: int, rng: random.Random) -> None:
-        self.problem, self.budget_bytes, self.rng = problem, budget_bytes, rng
-        self.values = movable(problem)
+    def __init__(
+        self, problem: Problem, start: Candidate, budget_bytes: int, values: Sequence[int], rng: random.Random
+    ) -> None:
+        self.problem, self.budget_bytes, self.values, self.rng = problem, budget_bytes, values, rng
         sizes = [float(problem.rounded_bytes[value]) for value in self.values]
         self.weights = list(accumulate(size**0.5 for size in sizes))
         self.by_size = sorted(self.values, key=lambda v: (int(problem.rounded_bytes[v]), v))
@@ -147,7 +161,7 @@ def _try(problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: 
 
 def _can_gain(problem: Problem, candidate: Candidate, budget_bytes: int) -> bool:
     is_slower = candidate.simulation.step_s > problem.step_s * (1 + MIN_GAIN)
-    return bool(movable(problem)) and (is_slower or candidate.peak_bytes > budget_bytes)
+    return is_slower or candidate.peak_bytes > budget_bytes
 
 
 def _others(problem: Problem, candidate: Candidate, value: int) -> list[Decision]:

@@ -1,0 +1,202 @@
+"""Plans of the instances: overhead, proven bound and gap at five budgets on four links, and every other policy beside.
+
+    python benchmarks/planning.py grid -o benchmarks/results/planning.json       # 6 networks x 4 links x 5 budgets
+    python benchmarks/planning.py wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
+    python benchmarks/planning.py pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
+    python benchmarks/planning.py table benchmarks/results/planning.json         # the table of benchmarks/README.md
+
+``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
+with the device it is found at: pcie3 and nvlink2 with the V100, pcie4 with the A100, pcie5 with the H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+from facts import facts_of_run  # noqa: E402
+
+from poochplan.planner.planning import plan, smallest_budget  # noqa: E402
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy  # noqa: E402
+from poochplan.planner.whatif import for_machine  # noqa: E402
+from poochplan.profiler.schema import Profile  # noqa: E402
+
+NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
+CONVOLUTIONAL = ("resnet50-b256", "resnext101-3d", "unet3d-192")
+LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
+KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
+WANTED_GAP = {"pcie3": 0.005, "pcie4": 0.005, "pcie5": 0.01, "nvlink2": 0.01}
+"""For convolutional networks; transformers and recurrent networks 0.02."""
+WALL_CASES = (
+    ("resnet50-b256", 0.005, 10.0),
+    ("unet3d-192", 0.005, 10.0),
+    ("gpt2-medium", 0.02, 60.0),
+    ("gpt-96", 0.04, 300.0),
+)
+
+
+def instance(network: str, link: str) -> Profile:
+    """The step of ``network`` on the device that goes with ``link``."""
+    device = "h200" if network == "gpt-96" else LINKS[link]
+    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / f"{network}-{device}.json.gz"), link=link)
+
+
+def budget_of(profile: Profile, kept: float) -> int:
+    """The budget that keeps ``kept`` of what decisions can move."""
+    smallest = smallest_budget(profile)
+    return int(smallest + kept * (profile.in_core_peak_bytes - smallest))
+
+
+def wanted_gap(network: str, link: str) -> float:
+    return WANTED_GAP[link] if network in CONVOLUTIONAL else 0.02
+
+
+def one(
+    network: str, link: str, kept: float, time_limit_s: float, gap: float, policies: tuple[str, ...]
+) -> dict[str, Any]:
+    """Plans one case, and asks ``policies`` for their plans."""
+    profile = instance(network, link)
+    budget_bytes = budget_of(profile, kept)
+    started_s = time.perf_counter()
+    found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=gap)
+    wall_s = time.perf_counter() - started_s
+    step_s, in_core_s = found.prediction.step_s, found.prediction.in_core_step_s
+    bound_s = found.solve.bound_s
+    assert bound_s is not None
+    row: dict[str, Any] = {
+        "network": network,
+        "link": link,
+        "kept": kept,
+        "values": len(found.values),
+        "budget_bytes": budget_bytes,
+        "peak_bytes": found.prediction.peak_bytes,
+        "overhead": found.prediction.overhead,
+        "bound": bound_s / in_core_s - 1,
+        "gap": found.solve.gap,
+        "gap_wanted": wanted_gap(network, link),
+        "fluid": None if found.solve.objective_s is None else found.solve.objective_s / in_core_s,
+        "status": found.solve.status,
+        "wall_s": wall_s,
+        "policies": {},
+    }
+    given = PolicyInput.of(profile, budget_bytes)
+    for name in policies:
+        candidate = run_policy(name, given)
+        fits = candidate.peak_bytes <= budget_bytes
+        row["policies"][name] = candidate.simulation.step_s / in_core_s - 1 if fits else None
+    others = [overhead for overhead in row["policies"].values() if overhead is not None]
+    row["margin"] = min(others) - row["overhead"] if others else None
+    row["is_worse"] = any(other_step < step_s for other_step in (in_core_s * (1 + other) for other in others))
+    return row
+
+
+def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    cases = [(network, link, kept) for network in arguments.networks for link in LINKS for kept in KEPT]
+    rows = []
+    names = tuple(name for name in policy_names() if name != "keep-all")
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        waiting = {pool.submit(one, *case, arguments.time_limit, arguments.gap, names): case for case in cases}
+        for done in as_completed(waiting):
+            rows.append(done.result())
+            print(line(rows[-1]), flush=True)
+    order = {case: index for index, case in enumerate(cases)}
+    return sorted(rows, key=lambda row: order[row["network"], row["link"], row["kept"]])
+
+
+def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The time until the plan is within the wanted gap, or the limit."""
+    rows = []
+    for network, gap, limit_s in WALL_CASES:
+        for link in ("pcie5",) if network == "gpt-96" else ("pcie3", "pcie4"):
+            for kept in (0.5,) if network == "gpt-96" else (0.7, 0.5, 0.3):
+                row = one(network, link, kept, limit_s * arguments.patience, gap, ())
+                rows.append({**row, "gap_wanted": gap, "limit_s": limit_s})
+                print(line(rows[-1]), flush=True)
+    return rows
+
+
+def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% on PCIe 3, +28% on NVLink 2)."""
+    rows = []
+    for link in ("pcie3", "nvlink2"):
+        profile = for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)
+        found = plan(profile, "15.5GiB", time_limit_s=arguments.time_limit, gap=arguments.gap)
+        rows.append(
+            {
+                "network": "resnet50-b590",
+                "link": link,
+                "in_core_peak_bytes": profile.in_core_peak_bytes,
+                "overhead": found.prediction.overhead,
+                "bound": (found.solve.bound_s or 0.0) / found.prediction.in_core_step_s - 1,
+                "gap": found.solve.gap,
+                "wall_s": found.solve.wall_s,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table, as Markdown."""
+    fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
+    margin = "" if row.get("margin") is None else f"{row['margin']:+.2%}"
+    met = "" if row["gap"] <= row["gap_wanted"] else " (!)"
+    best = min((v, k) for k, v in row["policies"].items() if v is not None)[1] if margin else ""
+    return (
+        f"| {row['network']} | {row['link']} | {row['kept']:.0%} | {row['overhead']:.2%} | {row['bound']:.2%} | "
+        f"{row['gap']:.2%}{met} | {fluid} | {margin} {best} | {row['wall_s']:.1f} s |"
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts and medians over the cases."""
+    margins = [row["margin"] for row in rows if row["margin"] is not None]
+    return {
+        "cases": len(rows),
+        "over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in rows),
+        "worse_than_a_policy": sum(row["is_worse"] for row in rows),
+        "gap_met": sum(row["gap"] <= row["gap_wanted"] for row in rows),
+        "median_gap": median(row["gap"] for row in rows),
+        "largest_gap": max(row["gap"] for row in rows),
+        "median_margin": median(margins) if margins else None,
+        "median_wall_s": median(row["wall_s"] for row in rows),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("grid", "wall", "pooch", "table"))
+    parser.add_argument("results", nargs="?", help="for table: a results file of grid")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
+    parser.add_argument("--time-limit", type=float, default=25.0, help="seconds per plan")
+    parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")
+    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (grid)")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        for row in json.loads(Path(arguments.results).read_text())["rows"]:
+            print(line(row))
+        return 0
+    rows = {"grid": grid, "wall": wall, "pooch": pooch}[arguments.what](arguments)
+    found = summary(rows) if arguments.what == "grid" else {}
+    print(json.dumps(found, indent=2))
+    if arguments.output:
+        data = {**facts_of_run(arguments), "summary": found, "rows": rows}
+        Path(arguments.output).write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
