@@ -127,7 +127,7 @@ def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% on PCIe 3, +28% on NVLink 2)."""
+    """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% and +28%)."""
     rows = []
     for link in ("pcie3", "nvlink2"):
         profile = for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)

@@ -182,7 +182,8 @@ def _add_early_returns(model: FluidModel) -> None:
 def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
     """Per recomputable value: slots of the last uses of its inputs, where these come before its own use.
 
-    Replayed there, it needs no claim on the input.
+    Replayed there, it needs no claim on the input. BOUND adds the last slot before the own use: what is not back by
+    then has had its inputs claimed all the time.
     """
     problem, found = model.problem, dict[int, set[int]]()
     for source, users in model.consumers.items():
@@ -190,6 +191,8 @@ def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
         for user in users:
             if model.slots.first_backward <= slot < model.use_slot[user]:
                 found.setdefault(user, set()).add(slot)
+                if model.is_bound:
+                    found[user].add(model.use_slot[user] - 1)
     return found
 
 

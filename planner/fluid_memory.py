@@ -1,7 +1,8 @@
 """The fluid models' memory rows: at each tick that could go over the budget, what is live there fits.
 
 Inside a slot, after its points, decided bytes only grow (values die in forward), so that a tick is dominated by a later
-one with no less fixed bytes. Ticks of the points themselves get a row only where a replay may run.
+one with no less fixed bytes. Ticks of the points themselves get a row only in PLAN, where a
+replay may run: what BOUND counts as there by the end of a slot's points need not be there before.
 """
 
 from __future__ import annotations
@@ -38,17 +39,16 @@ def add_memory(model: FluidModel) -> None:
     for tick, kept_column in zip(ticks, kept, strict=True):
         slot = model.slots.at_tick(tick)
         room = (model.request.budget_bytes - float(fixed[tick]) - model.request.tightened.get(tick, 0)) / model.unit
-        is_after = tick > int(model.slots.last_point_tick[slot])
         terms: list[Term] = [(kept_column, 1.0), *inside.get(tick, ())]
         terms += [(claim.column, claim.scaled_bytes) for claim in claims if claim.first_tick <= tick <= claim.last_tick]
-        terms += returned.at(tick, slot if is_after or not model.is_bound else slot - 1)
+        terms += returned.at(tick, slot)
         if whole is None or model.is_bound:  # both kinds of row hold of every plan
-            fluid = [*terms, *_ahead_terms(model, tick, slot, is_after)]
+            fluid = [*terms, *_ahead_terms(model, slot)]
             backlog = [(model.swap[v], -model.moved[v]) for v in _saved_and_alive(model, tick, slot)]
             _add_rows(model, fluid, [(model.not_out[slot], 1.0), *backlog], room)
         if whole is not None:
-            terms += resident_whole(model, whole, tick, slot, is_after)
-            if slot in whole.rest_ahead and (is_after or not model.is_bound):
+            terms += resident_whole(model, whole, tick, slot)
+            if slot in whole.rest_ahead:
                 terms.append((whole.rest_ahead[slot], 1.0))
             _add_rows(model, terms, resident_rest(model, whole, tick, slot), room)
 
@@ -137,23 +137,9 @@ def _saved_and_alive(model: FluidModel, tick: int, slot: int) -> list[int]:
     return [value for value in model.swap if saved[value] <= slot and death[value] >= tick]
 
 
-def _ahead_terms(model: FluidModel, tick: int, slot: int, is_after: bool) -> list[Term]:
-    """Bytes that are back before they are needed.
-
-    BOUND counts at a point's own tick only what has arrived before the slot: the rest may come while the step waits
-    at a later point of the same slot.
-    """
-    if slot < model.slots.first_backward:
-        return []
-    if is_after or not model.is_bound:
-        return [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)]
-    if slot - 1 not in model.ahead:
-        return []
-    terms: list[Term] = [(model.ahead[slot - 1], 1.0), (model.arriving[slot - 1], 1.0)]
-    for value, column in model.swap.items():
-        if model.use_slot[value] == slot and model.problem.first_use[value] <= tick:
-            terms.append((column, -model.moved[value]))
-    return terms
+def _ahead_terms(model: FluidModel, slot: int) -> list[Term]:
+    """Bytes that are back before they are needed."""
+    return [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)] if slot in model.ahead else []
 
 
 class _Returned:
@@ -179,12 +165,18 @@ class _Returned:
 
 
 def _claims(model: FluidModel) -> list[_Claim]:
+    """Claims on inputs whose own last use is over, from one late consumer's use to the next.
+
+    BOUND counts a claim up to the last slot before the consumer's use, and only for a replay that is not done by then.
+    """
     problem, linear = model.problem, model.linear
     claims: list[_Claim] = []
     for value, users in model.consumers.items():
         if model.is_bound and problem.first_use_point[value] < 0:
             continue
         late = sorted((int(problem.first_use[u]), u) for u in users if problem.first_use[u] > problem.freed[value])
+        if model.is_bound:
+            late = [(tick, user) for tick, user in late if _last_early_slot(model, user) == model.use_slot[user] - 1]
         after: int | None = None
         for index in reversed(range(len(late))):
             tick, user = late[index]
@@ -197,13 +189,26 @@ def _claims(model: FluidModel) -> list[_Claim]:
             linear.row(terms, low=0)
             if after is not None:
                 linear.row([(held, 1.0), (after, -1.0)], low=0)
-            claims.append(_Claim(first, min(tick, problem.tick_count - 1), held, model.resident[value]))
+            last = min(tick, problem.tick_count - 1)
+            if model.is_bound:
+                last = int(model.slots.start_tick[model.use_slot[user]]) - 1 if tick < problem.tick_count else first - 1
+            claims.append(_Claim(first, last, held, model.resident[value]))
             after = held
     return claims
 
 
+def _last_early_slot(model: FluidModel, value: int) -> int:
+    returns = model.early.get(value)
+    return returns[-1].slot if returns else -1
+
+
 def _inside_replays(model: FluidModel) -> dict[int, list[Term]]:
-    """Per tick of a first use: bytes that a replay there holds beyond the value it brings back."""
+    """Per tick of a first use: bytes that a replay there holds beyond the value it brings back.
+
+    None in BOUND: the replay may have run at an earlier use point that has no column.
+    """
+    if model.is_bound:
+        return {}
     problem, slots = model.problem, model.slots
     inside: dict[int, list[Term]] = {}
     for value, column in model.recompute.items():

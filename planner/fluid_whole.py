@@ -175,7 +175,7 @@ def _arrived(model: FluidModel, whole: WholeBuffers, slot: int) -> list[Term]:
     return terms
 
 
-def resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int, is_after: bool) -> list[Term]:
+def resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int) -> list[Term]:
     """Bytes of swapped whole buffers that are on the device at ``tick`` though no use holds them."""
     problem, terms = model.problem, list[Term]()
     for value, released in whole.released.items():
@@ -187,7 +187,7 @@ def resident_whole(model: FluidModel, whole: WholeBuffers, tick: int, slot: int,
         terms.append((model.swap[value], model.moved[value]))
         if gone is not None:
             terms.append((gone, -model.moved[value]))
-        back = whole.issued[value].by(slot if is_after or not model.is_bound else slot - 1)
+        back = whole.issued[value].by(slot)
         if back is not None:
             terms.append((back, model.moved[value]))
     return terms
