@@ -13,8 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from .needs import claim_for_never_replayed, replay_closure
 from .problem import Floats, Ints, Problem
-from .schedule import Schedule, claim_for_never_replayed, replay_closure
+from .schedule import Schedule
 from .schema import Decision
 from .streams import Span, Streams
 

@@ -8,8 +8,8 @@ from itertools import combinations, islice
 
 from ..candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from ..problem import Ints
-from ..schedule import Style
 from ..schema import Decision
+from ..style import Style
 from ..simulate import simulate
 from ..streams import Lane, Span
 from .base import PolicyInput, policy

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Style, fit, schedule_of
+from poochplan.planner.schedule import fit, schedule_of
 from poochplan.planner.schema import Decision, Plan
 from poochplan.planner.simulate import simulate
+from poochplan.planner.style import Style
 from poochplan.profiler.schema import Profile
 
 from .checker import Violation, check
