@@ -16,7 +16,9 @@ from .bound import Proof
 from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decisions, try_style
 from .fluid import Request
 from .ilp import Solution, solve_fluid
+from .polish import least_replay_s, polish
 from .problem import Problem
+from .schedule import with_recording
 from .schema import Decision
 from .search import Budget, anneal, descend
 from .simple import simple_plans
@@ -43,6 +45,11 @@ STARTS = 3
 EVALUATIONS = 6000
 EVALUATIONS_PER_VALUE = 50
 """Simulations that local search may take from each start: so many, or so many per value, whichever is less."""
+POLISHED_OF_ALL = 30
+"""Where all ways to decide were tried, the schedules of so many are polished; else of ``STARTS``."""
+POLISH_EVALUATIONS = 300
+POLISH_SHARE = 0.1
+"""Share of the time limit that polishing may take beyond it."""
 EXHAUSTIVE = 800
 """Where there are no more ways to decide than this, all of them are tried."""
 
@@ -81,6 +88,7 @@ def optimise(problem: Problem, budget_bytes: int, effort: Effort, starts: Iterab
         if search.is_over:
             break
         stage()
+    search.polish()
     return search.optimum()
 
 
@@ -136,18 +144,15 @@ class _Search:
     def is_over(self) -> bool:
         return self.is_exhausted or self.left_s <= 0 or (bool(self.tried) and self.is_good_enough)
 
-    def _starts(self) -> list[Candidate]:
+    def _starts(self, count: int = STARTS) -> list[Candidate]:
         kept: dict[tuple[Decision, ...], Candidate] = {}
         for candidate in sorted(self.tried, key=self._rank):
             kept.setdefault(candidate.schedule.decisions, candidate)
-        return list(kept.values())[:STARTS]
+        return list(kept.values())[:count]
 
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
-        best = self.best
-        style_free = try_decisions(self.problem, best.policy, best.wish, self.budget_bytes)
-        if self._rank(style_free) <= self._rank(best):
-            best = style_free
+        best = replace(self.best, schedule=with_recording(self.problem, self.best.schedule))
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
         return Optimum(best, self.solution, bound_s, self.rounds, self.tiny)
 
@@ -202,6 +207,16 @@ class _Search:
             found = self._solve(request, limit_s=self.left_s * 0.6, start=self.best.wish)
             if found is not None and not self.is_over:
                 self._improve(found, seed=STARTS, share=0.7)
+
+    def polish(self) -> None:
+        """Local search over the schedules of the best decisions: of more where all were tried."""
+        deadline_s = time.perf_counter() + max(1.0, POLISH_SHARE * self.effort.time_limit_s)
+        for start in self._starts(POLISHED_OF_ALL if self.is_exhausted else STARTS):
+            if self.is_good_enough or time.perf_counter() > deadline_s:
+                return
+            if self.problem.step_s + least_replay_s(self.problem, start.wish) < self.best.simulation.step_s:
+                budget = Budget(POLISH_EVALUATIONS, deadline_s)
+                self.consider([polish(self.problem, start, self.budget_bytes, budget)])
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -82,3 +82,22 @@ def assemble(
             )
         )
     return Schedule(tuple(decisions), tuple(actions), recording.from_start)
+
+
+def with_recording(problem: Problem, schedule: Schedule) -> Schedule:
+    """The same schedule, with recording for all that it replays."""
+    return assemble(problem, schedule.decisions, lists_of(problem, schedule))
+
+
+def lists_of(problem: Problem, schedule: Schedule) -> Lists:
+    """What happens at each point of a schedule, as :func:`assemble` takes it."""
+    points = {"save": problem.save_points, "use": problem.use_points}
+    return {
+        points[action.at][action.index]: {
+            "swap_out": list(action.swap_out),
+            "release": list(action.release),
+            "prefetch": list(action.prefetch),
+            "replay": list(action.replay),
+        }
+        for action in schedule.actions
+    }
