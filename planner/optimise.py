@@ -16,7 +16,7 @@ from .bound import Proof
 from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decisions, try_style
 from .fluid import Request
 from .ilp import Solution, solve_fluid
-from .polish import least_replay_s, polish
+from .polish import least_replay_s, polish, worth_polishing
 from .problem import Problem
 from .schedule import with_recording
 from .schema import Decision
@@ -144,11 +144,11 @@ class _Search:
     def is_over(self) -> bool:
         return self.is_exhausted or self.left_s <= 0 or (bool(self.tried) and self.is_good_enough)
 
-    def _starts(self, count: int = STARTS) -> list[Candidate]:
+    def _starts(self) -> list[Candidate]:
         kept: dict[tuple[Decision, ...], Candidate] = {}
         for candidate in sorted(self.tried, key=self._rank):
             kept.setdefault(candidate.schedule.decisions, candidate)
-        return list(kept.values())[:count]
+        return list(kept.values())[:STARTS]
 
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
@@ -211,7 +211,9 @@ class _Search:
     def polish(self) -> None:
         """Local search over the schedules of the best decisions: of more where all were tried."""
         deadline_s = time.perf_counter() + max(1.0, POLISH_SHARE * self.effort.time_limit_s)
-        for start in self._starts(POLISHED_OF_ALL if self.is_exhausted else STARTS):
+        ranked = sorted(self.tried, key=self._rank)
+        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (STARTS, 0)
+        for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
             if self.is_good_enough or time.perf_counter() > deadline_s:
                 return
             if self.problem.step_s + least_replay_s(self.problem, start.wish) < self.best.simulation.step_s:

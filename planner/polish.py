@@ -7,9 +7,11 @@ of before it; a queue goes in another order. On small steps all moves are tried,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
+
+import numpy as np
 
 from .candidate import STYLES, Candidate, try_style
 from .problem import Problem
@@ -101,6 +103,42 @@ class _Search:
         return found_over < over or (found_over == over and found_s < step_s * (1 - MIN_GAIN))
 
 
+def worth_polishing(
+    problem: Problem, ranked: Sequence[Candidate], budget_bytes: int, count: int, over: int
+) -> list[Candidate]:
+    """Of plans, best first: up to ``count`` within the budget and ``over`` that only another schedule can bring there.
+
+    Of those that ended with the same decisions, the one that was free to swap the most.
+    """
+    kept: dict[tuple[Decision, ...], Candidate] = {}
+    for candidate in ranked:
+        decisions = candidate.schedule.decisions
+        if _swaps(candidate) > (_swaps(kept[decisions]) if decisions in kept else -1):
+            kept[decisions] = candidate
+    fitting = [candidate for candidate in kept.values() if candidate.peak_bytes <= budget_bytes]
+    others = (candidate for candidate in kept.values() if candidate.peak_bytes > budget_bytes)
+    hopeful = (candidate for candidate in others if least_peak_bytes(problem, candidate.wish) <= budget_bytes)
+    return fitting[:count] + list(islice(hopeful, over))
+
+
+def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
+    """A peak that no schedule of these decisions is below: what is not kept is live while forward or a use holds it."""
+    is_kept = np.array([decision is Decision.KEEP for decision in wish])
+    last, size_bytes = problem.tick_count - 1, problem.rounded_bytes
+    end = np.where(is_kept, np.maximum(problem.forward_death, problem.freed), problem.forward_death)
+    change = np.zeros(problem.tick_count + 1, dtype=np.int64)
+    np.add.at(change, problem.born, size_bytes)
+    np.subtract.at(change, np.minimum(end, last) + 1, size_bytes)
+    again = np.flatnonzero(~is_kept & (problem.first_use > problem.forward_death) & (problem.first_use <= last))
+    np.add.at(change, problem.first_use[again], size_bytes[again])
+    np.subtract.at(change, np.minimum(np.maximum(problem.freed, problem.first_use)[again], last) + 1, size_bytes[again])
+    return int((np.cumsum(change)[:-1] + problem.base_bytes).max())
+
+
+def _swaps(candidate: Candidate) -> int:
+    return sum(decision is Decision.SWAP for decision in candidate.wish)
+
+
 def least_replay_s(problem: Problem, wish: tuple[Decision, ...]) -> float:
     """Seconds of replays without which these decisions do not get through backward, each op once."""
     used = tuple(v for v, d in enumerate(wish) if d is Decision.RECOMPUTE and problem.first_use_point[v] >= 0)
@@ -126,6 +164,9 @@ class Moves:
         self.out, self.release = points_of("swap_out"), points_of("release")
         self.prefetch, self.replay = points_of("prefetch"), points_of("replay")
         """Value -> its point, in the order in which they happen."""
+        wished = (value for value, decision in enumerate(candidate.wish) if decision is Decision.SWAP)
+        self.swapped = (*self.release, *(value for value in wished if value not in self.release))
+        """In the order of releases, and then those that need none."""
         self.use_points = problem.use_points
 
     @property
@@ -137,7 +178,7 @@ class Moves:
         """Every move."""
         problem = self.problem
         link = problem.link
-        yield from self._by_release()
+        yield from self._by_rule()
         for value, decision in enumerate(self.candidate.wish):
             if decision is Decision.RECOMPUTE:
                 yield from self._replays_earlier(value, self.use_points)
@@ -146,14 +187,14 @@ class Moves:
         for value in self.tuning.stay_until:
             yield replace(self.tuning, stay_until=_without(self.tuning.stay_until, value))
         yield from (replace(self.tuning, out_order=order) for order in _exchanges(tuple(self.out)))
-        yield from (replace(self.tuning, release_order=order) for order in _exchanges(tuple(self.release)))
+        yield from (replace(self.tuning, release_order=order) for order in _exchanges(self.swapped))
         yield from (replace(self.tuning, fetch_order=order) for order in _exchanges(tuple(self.prefetch)))
         if link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0:
             yield from self._copies_later()
 
     def near_waits(self) -> Iterator[Tuning]:
         """Moves that could shorten one of the longest waits."""
-        yield from self._by_release()
+        yield from self._by_rule()
         waits = sorted(self.candidate.simulation.waits, key=lambda wait: (-wait.seconds, wait.point))
         for wait in waits[:WAITS]:
             if wait.is_out:
@@ -163,11 +204,14 @@ class Moves:
 
     # -- moves of each kind -------------------------------------------------------------------------------------------
 
-    def _by_release(self) -> Iterator[Tuning]:
-        """The queue outwards in the order of releases."""
+    def _by_rule(self) -> Iterator[Tuning]:
+        """The queue outwards in the order of releases; releases in the order in which bytes can be given up."""
         order = tuple(sorted(self.out, key=lambda v: self.release[v]))
         if order != tuple(self.out):
             yield replace(self.tuning, out_order=order)
+        problem = self.problem
+        frees = {v: max(int(problem.save_tick[v]), int(problem.forward_death[v]) + 1) for v in self.swapped}
+        yield replace(self.tuning, release_order=tuple(sorted(self.swapped, key=lambda v: (frees[v], v))))
 
     def _replays_earlier(self, value: int, points: tuple[int, ...]) -> Iterator[Tuning]:
         """A replay at each of ``points`` up to its value's use, behind the others there or before them."""
@@ -218,7 +262,7 @@ class Moves:
         """Released last of all, or not before one of the next points."""
         if value in self.release:
             first = self.release[value]
-            yield replace(self.tuning, release_order=(*(v for v in self.release if v != value), value))
+            yield replace(self.tuning, release_order=(*(v for v in self.swapped if v != value), value))
             yield from self._stays(value, range(first + 1, first + 1 + NEAR))
 
 
