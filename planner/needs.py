@@ -68,10 +68,15 @@ def _in_order(
     last = len(replay_at)
     order = [(point, last, value) for value, point in enumerate(problem.first_use_point) if point >= 0]
     for position, (value, point) in enumerate(replay_at.items()):
-        use = problem.first_use_point[value]
-        if decisions[value] is Decision.RECOMPUTE and (use < 0 or point <= use):
+        if decisions[value] is Decision.RECOMPUTE and may_replay_at(problem, value, point):
             order.append((point, position, value))
     return sorted(order)
+
+
+def may_replay_at(problem: Problem, value: int, point: int) -> bool:
+    """Whether a use point is early enough for a replay of ``value``: what it starts from is still held."""
+    use = problem.first_use_point[value]
+    return point <= use if use >= 0 else problem.point_tick_list[point] <= problem.freed[value]
 
 
 def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> tuple[int, ...]:

@@ -45,9 +45,10 @@ STARTS = 3
 EVALUATIONS = 6000
 EVALUATIONS_PER_VALUE = 50
 """Simulations that local search may take from each start: so many, or so many per value, whichever is less."""
+POLISHED = 8
 POLISHED_OF_ALL = 30
-"""Where all ways to decide were tried, the schedules of so many are polished; else of ``STARTS``."""
-POLISH_EVALUATIONS = 300
+"""The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
+POLISH_EVALUATIONS = 500
 POLISH_SHARE = 0.1
 """Share of the time limit that polishing may take beyond it."""
 EXHAUSTIVE = 800
@@ -212,7 +213,7 @@ class _Search:
         """Local search over the schedules of the best decisions: of more where all were tried."""
         deadline_s = time.perf_counter() + max(1.0, POLISH_SHARE * self.effort.time_limit_s)
         ranked = sorted(self.tried, key=self._rank)
-        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (STARTS, 0)
+        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
         for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
             if self.is_good_enough or time.perf_counter() > deadline_s:
                 return

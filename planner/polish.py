@@ -14,6 +14,7 @@ from itertools import combinations, islice
 import numpy as np
 
 from .candidate import STYLES, Candidate, try_style
+from .needs import may_replay_at
 from .problem import Problem
 from .schedule import lists_of, with_recording
 from .schema import Decision
@@ -58,25 +59,22 @@ class _Search:
         self.floor_s = problem.step_s + least_replay_s(problem, candidate.wish)
 
     def run(self) -> None:
-        """First the plain styles, then moves until none of a whole round gains."""
+        """First the plain styles, then moves until none gains."""
         for style in STYLES:
             self._try(style, AS_STYLED)
-        gained = self.here is not None
-        while gained and not self._is_done():
-            gained = False
-            for style, tuning in self._moves():
-                if self._is_done():
-                    return
-                gained |= self._try(style, tuning)
+        while self.here is not None and self._step(self.here):
+            pass
+
+    def _step(self, here: _State) -> bool:
+        """The first move that gains; whether there is one."""
+        return any(not self._is_done() and self._try(style, tuning) for style, tuning in self._moves(here))
 
     def _is_done(self) -> bool:
         best = self.best
         is_fast = best.simulation.step_s <= self.floor_s * (1 + MIN_GAIN)
         return self.budget.left <= 0 or (is_fast and best.peak_bytes <= self.budget_bytes)
 
-    def _moves(self) -> Iterator[tuple[Style, Tuning]]:
-        here = self.here
-        assert here is not None
+    def _moves(self, here: _State) -> Iterator[tuple[Style, Tuning]]:
         moves = Moves(self.problem, here.tuning, here.candidate)
         yield replace(here.style, in_order=not here.style.in_order), here.tuning
         for tuning in moves.all() if moves.are_few else moves.near_waits():
@@ -218,9 +216,8 @@ class Moves:
         others = _without(self.tuning.replay_at, value)
         if value in self.tuning.replay_at:
             yield replace(self.tuning, replay_at=others)
-        use = self.problem.first_use_point[value]
         for point in points:
-            if use < 0 or point <= use:
+            if may_replay_at(self.problem, value, point):
                 yield replace(self.tuning, replay_at={**others, value: point})
                 if point in others.values():
                     yield replace(self.tuning, replay_at={value: point, **others})
