@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .problem import Problem
-from .schedule import Schedule, Style, fit
+from .schedule import Schedule, fit
 from .schema import Decision
 from .simulate import Simulation, simulate
+from .style import AS_STYLED, Style, Tuning
 
 SWAP_ALL_ON_DEMAND = "swap-all on demand"
 ON_DEMAND = Style(release="early", prefetch="on_demand")
@@ -47,11 +48,12 @@ def try_style(
     wish: Sequence[Decision],
     budget_bytes: int,
     style: Style,
+    tuning: Tuning = AS_STYLED,
     *,
     recorded: bool = True,
 ) -> Candidate:
     """Decisions, scheduled in one style and simulated; ``recorded`` as in :func:`~.schedule.fit`."""
-    schedule = fit(problem, wish, budget_bytes, style, recorded=recorded)
+    schedule = fit(problem, wish, budget_bytes, style, tuning, recorded=recorded)
     return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
 
 

@@ -17,7 +17,9 @@ from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decis
 from .fluid import Request
 from .fluid_whole import large_values
 from .ilp import Solution, solve_fluid
+from .polish import least_replay_s, polish, worth_polishing
 from .problem import Problem
+from .schedule import with_recording
 from .schema import Decision
 from .search import Budget, anneal, descend
 from .simple import simple_plans
@@ -43,6 +45,12 @@ HOTTEST, COLDEST_START = 0.003, 1e-4
 EVALUATIONS = 4000
 EVALUATIONS_PER_VALUE = 50
 """Simulations that each local search may take: so many, or so many per value, whichever is less."""
+POLISHED = 8
+POLISHED_OF_ALL = 30
+"""The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
+POLISH_EVALUATIONS = 500
+POLISH_SHARE = 0.1
+"""Share of the time limit that polishing may take beyond it."""
 EXHAUSTIVE = 800
 """Where there are no more ways to decide than this, all of them are tried."""
 
@@ -82,6 +90,7 @@ def optimise(
         if search.is_over:
             break
         stage()
+    search.polish()
     return search.optimum()
 
 
@@ -148,10 +157,7 @@ class _Search:
 
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
-        best = self.best
-        style_free = try_decisions(self.problem, best.policy, best.wish, self.budget_bytes)
-        if self._rank(style_free) <= self._rank(best):
-            best = style_free
+        best = replace(self.best, schedule=with_recording(self.problem, self.best.schedule))
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
         return Optimum(best, self.solution, bound_s, self.rounds, self.tiny)
 
@@ -204,6 +210,18 @@ class _Search:
                 if self.is_over:
                     return
                 self._anneal(start, seed=STARTS * turn + index)
+
+    def polish(self) -> None:
+        """Local search over the schedules of the best decisions: of more where all were tried."""
+        deadline_s = time.perf_counter() + max(1.0, POLISH_SHARE * self.effort.time_limit_s)
+        ranked = sorted(self.tried, key=self._rank)
+        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
+        for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
+            if self.is_good_enough or time.perf_counter() > deadline_s:
+                return
+            if self.problem.step_s + least_replay_s(self.problem, start.wish) < self.best.simulation.step_s:
+                budget = Budget(POLISH_EVALUATIONS, deadline_s)
+                self.consider([polish(self.problem, start, self.budget_bytes, budget)])
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

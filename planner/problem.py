@@ -77,6 +77,16 @@ class Problem:
         return list(map(float, self.point_work_s))
 
     @cached_property
+    def save_ticks(self) -> list[int]:
+        """Tick of each save point."""
+        return [self.point_tick_list[point] for point in self.save_points]
+
+    @cached_property
+    def use_ticks(self) -> list[int]:
+        """Tick of each use point."""
+        return [self.point_tick_list[point] for point in self.use_points]
+
+    @cached_property
     def point_index(self) -> tuple[int, ...]:
         """Per point: its index among the save points or among the use points."""
         counts = {True: -1, False: -1}

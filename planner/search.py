@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from .candidate import STYLES, Candidate, try_style
 from .problem import Problem
-from .schedule import Style
 from .schema import Decision
+from .style import Style
 
 MIN_GAIN = 1e-6
 """Smallest relative gain in step time that counts."""

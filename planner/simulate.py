@@ -10,13 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from .needs import claim_for_never_replayed, replay_closure
 from .problem import Floats, Ints, Problem
-from .schedule import Schedule, claim_for_never_replayed, replay_closure
+from .schedule import Schedule
 from .schema import Decision
 from .streams import Span, Streams
+
+
+class Wait(NamedTuple):
+    """The compute stream waits for a copy of ``value`` at a point."""
+
+    point: int
+    value: int
+    is_out: bool
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +48,8 @@ class Simulation:
     """Seconds lost because compute runs slower beside copies."""
     out_bytes: int
     in_bytes: int
+    waits: tuple[Wait, ...] = ()
+    """Where the compute stream waits, in order."""
     trace: tuple[Span, ...] = ()
     """Compute, stalls, replays and copies, for pictures; empty unless asked for."""
     tick_start_s: Floats = field(default_factory=lambda: np.zeros(0))
@@ -64,7 +77,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
     walk = _Walk(problem, schedule)
     memory = _memory(problem, walk)
     peak_tick = int(np.argmax(memory))
-    streams, tick_start_s = _time(problem, walk, trace)
+    streams, waits, tick_start_s = _time(problem, walk, trace)
     replay_s = sum(run.seconds for run in walk.replays)
     return Simulation(
         peak_bytes=int(memory[peak_tick]),
@@ -78,6 +91,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
         interference_s=streams.interference_s,
         out_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_out),
         in_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_in),
+        waits=waits,
         trace=tuple(sorted(streams.spans, key=lambda span: span.start_s)),
         tick_start_s=tick_start_s,
     )
@@ -210,11 +224,12 @@ def _add_inside_replays(problem: Problem, replays: Sequence[_ReplayRun], memory:
             live += brought_back
 
 
-def _time(problem: Problem, walk: _Walk, trace: bool) -> tuple[Streams, Floats]:
+def _time(problem: Problem, walk: _Walk, trace: bool) -> tuple[Streams, tuple[Wait, ...], Floats]:
     streams = Streams(problem.link, trace)
-    work = problem.point_work_s.tolist()
+    work = problem.point_work_list
     out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}
     in_seconds = {value: problem.in_seconds(value) for value in walk.copied_in}
+    waits: list[Wait] = []
     done_s = 0.0
     for point, what, value in walk.commands:
         if work[point] > done_s:
@@ -222,19 +237,20 @@ def _time(problem: Problem, walk: _Walk, trace: bool) -> tuple[Streams, Floats]:
             done_s = work[point]
         if what is _Do.OUT:
             streams.queue_out(value, out_seconds[value], problem.names[value])
-        elif what is _Do.WAIT_OUT:
-            streams.wait_out(value, problem.names[value])
         elif what is _Do.IN:
             streams.queue_in(value, in_seconds[value], problem.names[value])
-        elif what is _Do.WAIT_IN:
-            streams.wait_in(value, problem.names[value])
-        else:
+        elif what is _Do.REPLAY:
             run = walk.replays[value]
             streams.replay(run.seconds, ", ".join(problem.names[target] for target in run.targets))
+        else:
+            is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
+            (streams.wait_out if is_out else streams.wait_in)(value, problem.names[value])
+            if streams.stall_s > stalled_s:
+                waits.append(Wait(point, value, is_out, streams.stall_s - stalled_s))
         if trace:
             streams.mark(int(problem.point_ticks[point]), done_s)
     streams.compute(problem.step_s - done_s)
-    return streams, _tick_starts(problem, streams) if trace else np.zeros(0)
+    return streams, tuple(waits), _tick_starts(problem, streams) if trace else np.zeros(0)
 
 
 def _tick_starts(problem: Problem, streams: Streams) -> Floats:

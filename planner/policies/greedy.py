@@ -8,8 +8,8 @@ import numpy as np
 
 from ..candidate import ON_DEMAND, Candidate, try_style
 from ..problem import Ints
-from ..schedule import Style
 from ..schema import Decision
+from ..style import Style
 from .base import PolicyInput, policy
 
 EVALUATIONS = 500

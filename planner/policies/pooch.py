@@ -8,10 +8,10 @@ from itertools import combinations, islice
 
 from ..candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from ..problem import Ints
-from ..schedule import Style
 from ..schema import Decision
 from ..simulate import simulate
 from ..streams import Lane, Span
+from ..style import Style
 from .base import PolicyInput, policy
 
 KEEP_SETS = 150

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from ...profiler.schema import Phase, PointKind
 from ..candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
-from ..schedule import Schedule, Style, assemble, fit, keep_all
+from ..schedule import Schedule, assemble, fit, keep_all
 from ..schema import Decision
+from ..style import Style
 from .base import PolicyInput, policy
 
 MIN_DIMENSIONS = 2

@@ -1,12 +1,16 @@
-"""Plans made of schedules, for the independent checker."""
+"""Plans made of schedules, and schedules nobody would choose: for the independent checker and the runtime."""
 
 from __future__ import annotations
+
+import random
 
 import msgspec
 
 from poochplan.planner.planning import plan
+from poochplan.planner.problem import Problem
 from poochplan.planner.schedule import Schedule
 from poochplan.planner.schema import Decision, Plan
+from poochplan.planner.style import Tuning
 from poochplan.profiler.schema import Profile
 
 
@@ -20,4 +24,38 @@ def plan_with(profile: Profile, schedule: Schedule) -> Plan:
         offset += (value.size_bytes + 4095) // 4096 * 4096 if swapped else 0
     return msgspec.structs.replace(
         kept, values=tuple(values), schedule=schedule.actions, record_from_start=schedule.record_from_start
+    )
+
+
+def random_decisions(problem: Problem, seed: int) -> list[Decision]:
+    rng = random.Random(seed)
+    decisions = []
+    for value, reason in enumerate(problem.must_keep):
+        choices = [Decision.KEEP, Decision.SWAP]
+        if problem.replay.replays[value] is not None:
+            choices += [Decision.RECOMPUTE, Decision.RECOMPUTE]
+        decisions.append(Decision.KEEP if reason else rng.choice(choices))
+    return decisions
+
+
+def random_tuning(problem: Problem, seed: int) -> Tuning:
+    """About a third of the values replay early, stay longer and are copied later; all queues in any order."""
+    rng = random.Random(seed)
+    values = list(range(problem.value_count))
+    points = range(len(problem.point_ticks))
+
+    def some(choices: list[int] | range) -> dict[int, int]:
+        return {value: rng.choice(choices) for value in rng.sample(values, len(values)) if rng.random() < 0.3}
+
+    def any_order() -> tuple[int, ...]:
+        return tuple(rng.sample(values, rng.randint(0, len(values))))
+
+    return Tuning(
+        replay_at=some(list(problem.use_points)),
+        stay_until=some(points),
+        out_from=some(points),
+        fetch_from=some(points),
+        out_order=any_order(),
+        release_order=any_order(),
+        fetch_order=any_order(),
     )

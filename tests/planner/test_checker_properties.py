@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Style, fit, schedule_of
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schedule import fit, schedule_of
 from poochplan.planner.schema import Decision, Plan
 from poochplan.planner.simulate import simulate
+from poochplan.planner.style import Style
 from poochplan.profiler.schema import Profile
 
 from .checker import Violation, check
-from .plans import plan_with
+from .plans import plan_with, random_decisions
 from .random_profiles import profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -44,7 +43,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     profile: Profile, seed: int, style: Style, share: float
 ) -> None:
     problem = build_problem(profile)
-    schedule = fit(problem, _random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
+    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style)
     simulation = simulate(problem, schedule, trace=True)
     verdict = check(profile, plan_with(profile, schedule))
     assert verdict.peak_bytes == simulation.peak_bytes
@@ -77,14 +76,3 @@ def test_the_checker_sees_a_missing_replay_input_a_missing_record_and_an_early_r
     for broken in (without_replay, without_record, without_prefetch, without_swap_out):
         with pytest.raises(Violation):
             check(profile, msgspec.structs.replace(found, schedule=tuple(broken), record_from_start=False))
-
-
-def _random_decisions(problem: Problem, seed: int) -> list[Decision]:
-    rng = random.Random(seed)
-    decisions = []
-    for value, reason in enumerate(problem.must_keep):
-        choices = [Decision.KEEP, Decision.SWAP]
-        if problem.replay.replays[value] is not None:
-            choices += [Decision.RECOMPUTE, Decision.RECOMPUTE]
-        decisions.append(Decision.KEEP if reason else rng.choice(choices))
-    return decisions

@@ -14,7 +14,7 @@ from poochplan.profiler.schema import Profile
 from .checker import check
 from .oracle import Freedom, Optimum, best_decisions, best_schedule
 from .oracle_clock import is_plain
-from .test_checker_properties import _plan_with
+from .plans import plan_with
 from .tiny_profiles import tiny_budget, tiny_profile
 from .toys import MB, one_value, small_from_large, two_values
 
@@ -98,7 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
-    verdict = check(profile, _plan_with(profile, found.schedule))
+    verdict = check(profile, plan_with(profile, found.schedule))
     assert verdict.peak_bytes == found.simulation.peak_bytes <= budget
 
 

@@ -157,6 +157,22 @@ def train(
     return seen, session.report()
 
 
+def metered_peaks(case: Case, plan: Plan) -> list[int]:
+    """Most live bytes of the first step and of the second, under a plan."""
+    model, step, optimizer = case.fresh()
+    peaks = []
+    with poochplan.apply(plan, model) as session:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            loss.backward()
+            optimizer.step()
+            peak_bytes = session.report().last_step.peak_bytes
+            assert peak_bytes is not None
+            peaks.append(peak_bytes)
+    return peaks
+
+
 def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """Copies of the loss, every gradient, every buffer and every parameter."""
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]

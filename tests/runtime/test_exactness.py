@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from nets import CASES, Case, equal, train
+from nets import CASES, equal, metered_peaks, train
 from random_plans import random_plan
-
-import poochplan
-from poochplan.planner.schema import Plan
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,23 +39,8 @@ def test_decisions_are_carried_out() -> None:
 def test_the_metered_peak_is_the_profiles_in_core_peak_when_all_is_kept_and_falls_when_all_is_swapped() -> None:
     case = CASES["residual"]
     profile = case.profile()
-    kept = _peaks(case, random_plan(profile, 0, (1, 0, 0)))
-    swapped = _peaks(case, random_plan(profile, 0, (0, 1, 0)))
+    kept = metered_peaks(case, random_plan(profile, 0, (1, 0, 0)))
+    swapped = metered_peaks(case, random_plan(profile, 0, (0, 1, 0)))
     assert kept[1] == profile.in_core_peak_bytes
     assert kept[0] < kept[1]  # the first step has no optimizer state yet
     assert swapped[1] < 0.8 * kept[1]
-
-
-def _peaks(case: Case, plan: Plan) -> list[int]:
-    model, step, optimizer = case.fresh()
-    peaks = []
-    with poochplan.apply(plan, model) as session:
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.backward()
-            optimizer.step()
-            peak_bytes = session.report().last_step.peak_bytes
-            assert peak_bytes is not None
-            peaks.append(peak_bytes)
-    return peaks

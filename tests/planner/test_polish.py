@@ -1,0 +1,165 @@
+"""Local search over schedules: never worse, within the budget, and on tiny steps the best there is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from poochplan.planner.candidate import Candidate, try_decisions
+from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.polish import least_peak_bytes, least_replay_s, polish
+from poochplan.planner.problem import Problem, build_problem
+from poochplan.planner.schedule import fit, lists_of
+from poochplan.planner.schema import Decision
+from poochplan.planner.search import Budget
+from poochplan.planner.simulate import simulate
+from poochplan.planner.style import Style
+from poochplan.profiler.schema import Profile
+
+from .checker import check
+from .oracle import best_schedule
+from .plans import plan_with, random_decisions, random_tuning
+from .random_profiles import profiles, random_profile, unet_like
+from .tiny_profiles import tiny_budget, tiny_profile
+from .toys import MB, replay_beside_a_copy, small_from_large
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
+
+
+def polished(problem: Problem, wish: list[Decision], budget_bytes: int, evaluations: int = 2000) -> Candidate:
+    start = try_decisions(problem, "test", wish, budget_bytes)
+    return polish(problem, start, budget_bytes, Budget(evaluations, time.perf_counter() + 60))
+
+
+def released_after_a_replay(problem: Problem, candidate: Candidate) -> list[int]:
+    """Values that leave in backward, after a replay that starts from them."""
+    lists = lists_of(problem, candidate.schedule)
+    found = []
+    for point, actions in lists.items():
+        earlier = [value for other in lists if other < point for value in lists[other]["replay"]]
+        sources = {s for v in earlier if (replay := problem.replay.replays[v]) is not None for s in replay.inputs}
+        found += [value for value in actions["release"] if value in sources]
+    return found
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_a_replay_fills_the_wait_for_a_copy_back() -> None:
+    problem = build_problem(replay_beside_a_copy())
+    wish = [KEEP] * problem.value_count
+    wish[:2] = [RECOMPUTE, SWAP]
+    found = polished(problem, wish, int(5.5 * MB))
+    assert found.simulation.step_s == pytest.approx(9 + 2)
+    assert found.peak_bytes <= 5.5 * MB
+
+
+def test_an_early_replay_brings_decisions_within_the_budget() -> None:
+    problem = build_problem(small_from_large())
+    budget = int(12.5 * MB)
+    wish = [RECOMPUTE if name == "small1/out1" else KEEP for name in problem.names]
+    assert try_decisions(problem, "test", wish, budget).peak_bytes > budget
+    found = polished(problem, wish, budget)
+    assert found.peak_bytes <= budget
+    assert found.simulation.step_s == pytest.approx(14 + 1)
+
+
+# -- against the oracle ----------------------------------------------------------------------------
+
+CLASSES = {
+    "an early replay fills a wait": [8, 37, 63, 113, 338, 431, 521],
+    "a value leaves after the replay it serves": [134, 365, 477, 525, 861],
+    "the queue outwards in another order": [270, 277, 613],
+    "the order of prefetches": [446],
+    "an early replay frees what it starts from": [486],
+    "releases in the order of the queue": [86, 378],
+}
+
+
+@pytest.mark.parametrize("seed", [seed for seeds in CLASSES.values() for seed in seeds])
+def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed: int) -> None:
+    profile = tiny_profile(seed)
+    budget = tiny_budget(profile, seed)
+    plan_s = plan(profile, budget, threads=1).prediction.step_s
+    found = best_schedule(build_problem(profile), budget, at_most_s=plan_s)
+    assert found is not None
+    assert plan_s == pytest.approx(found.step_s, rel=1e-6)
+
+
+def test_a_value_is_away_only_after_the_replay_that_starts_from_it() -> None:
+    profile = tiny_profile(861)
+    problem, budget = build_problem(profile), tiny_budget(profile, 861)
+    best = best_schedule(problem, budget)
+    assert best is not None
+    found = polished(problem, list(best.schedule.decisions), budget)
+    assert found.simulation.step_s == pytest.approx(best.step_s)
+    assert released_after_a_replay(problem, found)
+
+
+# -- for any decisions -----------------------------------------------------------------------------
+
+
+@settings(QUICK, max_examples=40)
+@given(profile=profiles(12), seed=st.integers(0, 2**32), share=st.floats(0.0, 1.0))
+def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
+    profile: Profile, seed: int, share: float
+) -> None:
+    problem = build_problem(profile)
+    smallest = smallest_budget(profile)
+    budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+    start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
+    found = polish(problem, start, budget, Budget(120, time.perf_counter() + 60))
+    assert found.rank(budget)[:2] <= start.rank(budget)[:2]
+    assert found.wish == start.wish
+    verdict = check(profile, plan_with(profile, found.schedule))
+    assert verdict.peak_bytes == found.simulation.peak_bytes
+    assert verdict.first_step_peak_bytes == found.simulation.first_step_peak_bytes
+    assert simulate(problem, found.schedule).step_s == found.simulation.step_s
+    assert found.simulation.step_s >= problem.step_s + least_replay_s(problem, found.schedule.decisions) - 1e-9
+    assert found.simulation.peak_bytes >= least_peak_bytes(problem, found.schedule.decisions)
+
+
+@settings(QUICK, max_examples=150)
+@given(profile=profiles(30), seed=st.integers(0, 2**32), in_order=st.booleans(), share=st.floats(0.4, 1.0))
+def test_any_tuning_is_a_schedule_that_can_be_carried_out_with_just_the_bytes_simulated(
+    profile: Profile, seed: int, in_order: bool, share: float
+) -> None:
+    problem = build_problem(profile)
+    decisions, tuning = random_decisions(problem, seed), random_tuning(problem, seed)
+    schedule = fit(problem, decisions, int(share * profile.in_core_peak_bytes), Style(in_order=in_order), tuning)
+    simulation = simulate(problem, schedule)
+    verdict = check(profile, plan_with(profile, schedule))
+    assert verdict.peak_bytes == simulation.peak_bytes
+    assert verdict.first_step_peak_bytes == simulation.first_step_peak_bytes
+    assert (verdict.out_bytes, verdict.in_bytes) == (simulation.out_bytes, simulation.in_bytes)
+
+
+def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None:
+    problem = build_problem(unet_like(2))
+    budget = smallest_budget(unet_like(2))
+    start = try_decisions(problem, "test", random_decisions(problem, 1), budget)
+    bare = fit(problem, start.wish, budget, recorded=False)
+    unrecorded = Candidate("test", start.wish, bare, simulate(problem, bare))
+    found = polish(problem, unrecorded, budget, Budget(0, time.perf_counter() + 60))
+    assert found.simulation is unrecorded.simulation
+    assert found.schedule == fit(problem, start.wish, budget)
+    assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start
+
+
+def test_the_same_start_gives_the_same_schedule() -> None:
+    profile = random_profile(7)
+    problem, budget = build_problem(profile), smallest_budget(profile)
+    wish = random_decisions(problem, 7)
+    assert polished(problem, wish, budget, 300).schedule == polished(problem, wish, budget, 300).schedule
+
+
+def test_the_waits_of_a_simulation_add_up_to_its_stall() -> None:
+    profile = unet_like(3, link_gb_per_s=0.2)
+    problem = build_problem(profile)
+    simulation = try_decisions(problem, "test", random_decisions(problem, 3), smallest_budget(profile)).simulation
+    assert simulation.stall_s > 0
+    assert sum(wait.seconds for wait in simulation.waits) == pytest.approx(simulation.stall_s)

@@ -1,0 +1,107 @@
+"""Schedules that only local search thinks of run with the gradients of in-core training, at the bytes simulated.
+
+Replays before the use of their value, releases after a replay that starts from it, copies out later than the save.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from nets import CASES, Case, equal, metered_peaks, train
+from plans import plan_with, random_decisions, random_tuning
+
+from poochplan.planner.candidate import try_decisions
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.polish import polish
+from poochplan.planner.problem import Problem, build_problem
+from poochplan.planner.schedule import Schedule, assemble, fit, lists_of
+from poochplan.planner.schema import Decision
+from poochplan.planner.search import Budget
+from poochplan.planner.simulate import simulate
+from poochplan.profiler.schema import Link, LinkDirection, Profile
+
+SLOW = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=5e7)
+SHARE = 0.3
+KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
+SWITCHED = [name for name in CASES if name != "recurrent"]
+"""Networks that can be replayed from recordings that are switched on and off; the GRU's in-place chains cannot."""
+
+
+def tight(case: Case) -> tuple[Profile, Problem, int]:
+    """The case's profile with a link that is waited for, and a budget near the smallest."""
+    profile = msgspec.structs.replace(case.profile(), link=Link(name="slow", outward=SLOW, inward=SLOW))
+    smallest = smallest_budget(profile)
+    return profile, build_problem(profile), int(smallest + SHARE * (profile.in_core_peak_bytes - smallest))
+
+
+def run_and_compare(case: Case, profile: Profile, problem: Problem, schedule: Schedule) -> None:
+    reference, _ = train(case, 2)
+    plan = plan_with(profile, schedule)
+    planned, report = train(case, 2, plan)
+    assert equal(reference, planned)
+    assert report is not None
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    assert metered_peaks(case, plan)[1] == simulate(problem, schedule).peak_bytes
+
+
+def kinds_of(problem: Problem, schedule: Schedule) -> set[str]:
+    """What a schedule does that the plain styles do not."""
+    found = set()
+    for point, actions in lists_of(problem, schedule).items():
+        if any(point > problem.save_points[value] for value in actions["swap_out"]):
+            found.add("late copy out")
+        if any(point < problem.first_use_point[value] for value in actions["replay"]):
+            found.add("early replay")
+    return found
+
+
+def leaving_after_a_replay(problem: Problem) -> Schedule | None:
+    """One value recomputed, and one that it starts from swapped, gone only between that replay and its own use."""
+    first_use = problem.first_use_point
+    for value, replay in enumerate(problem.replay.replays):
+        for source in replay.inputs if replay is not None and first_use[value] >= 0 else ():
+            gone = first_use[value] + 1
+            if not problem.must_keep[source] and gone < first_use[source]:
+                decisions = [KEEP] * problem.value_count
+                decisions[value], decisions[source] = RECOMPUTE, SWAP
+                lists = {
+                    problem.save_points[source]: {"swap_out": [source]},
+                    gone: {"release": [source]},
+                    first_use[source]: {"prefetch": [source]},
+                }
+                return assemble(problem, decisions, lists)
+    return None
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
+    case = CASES[name]
+    profile, problem, budget = tight(case)
+    found: set[str] = set()
+    for seed in range(4):
+        schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
+        found |= kinds_of(problem, schedule)
+        run_and_compare(case, profile, problem, schedule)
+    assert found == {"early replay", "late copy out"}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_value_that_leaves_after_a_replay_gives_the_gradients_of_in_core_training(name: str) -> None:
+    case = CASES[name]
+    profile, problem, _ = tight(case)
+    schedule = leaving_after_a_replay(problem)
+    assert schedule is not None
+    run_and_compare(case, profile, problem, schedule)
+
+
+@pytest.mark.parametrize("name", ["residual", "attention"])
+def test_a_polished_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
+    case = CASES[name]
+    profile, problem, budget = tight(case)
+    for seed in range(3):
+        start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
+        found = polish(problem, start, budget, Budget(400, time.perf_counter() + 60))
+        assert found.simulation.step_s <= start.simulation.step_s or found.peak_bytes < start.peak_bytes
+        run_and_compare(case, profile, problem, found.schedule)
