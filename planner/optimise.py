@@ -27,8 +27,10 @@ from .solvers import Limits, choose_solver
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
-MARGINS = (0.0, 0.03, 0.06, 0.1)
-"""Shares of the budget that the relaxation is not given, one after another."""
+MARGINS = (0.0, 1.0, 0.5)
+"""What the relaxation is not given of the budget, one after another, in units of the largest value that may move."""
+BRANCHES_FIRST = 64
+"""With no more values than this, the model with integrality is solved before other policies are asked."""
 SOLVER_GAP = 0.005
 ABSOLUTE_GAP = 5e-4
 """The solver also stops at this share of the step."""
@@ -38,8 +40,6 @@ GRID = 30
 """Slots at which they do."""
 STARTS = 3
 """How many of the best plans local search starts from."""
-TURNS = 3
-"""How often it does, each time from what is best by then."""
 HOTTEST, COLDEST_START = 0.003, 1e-4
 """Temperatures, as shares of the step, between which annealing begins."""
 EVALUATIONS = 4000
@@ -86,7 +86,7 @@ def optimise(
     """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs."""
     search = _Search(problem, budget_bytes, effort, proposals)
     search.consider(simple_plans(problem, budget_bytes))
-    for stage in (search.try_all, search.relax, search.branch, search.compare, search.walk):
+    for stage in search.stages():
         if search.is_over:
             break
         stage()
@@ -109,7 +109,7 @@ class _Search:
         self.proof = Proof(problem, budget_bytes, self.solver, self.deadline_s, threaded=effort.threads > 1)
         self.tried: list[Candidate] = []
         self.solution: Solution | None = None
-        self.rounds = 0
+        self.rounds = self.walks = 0
         self.is_exhausted = False
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
@@ -161,6 +161,12 @@ class _Search:
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
         return Optimum(best, self.solution, bound_s, self.rounds, self.tiny)
 
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """What to do, one after another, until the search is over; the schedules are polished in any case."""
+        if len(self.candidates) <= BRANCHES_FIRST:
+            return self.try_all, self.relax, self.branch, self.compare, self.walk, self.walk
+        return self.try_all, self.relax, self.compare, self.walk, self.branch, self.walk
+
     # -- stages -------------------------------------------------------------------------------------------------------
 
     def try_all(self) -> None:
@@ -177,8 +183,9 @@ class _Search:
 
     def relax(self) -> None:
         """Solves the relaxation, rounds it and descends; again for less memory, since whole buffers need more room."""
+        largest = max((int(self.problem.rounded_bytes[value]) for value in self.candidates), default=0)
         for margin in MARGINS:
-            request = replace(self._request(), budget_bytes=int(self.budget_bytes * (1 - margin)))
+            request = replace(self._request(), budget_bytes=int(self.budget_bytes - margin * largest))
             found = self._solve(request, relaxed=True)
             if found is not None:
                 self.consider([self._descend(found, share=0.15)])
@@ -205,11 +212,11 @@ class _Search:
 
     def walk(self) -> None:
         """Local search that also takes changes for the worse, from the best plans, as warm as the gap is wide."""
-        for turn in range(TURNS):
-            for index, start in enumerate(self._starts()):
-                if self.is_over:
-                    return
-                self._anneal(start, seed=STARTS * turn + index)
+        for start in self._starts():
+            if self.is_over:
+                return
+            self._anneal(start, seed=self.walks)
+            self.walks += 1
 
     def polish(self) -> None:
         """Local search over the schedules of the best decisions: of more where all were tried."""

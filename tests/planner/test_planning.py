@@ -138,7 +138,7 @@ def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
 
 
 def test_an_unknown_solver_is_named() -> None:
-    with pytest.raises(UsageError, match="solver 'nonesuch' is not available"):
+    with pytest.raises(UsageError, match="solver 'nonesuch' is unknown"):
         plan(unet_like(2), "80%", solver="nonesuch")
 
 
