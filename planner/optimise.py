@@ -61,7 +61,7 @@ class Effort:
 
     solver: str | None = None
     time_limit_s: float = 60.0
-    gap: float = 0.001
+    gap: float = 0.002
     """The search ends when the step is within this share of the proven bound."""
     threads: int = 2
     host_bytes: int | None = None
@@ -76,6 +76,8 @@ class Optimum:
     """Of the model for the full budget that decided last."""
     bound_s: float
     """No plan within the budget has a shorter step."""
+    status: str
+    """``within gap``, ``time limit``, or ``searched``: the search came to its end without either."""
     rounds: int
     tiny: frozenset[int]
 
@@ -158,8 +160,11 @@ class _Search:
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
         best = replace(self.best, schedule=with_recording(self.problem, self.best.schedule))
+        is_late = self.left_s <= 0
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
-        return Optimum(best, self.solution, bound_s, self.rounds, self.tiny)
+        is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
+        status = "within gap" if is_near else "time limit" if is_late else "searched"
+        return Optimum(best, self.solution, bound_s, status, self.rounds, self.tiny)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
         """What to do, one after another, until the search is over; the schedules are polished in any case."""

@@ -41,7 +41,7 @@ def plan(
     *,
     solver: str | None = None,
     time_limit_s: float = 60.0,
-    gap: float = 0.001,
+    gap: float = 0.002,
     threads: int = 2,
     host_budget: str | int | None = None,
     workload: str | None = None,
@@ -176,7 +176,7 @@ def _solve_record(problem: Problem, found: _Outcome, wall_s: float) -> Solve:
     return Solve(
         policy=found.policy,
         solver=solution.solver if solution else "none",
-        status=solution.status if solution else "not needed",
+        status=optimum.status if optimum else "not needed",
         objective_s=solution.objective_s if solution else None,
         bound_s=bound_s,
         gap=gap,

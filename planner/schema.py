@@ -84,6 +84,7 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     solver: str
     status: str
+    """``within gap`` (of the bound), ``time limit``, ``searched`` (to the end, without either), or ``not needed``."""
     objective_s: float | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
     bound_s: float | None

@@ -83,14 +83,17 @@ def plan_rows(plan: Plan) -> Rows:
     found = f"{solve.policy} by {solve.solver}, {solve.status} in {format_seconds(solve.wall_s)}, {solve.rounds} rounds"
     if solve.solver == "none":
         found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
-    if solve.gap is not None:
-        found += f", gap {solve.gap:.1%}"
+    bound = {}
+    if solve.bound_s is not None and solve.gap is not None:
+        least = overhead_text(solve.bound_s / prediction.in_core_step_s - 1) if prediction.in_core_step_s > 0 else "-"
+        bound = {"no plan is better than": f"{least} (gap {solve.gap:.2%} of the step)"}
     return {
         "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak, "
         f"{format_bytes(prediction.in_core_peak_bytes)})",
         "predicted peak": format_bytes(max(prediction.peak_bytes, prediction.first_step_peak_bytes)),
         "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
+        **bound,
         "of that": f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
         f"interference {format_seconds(prediction.interference_s)}",
         "bytes swapped": swapped_text(prediction.out_bytes, prediction.in_bytes),
