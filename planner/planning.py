@@ -16,6 +16,7 @@ from .problem import Problem, build_problem
 from .schedule import keep_all
 from .schema import Decision, Plan, PlannedValue, Prediction, Solve
 from .simulate import simulate
+from .whatif import static_bytes
 
 ILP = "ilp"
 """The policy that plans unless another is asked for."""
@@ -84,6 +85,14 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
     if smallest.peak_bytes <= budget_bytes:
         return
     share = share_that_holds(smallest.peak_bytes, profile.in_core_peak_bytes)
+    static = static_bytes(profile)
+    if budget_bytes < static:
+        raise InfeasibleError(
+            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and what "
+            f"else lives all step long take {static} bytes ({format_bytes(static)}) alone; expected at least "
+            f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}); pass a budget of {share} or more",
+            smallest_budget_bytes=smallest.peak_bytes,
+        )
     where = f" at {smallest.simulation.peak_layer}" if smallest.simulation.peak_layer else ""
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import PoochError
 from ..profiler.schema import Kind, Link, LinkDirection, Phase, PointKind, Profile
 from .replay import ReplayGraph, build_replay_graph
+from .validate import check_profile
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -153,9 +154,9 @@ def build_problem(profile: Profile) -> Problem:
     Raises
     ------
     PoochError
-        The profile has no saved value, or a link without bandwidth.
+        The profile is none to plan from; see :func:`~.validate.check_profile`.
     """
-    _check(profile)
+    check_profile(profile)
     saved_of, value_of = _saved_values(profile)
     op_ticks = np.array(profile.op_ticks, dtype=np.int64)
     point_ticks = np.array(profile.point_ticks, dtype=np.int64)
@@ -200,19 +201,6 @@ def build_problem(profile: Profile) -> Problem:
         first_step_less_bytes=_first_step_less_bytes(profile),
         link=profile.link,
     )
-
-
-def _check(profile: Profile) -> None:
-    if not any(point.kind is PointKind.SAVE for point in profile.points):
-        raise PoochError(
-            "the profile has no saved value: nothing is kept from forward for backward, so nothing to plan"
-        )
-    for name, direction in (("outward", profile.link.outward), ("inward", profile.link.inward)):
-        if not direction.bandwidth_bytes_per_s > 0 or direction.latency_s < 0:
-            raise PoochError(
-                f"link.{name}: expected a bandwidth above 0 and a latency of at least 0, found "
-                f"{direction.bandwidth_bytes_per_s} bytes/s and {direction.latency_s} s; measure the link again"
-            )
 
 
 def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
