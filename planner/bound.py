@@ -99,7 +99,8 @@ class Proof:
         self._error: BaseException | None = None
         self.linear = lower_bound(problem, budget_bytes, solver, self._limits())
         self._integral: Bound | None = None
-        self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if threaded else None
+        is_beside = threaded and solver == "highs"  # PuLP tells no dual bound
+        self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if is_beside else None
         if self._thread is not None:
             self._thread.start()
 

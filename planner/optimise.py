@@ -43,7 +43,7 @@ STARTS = 3
 HOTTEST, COLDEST_START = 0.003, 1e-4
 """Temperatures, as shares of the step, between which annealing begins."""
 EVALUATIONS = 4000
-EVALUATIONS_PER_VALUE = 50
+EVALUATIONS_PER_VALUE = 30
 """Simulations that each local search may take: so many, or so many per value, whichever is less."""
 POLISHED = 8
 POLISHED_OF_ALL = 30

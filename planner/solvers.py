@@ -215,9 +215,11 @@ def _solve_pulp(model: Arrays, solver: str, limits: Limits, relaxed: bool) -> _R
         warnings.simplefilter("ignore", DeprecationWarning)
         problem.solve(pulp.getSolver(full, msg=False, **options))
     status = _PULP_STATUS.get(int(problem.sol_status), "not solved")
-    if status not in _HAS_SOLUTION or any(variable.varValue is None for variable in variables):
+    found = [variable.varValue for variable in variables]
+    if status not in _HAS_SOLUTION or all(value is None for value in found):
         return status if status not in _HAS_SOLUTION else "no solution found", None, None, None
-    values = np.array([variable.varValue for variable in variables], dtype=np.float64)
+    # A variable that stands in no row is unknown to the solver: any value will do.
+    values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None
     if relaxed and all(row.pi is not None for row in rows):
         bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
