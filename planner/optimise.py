@@ -72,6 +72,7 @@ class Optimum:
     """What came out of the search for one budget."""
 
     best: Candidate
+    """Over the budget only where no plan within the host's memory was found."""
     solution: Solution | None
     """Of the model for the full budget that decided last."""
     bound_s: float
@@ -109,7 +110,8 @@ class _Search:
         self.tiny = _tiny(problem, budget_bytes)
         self.candidates = tuple(value for value in movable(problem) if value not in self.tiny)
         self.proof = Proof(problem, budget_bytes, self.solver, self.deadline_s, threaded=effort.threads > 1)
-        self.tried: list[Candidate] = []
+        kept = (Decision.KEEP,) * problem.value_count
+        self.tried = [try_style(problem, "keep-all", kept, budget_bytes, STYLES[0])]
         self.solution: Solution | None = None
         self.rounds = self.walks = 0
         self.is_exhausted = False
@@ -149,7 +151,7 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self.is_exhausted or self.left_s <= 0 or (bool(self.tried) and self.is_good_enough)
+        return self.is_exhausted or self.left_s <= 0 or self.is_good_enough
 
     def _starts(self) -> list[Candidate]:
         kept: dict[tuple[Decision, ...], Candidate] = {}

@@ -117,6 +117,12 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
     given = PolicyInput(profile, problem, budget_bytes)
     optimum = optimise(problem, budget_bytes, effort, [partial(run_policy, name, given) for name in STRONG_POLICIES])
     best, solution = optimum.best, optimum.solution
+    if best.peak_bytes > budget_bytes:
+        raise InfeasibleError(
+            f"no plan was found within {format_bytes(budget_bytes)} that swaps at most "
+            f"{format_bytes(effort.host_bytes or 0)}; pass a larger host budget, or a larger budget",
+            smallest_budget_bytes=best.peak_bytes,
+        )
     notes: tuple[str, ...] = ()
     if best.policy != ILP:
         is_unsolved = solution is None or solution.decisions is None

@@ -18,6 +18,7 @@ from poochplan.planner.solvers import Limits, choose_solver
 from poochplan.profiler.schema import Kind, Profile
 from poochplan.units import parse_budget
 
+from .checker import check
 from .random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
 
@@ -182,3 +183,16 @@ def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None
                 floor[first : freed + 1] += size
         # A value that is packed only later than forward lets go of it would make the floor lower than reachable.
         assert swap_all_on_demand(problem).peak_bytes == floor.max()
+
+
+def test_the_host_budget_holds() -> None:
+    profile = transformer_like(2, link_gb_per_s=4.0)
+    free = plan(profile, "50%", time_limit_s=2)
+    assert free.prediction.out_bytes > 0
+    most = free.prediction.out_bytes // 2
+    limited = plan(profile, "50%", host_budget=most, time_limit_s=2)
+    assert limited.prediction.out_bytes <= most
+    assert limited.prediction.peak_bytes <= limited.budget_bytes
+    assert check(profile, limited).peak_bytes == limited.prediction.peak_bytes
+    with pytest.raises(InfeasibleError, match="swaps at most 1 B; pass a larger host budget"):
+        plan(profile, smallest_budget(profile), host_budget=1, time_limit_s=2)
