@@ -14,7 +14,7 @@ from random_plans import random_plan
 from torch import nn
 
 import poochplan
-from poochplan.planner.schema import Decision, Plan
+from poochplan.planner.schema import Decision, Plan, PointActions
 from poochplan.profiler.schema import Profile
 from poochplan.profiler.verification import DIFFERS
 from poochplan.runtime.recorder import RecordedOp, Slot
@@ -253,3 +253,41 @@ def test_steps_that_call_the_model_twice_follow_the_plan_when_they_are_announced
             session.step()
             loss_of(model).backward()
             assert session.report().last_step.fallbacks == 0
+
+
+class WrittenLater(nn.Module):
+    """What an exponential reads is written in place and saved only afterwards, through a view or a chunk."""
+
+    def __init__(self, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.part_of = nn.Parameter(torch.linspace(-1, 1, 16)), part_of
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * self.weight
+        part = self.part_of(scaled)
+        grown = part.exp()
+        part.mul_(2.0)
+        return grown.sum() + part.square().sum()
+
+
+def _recorded_only_until_the_first_save(profile: Profile) -> Plan:
+    """The exponential's result is recomputed; recording ends where it is saved, before the write."""
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes)
+    (index,) = (i for i, value in enumerate(plan.values) if "exp" in value.name)
+    values = list(plan.values)
+    values[index] = msgspec.structs.replace(values[index], decision=Decision.RECOMPUTE)
+    off = PointActions(at="save", index=index, record="off")
+    return msgspec.structs.replace(plan, values=tuple(values), schedule=(off,), record_from_start=True)
+
+
+@pytest.mark.parametrize(
+    "part_of", [lambda whole: whole.view(-1), lambda whole: whole.unsafe_chunk(2)[1]], ids=["view", "chunk"]
+)
+def test_what_is_written_where_recording_is_off_is_another_content(
+    part_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    _check(
+        lambda: WrittenLater(part_of),
+        lambda model: model(BATCH),
+        _recorded_only_until_the_first_save,
+    )
