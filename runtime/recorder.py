@@ -136,10 +136,11 @@ class Slot:
     def meet(self, version: int, window: int) -> None:
         """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
 
-        Between windows only an agreeing counter shows that nobody has written; within one also a counter of a chunk,
-        which is behind, will do.
+        A counter that is ahead tells of a write that was not recorded. One that is behind is a chunk's own: it says
+        nothing, and between windows that is taken for a write, until the save point; from there on the plan answers
+        for it, since what is written after its save is never planned to be read by a replay.
         """
-        unbroken = window != OFF and window == self.seen_in
+        unbroken = self.packed or (window != OFF and window == self.seen_in)
         if version > self.version or (version < self.version and not unbroken):
             self.writes.append(None)
             self.broken = True

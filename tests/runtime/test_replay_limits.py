@@ -10,10 +10,13 @@ import msgspec
 import pytest
 import torch
 from nets import CASES, LINK, equal
+from plans import plan_with
 from random_plans import random_plan
 from torch import nn
 
 import poochplan
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schedule import assemble
 from poochplan.planner.schema import Decision, Plan, PointActions
 from poochplan.profiler.schema import Profile
 from poochplan.profiler.verification import DIFFERS
@@ -291,3 +294,29 @@ def test_what_is_written_where_recording_is_off_is_another_content(
         lambda model: model(BATCH),
         _recorded_only_until_the_first_save,
     )
+
+
+class ChunkWrittenLater(nn.Module):
+    """What an exponential reads is written afterwards through a chunk whose own counter has not been ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * self.weight
+        left, right = scaled.unsafe_chunk(2)
+        left.add_(1.0)
+        grown = scaled.exp()
+        right = right.sigmoid_()
+        return grown.sum() + (left.sum() + right.sum())
+
+
+def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
+    def recomputing_the_exponential(profile: Profile) -> Plan:
+        problem = build_problem(profile)
+        decisions = [Decision.RECOMPUTE if "exp" in name else Decision.KEEP for name in problem.names]
+        assert Decision.RECOMPUTE in decisions
+        return plan_with(profile, assemble(problem, decisions, {}))
+
+    _check(ChunkWrittenLater, lambda model: model(BATCH), recomputing_the_exponential)
