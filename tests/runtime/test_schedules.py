@@ -107,6 +107,14 @@ def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> Non
     assert report.total.fallbacks == 0, report.total.fallback_reasons
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_step_takes_the_bytes_predicted_for_it_but_for_the_loss_of_a_step_before(name: str) -> None:
+    case = CASES[name]
+    profile = case.profile()
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes)
+    assert plan.prediction.first_step_peak_bytes - metered_peaks(case, plan)[0] in (0, profile.rounded_bytes(4))
+
+
 @pytest.mark.parametrize("name", ["residual", "attention"])
 def test_a_polished_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
     case = CASES[name]
