@@ -7,7 +7,7 @@ then every op that writes it in place); *version* ``g`` is its content after wri
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..profiler.schema import Kind, Op, Phase, Profile
@@ -53,7 +53,19 @@ class ReplayGraph:
     op_temporaries: tuple[tuple[int, ...], ...]
     """Per op: the values it reads or writes in a version that only a replay can give."""
     value_bytes: tuple[int, ...]
+    value_writers: tuple[tuple[int, ...], ...]
+    """Per value: the forward ops that bear or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
+
+    def to_record(self, ops: Iterable[int]) -> set[int]:
+        """What has to be recorded so that ``ops`` can be replayed: they, and every other writer of their temporaries.
+
+        The runtime tells contents apart by the writes it has recorded; chunks of one storage can have version counters
+        of their own, so that a write it has not recorded may leave no trace.
+        """
+        wanted = set(ops)
+        temporaries = {value for op in wanted for value in self.op_temporaries[op]}
+        return wanted.union(*(self.value_writers[value] for value in temporaries))
 
     def merged(self, targets: tuple[int, ...]) -> MergedReplay:
         """The replay that brings back ``targets`` (sorted, all replayable) together; shared ops run once."""
@@ -151,6 +163,7 @@ def build_replay_graph(
         op_outputs=tuple(op.outputs for op in profile.ops),
         op_temporaries=tuple(_temporaries(versions, index) for index in range(len(profile.ops))),
         value_bytes=tuple(profile.rounded_bytes(value.size_bytes) for value in profile.values),
+        value_writers=tuple(map(tuple, writers)),
     )
 
 

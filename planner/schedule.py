@@ -64,7 +64,8 @@ def assemble(
         replay = problem.replay.replays[value]
         if recorded and decision is Decision.RECOMPUTE and replay is not None:
             needed_ops.update(replay.ops)
-    recording = recording_for(needed_ops, tuple(problem.point_ops[point] for point in problem.save_points))
+    to_record = problem.replay.to_record(needed_ops)
+    recording = recording_for(to_record, tuple(problem.point_ops[point] for point in problem.save_points))
     switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
     actions = []
     for point in sorted({*lists, *switches}):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..planner.schema import Decision, Plan, PlannedValue, Prediction, Solve
 from ..runtime.cpu import CpuDevice
@@ -47,7 +48,8 @@ class VerifyingEngine(Engine):
     def _forget(self, entry: Entry, slot: Slot) -> None:
         assert entry.storage is not None
         assert entry.index is not None
-        copy = entry.storage.clone()
+        with _disable_current_modes():  # or recording would meet the storage through the tensors that copy it
+            copy = entry.storage.clone()
         super()._forget(entry, slot)
         if entry.waits_for_replay:
             self._copies[entry.index] = copy

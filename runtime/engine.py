@@ -127,7 +127,7 @@ class Engine:
                 self.begin_step()
             if self._outside_the_plan(tensor):
                 return Handle(self, None, tensor)
-            slot = self.recorder.slot_of(tensor)
+            slot = self.recorder.met(tensor)
             entry = slot.entry() if slot.entry is not None else None
             if entry is None or not entry.stands_for(tensor):
                 entry = self._new_entry(slot, tensor)  # Rule 1
@@ -198,8 +198,6 @@ class Engine:
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         try:
-            if entry.version > len(slot.writes):
-                raise NotReplayable("it was written where recording was off")
             entry.recipe = Recipe(slot, entry.generation)
         except NotReplayable as reason:  # Rule 10
             self._count_fallback(f"{self._name(entry)} is swapped, not recomputed: {reason}")

@@ -37,11 +37,15 @@ class LiveBytesMeter(ToggledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        born_here = func is torch.ops.aten.lift_fresh.default  # ``torch.tensor``: the first that a mode sees of it
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self.watch(leaf)
+                if born_here:
+                    self._count(leaf)
+                else:
+                    self.watch(leaf)
         outputs = func(*args, **kwargs)
-        if not traits(func).pure_view:
+        if born_here or not traits(func).pure_view:
             for leaf in pytree.tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor):
                     self._count(leaf)

@@ -88,20 +88,43 @@ class RecordedOp:
         return (argument for argument in self.arguments if isinstance(argument, View))
 
 
+OFF = 0
+"""Stands for the number of a window where nothing is recorded."""
+
+
 class Slot:
     """One storage, as far as recording has seen it.
 
-    Contents are told apart by *generation*, the number of recorded writes, not by torch's version counters: chunks of
-    ``unsafe_split`` (GRU cells) have counters of their own on one storage.
+    Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
+    counters: chunks of ``unsafe_split`` (GRU cells) have counters of their own on one storage. What was written where
+    recording was off is one generation more, which nothing can rebuild.
     """
 
-    __slots__ = ("__weakref__", "birth", "entry", "key", "packed", "storage", "waiting", "writes")
+    __slots__ = (
+        "__weakref__",
+        "birth",
+        "broken",
+        "entry",
+        "key",
+        "packed",
+        "seen_in",
+        "storage",
+        "version",
+        "waiting",
+        "writes",
+    )
 
-    def __init__(self, storage: torch.UntypedStorage, registry: dict[int, Slot]) -> None:
+    def __init__(self, storage: torch.UntypedStorage, version: int, registry: dict[int, Slot]) -> None:
         self.key = storage._cdata
         self.birth: RecordedOp | None = None
-        self.writes: list[RecordedOp] = []
-        """The ops that wrote it in place, in order: ``writes[k]`` made generation ``k + 1``."""
+        self.writes: list[RecordedOp | None] = []
+        """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
+        self.broken = False
+        """Whether one of the writes was not recorded or cannot be run again."""
+        self.version = version
+        """What its version counter says if every write was recorded."""
+        self.seen_in = OFF
+        """The window of recording in which it was last met."""
         self.entry: weakref.ref[Entry] | None = None
         self.packed = False
         """Whether it has had its save point."""
@@ -109,6 +132,26 @@ class Slot:
         """Recipes that read this slot before it was packed: they claim its entry when it comes."""
         key = self.key
         self.storage = weakref.ref(storage, lambda _: registry.pop(key, None))
+
+    def meet(self, version: int, window: int) -> None:
+        """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
+
+        A counter that is ahead tells of a write that was not recorded. One that is behind is a chunk's own: it says
+        nothing, and between windows that is taken for a write, until the save point; from there on the plan answers
+        for it, since what is written after its save is never planned to be read by a replay.
+        """
+        unbroken = self.packed or (window != OFF and window == self.seen_in)
+        if version > self.version or (version < self.version and not unbroken):
+            self.writes.append(None)
+            self.broken = True
+            self.version = version
+        self.seen_in = window
+
+    def was_written_by(self, op: RecordedOp) -> None:
+        """A recorded op has written it in place."""
+        self.writes.append(op)
+        self.broken |= not op.usable
+        self.version += 1
 
     def attach(self, entry: Entry) -> None:
         """The slot has become a saved value: recipes that read it claim the entry instead of what they held."""
@@ -137,11 +180,21 @@ class Slot:
         """
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
-        writers = [self.birth, *self.writes[:generation]]
+        writers = [self.birth]
+        for writer in self.writes[:generation]:
+            if writer is None:
+                return None
+            writers.append(writer)
         return writers if all(writer.usable for writer in writers) else None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether its birth and every write since were recorded, as ops that can be run again."""
+        return self.birth is not None and self.birth.usable and not self.broken
+
     def _overwritten(self, generation: int) -> bool:
-        return generation >= 1 and self.writes[0].overwrites is self
+        first = self.writes[0] if generation >= 1 else None
+        return first is not None and first.overwrites is self
 
 
 class Recorder(ToggledMode):
@@ -155,6 +208,7 @@ class Recorder(ToggledMode):
         """Storage keys of parameters and buffers, in this step."""
         self._recorded: list[Slot] = []
         self._count = 0
+        self._window = OFF
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
@@ -164,6 +218,12 @@ class Recorder(ToggledMode):
         outputs = func(*args, **(kwargs or {}))
         self._after(recorded, written, outputs)
         return outputs
+
+    def switch_on(self) -> None:
+        """Begins a new window of recording, unless one is open."""
+        if not self.is_on:
+            self._window += 1
+        super().switch_on()
 
     def forget(self, *, in_use: bool) -> None:
         """Begins with no slots. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
@@ -181,7 +241,13 @@ class Recorder(ToggledMode):
         storage = tensor.untyped_storage()
         slot = self.registry.get(storage._cdata)
         if slot is None:
-            slot = self.registry[storage._cdata] = Slot(storage, self.registry)
+            slot = self.registry[storage._cdata] = Slot(storage, tensor._version, self.registry)
+        return slot
+
+    def met(self, tensor: torch.Tensor) -> Slot:
+        """The slot of a tensor that is read or packed now; what was written where recording was off shows here."""
+        slot = self.slot_of(tensor)
+        slot.meet(tensor._version, self._window if self.is_on else OFF)
         return slot
 
     def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
@@ -199,8 +265,9 @@ class Recorder(ToggledMode):
             facts.trusted and not any(argument is _UNUSABLE for argument in recorded.arguments) and not foreign
         )
         recorded.uninitialised = facts.uninitialised
-        if facts.overwriting and isinstance(flat[0], torch.Tensor) and covers_storage(flat[0]):
-            recorded.overwrites = self.slot_of(flat[0])
+        target = recorded.arguments[0] if facts.overwriting else None
+        if isinstance(target, View) and covers_storage(flat[0]):
+            recorded.overwrites = target.slot
         declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in updated.values())]
         written = [self.slot_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
         return recorded, written
@@ -210,11 +277,8 @@ class Recorder(ToggledMode):
             return leaf
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
-        slot = self.slot_of(leaf)
-        if slot.birth is not None and leaf._version > len(slot.writes):
-            return _UNUSABLE  # written where recording was off
-        known = slot.birth is not None and slot.birth.usable
-        watch = None if known else (version_probe(leaf), leaf._version)
+        slot = self.met(leaf)
+        watch = None if slot.is_known else (version_probe(leaf), leaf._version)
         return View(slot, len(slot.writes), Geometry.of(leaf), watch)
 
     def _after(self, recorded: RecordedOp, written: list[Slot], outputs: Any) -> None:
@@ -222,7 +286,7 @@ class Recorder(ToggledMode):
             recorded.allocate_only(outputs)
         recorded.writes = list(dict.fromkeys(written))
         for slot in recorded.writes:
-            slot.writes.append(recorded)
+            slot.was_written_by(recorded)
             self._recorded.append(slot)
         for position, output in enumerate(pytree.tree_leaves(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
@@ -231,6 +295,7 @@ class Recorder(ToggledMode):
                 continue
             slot = self.slot_of(output)
             slot.birth = recorded
+            slot.seen_in = self._window
             self._recorded.append(slot)
             recorded.births.append((position, slot))
 

@@ -103,6 +103,18 @@ def test_batch_norm_may_be_replayed_although_it_writes_running_statistics() -> N
     assert replay_of(problem_of(r), "bn1/out1") is not None
 
 
+def test_all_writers_of_what_a_replay_rebuilds_are_recorded() -> None:
+    r = Recorder()
+    (x,) = r.op("conv", [r.before(KB, Kind.INPUT)], [KB])
+    r.op("exp", [x], [KB], saves_outputs=True)
+    r.op("mul_", [x], writes=[x])
+    r.op("square", [x], [KB], saves=[x])
+    problem = problem_of(r)
+    replay = replay_of(problem, "exp1/out1")
+    assert replay.ops == (0, 1)
+    assert problem.replay.to_record(replay.ops) == {0, 1, 2}
+
+
 def test_recording_is_on_from_a_save_point_before_the_op_before_it() -> None:
     # Save points after 2, 5 and 9 ops. A switch at the point after 5 ops records from op 6 on.
     recording = recording_for([6, 7], (2, 5, 9))

@@ -10,11 +10,14 @@ import msgspec
 import pytest
 import torch
 from nets import CASES, LINK, equal
+from plans import plan_with
 from random_plans import random_plan
 from torch import nn
 
 import poochplan
-from poochplan.planner.schema import Decision, Plan
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schedule import assemble
+from poochplan.planner.schema import Decision, Plan, PointActions
 from poochplan.profiler.schema import Profile
 from poochplan.profiler.verification import DIFFERS
 from poochplan.runtime.recorder import RecordedOp, Slot
@@ -253,3 +256,67 @@ def test_steps_that_call_the_model_twice_follow_the_plan_when_they_are_announced
             session.step()
             loss_of(model).backward()
             assert session.report().last_step.fallbacks == 0
+
+
+class WrittenLater(nn.Module):
+    """What an exponential reads is written in place and saved only afterwards, through a view or a chunk."""
+
+    def __init__(self, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.part_of = nn.Parameter(torch.linspace(-1, 1, 16)), part_of
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * self.weight
+        part = self.part_of(scaled)
+        grown = part.exp()
+        part.mul_(2.0)
+        return grown.sum() + part.square().sum()
+
+
+def _recorded_only_until_the_first_save(profile: Profile) -> Plan:
+    """The exponential's result is recomputed; recording ends where it is saved, before the write."""
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes)
+    (index,) = (i for i, value in enumerate(plan.values) if "exp" in value.name)
+    values = list(plan.values)
+    values[index] = msgspec.structs.replace(values[index], decision=Decision.RECOMPUTE)
+    off = PointActions(at="save", index=index, record="off")
+    return msgspec.structs.replace(plan, values=tuple(values), schedule=(off,), record_from_start=True)
+
+
+@pytest.mark.parametrize(
+    "part_of", [lambda whole: whole.view(-1), lambda whole: whole.unsafe_chunk(2)[1]], ids=["view", "chunk"]
+)
+def test_what_is_written_where_recording_is_off_is_another_content(
+    part_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    _check(
+        lambda: WrittenLater(part_of),
+        lambda model: model(BATCH),
+        _recorded_only_until_the_first_save,
+    )
+
+
+class ChunkWrittenLater(nn.Module):
+    """What an exponential reads is written afterwards through a chunk whose own counter has not been ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = batch * self.weight
+        left, right = scaled.unsafe_chunk(2)
+        left.add_(1.0)
+        grown = scaled.exp()
+        right = right.sigmoid_()
+        return grown.sum() + (left.sum() + right.sum())
+
+
+def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
+    def recomputing_the_exponential(profile: Profile) -> Plan:
+        problem = build_problem(profile)
+        decisions = [Decision.RECOMPUTE if "exp" in name else Decision.KEEP for name in problem.names]
+        assert Decision.RECOMPUTE in decisions
+        return plan_with(profile, assemble(problem, decisions, {}))
+
+    _check(ChunkWrittenLater, lambda model: model(BATCH), recomputing_the_exponential)

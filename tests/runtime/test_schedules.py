@@ -12,6 +12,7 @@ import pytest
 from nets import CASES, Case, equal, metered_peaks, train
 from plans import plan_with, random_decisions, random_tuning
 
+import poochplan
 from poochplan.planner.candidate import try_decisions
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.polish import polish
@@ -25,8 +26,6 @@ from poochplan.profiler.schema import Link, LinkDirection, Profile
 SLOW = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=5e7)
 SHARE = 0.3
 KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
-SWITCHED = [name for name in CASES if name != "recurrent"]
-"""Networks that can be replayed from recordings that are switched on and off; the GRU's in-place chains cannot."""
 
 
 def tight(case: Case) -> tuple[Profile, Problem, int]:
@@ -75,7 +74,7 @@ def leaving_after_a_replay(problem: Problem) -> Schedule | None:
     return None
 
 
-@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize("name", CASES)
 def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
     case = CASES[name]
     profile, problem, budget = tight(case)
@@ -87,13 +86,33 @@ def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None
     assert found == {"early replay", "late copy out"}
 
 
-@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize("name", CASES)
 def test_a_value_that_leaves_after_a_replay_gives_the_gradients_of_in_core_training(name: str) -> None:
     case = CASES[name]
     profile, problem, _ = tight(case)
     schedule = leaving_after_a_replay(problem)
     assert schedule is not None
     run_and_compare(case, profile, problem, schedule)
+
+
+def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> None:
+    case = CASES["recurrent"]
+    profile = msgspec.structs.replace(case.profile(), link=Link(name="slow", outward=SLOW, inward=SLOW))
+    plan = poochplan.plan(profile, "85%")
+    assert {actions.record for actions in plan.schedule} >= {"on", "off"}
+    planned, report = train(case, 2, plan)
+    assert equal(train(case, 2)[0], planned)
+    assert report is not None
+    assert report.total.replayed_values > 0
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_step_takes_the_bytes_predicted_for_it_but_for_the_loss_of_a_step_before(name: str) -> None:
+    case = CASES[name]
+    profile = case.profile()
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes)
+    assert plan.prediction.first_step_peak_bytes - metered_peaks(case, plan)[0] in (0, profile.rounded_bytes(4))
 
 
 @pytest.mark.parametrize("name", ["residual", "attention"])
