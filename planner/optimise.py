@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 import numpy as np
 
@@ -30,7 +31,9 @@ TINY_SHARE = 0.005
 MARGINS = (0.0, 1.0, 0.5)
 """What the relaxation is not given of the budget, one after another, in units of the largest value that may move."""
 BRANCHES_FIRST = 64
-"""With no more values than this, the model with integrality is solved before other policies are asked."""
+"""With no more values than this, the model with integrality is solved before the walk."""
+NO_GAP = 1e-6
+"""A plan as near to the bound as this cannot be improved on by another policy's."""
 SOLVER_GAP = 0.005
 ABSOLUTE_GAP = 5e-4
 """The solver also stops at this share of the step."""
@@ -89,6 +92,7 @@ def optimise(
     """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs."""
     search = _Search(problem, budget_bytes, effort, proposals)
     search.consider(simple_plans(problem, budget_bytes))
+    search.compare()
     for stage in search.stages():
         if search.is_over:
             break
@@ -143,11 +147,14 @@ class _Search:
     def left_s(self) -> float:
         return self.deadline_s - time.perf_counter()
 
+    def _gap(self) -> float:
+        """Of the best plan to the bound proven so far; infinite while it is over the budget."""
+        best = self.best
+        return best.simulation.step_s / self.proof.linear.step_s - 1 if best.peak_bytes <= self.budget_bytes else inf
+
     @property
     def is_good_enough(self) -> bool:
-        best = self.best
-        is_near = best.simulation.step_s <= self.proof.linear.step_s * (1 + self.effort.gap)
-        return is_near and best.peak_bytes <= self.budget_bytes
+        return self._gap() <= self.effort.gap
 
     @property
     def is_over(self) -> bool:
@@ -171,8 +178,8 @@ class _Search:
     def stages(self) -> tuple[Callable[[], None], ...]:
         """What to do, one after another, until the search is over; the schedules are polished in any case."""
         if len(self.candidates) <= BRANCHES_FIRST:
-            return self.try_all, self.relax, self.branch, self.compare, self.walk, self.walk
-        return self.try_all, self.relax, self.compare, self.walk, self.branch, self.walk
+            return self.try_all, self.relax, self.branch, self.walk, self.walk
+        return self.try_all, self.relax, self.walk, self.branch, self.walk
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -208,14 +215,10 @@ class _Search:
             self.consider([self._descend(found, share=0.15)])
 
     def compare(self) -> None:
-        """The plans of other policies, and what is a step away from them."""
+        """The plans of other policies, so that none of them is better."""
         for propose in self.proposals:
-            if self.is_over:
-                return
-            found = propose()
-            self.consider([found])
-            if not self.is_over:
-                self.consider([self._descend(found, share=0.1)])
+            if self.left_s > 0 and not self.is_exhausted and self._gap() > NO_GAP:
+                self.consider([propose()])
 
     def walk(self) -> None:
         """Local search that also takes changes for the worse, from the best plans, as warm as the gap is wide."""

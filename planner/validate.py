@@ -39,10 +39,10 @@ def _check_ops(profile: Profile) -> None:
             )
         for value in (*op.inputs, *op.writes):
             born = profile.values[value].born
-            if born >= index:
+            if born > index:
                 raise PoochError(
-                    f"ops[{index}] ({op.name}) reads {profile.values[value].name}, which op {born} bears only then or "
-                    "later: expected ops in the order in which they ran, found a cycle; profile again"
+                    f"ops[{index}] ({op.name}) reads {profile.values[value].name}, which only op {born} bears: "
+                    "expected ops in the order in which they ran, found a cycle; profile again"
                 )
 
 
