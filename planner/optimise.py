@@ -64,7 +64,7 @@ class Effort:
 
     solver: str | None = None
     time_limit_s: float = 60.0
-    gap: float = 0.002
+    gap: float = 0.005
     """The search ends when the step is within this share of the proven bound."""
     threads: int = 2
     host_bytes: int | None = None

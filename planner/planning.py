@@ -42,7 +42,7 @@ def plan(
     *,
     solver: str | None = None,
     time_limit_s: float = 60.0,
-    gap: float = 0.002,
+    gap: float = 0.005,
     threads: int = 2,
     host_budget: str | int | None = None,
     workload: str | None = None,

@@ -52,8 +52,8 @@ class PlanVerb(Verb):
         parser.add_argument(
             "--gap",
             type=positive,
-            default=0.002,
-            help="stop when the step is within this of its proven lower bound (default: 0.002)",
+            default=0.005,
+            help="stop when the step is within this of its proven lower bound (default: 0.005)",
         )
         parser.add_argument(
             "--threads",
