@@ -71,7 +71,7 @@ def one(
     started_s = time.perf_counter()
     found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=gap)
     wall_s = time.perf_counter() - started_s
-    step_s, in_core_s = found.prediction.step_s, found.prediction.in_core_step_s
+    in_core_s = found.prediction.in_core_step_s
     bound_s = found.solve.bound_s
     assert bound_s is not None
     row: dict[str, Any] = {
@@ -97,7 +97,7 @@ def one(
         row["policies"][name] = candidate.simulation.step_s / in_core_s - 1 if fits else None
     others = [overhead for overhead in row["policies"].values() if overhead is not None]
     row["margin"] = min(others) - row["overhead"] if others else None
-    row["is_worse"] = any(other_step < step_s for other_step in (in_core_s * (1 + other) for other in others))
+    row["is_worse"] = any(other < row["overhead"] for other in others)
     return row
 
 
