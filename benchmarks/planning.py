@@ -102,17 +102,23 @@ def one(
 
 
 def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cases, or with ``--redo`` those of a results file whose gap was missed; the others are taken over."""
     networks = [network for network in arguments.networks if network in NETWORKS]
     cases = [(network, link, kept) for network in networks for link in LINKS for kept in KEPT]
-    rows = []
+    found: dict[tuple[str, str, float], dict[str, Any]] = {}
+    if arguments.redo:
+        for row in json.loads(Path(arguments.redo).read_text())["rows"]:
+            if row["gap"] <= row["gap_wanted"]:
+                found[row["network"], row["link"], row["kept"]] = row
     names = tuple(name for name in policy_names() if name != "keep-all")
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        waiting = {pool.submit(one, *case, arguments.time_limit, arguments.gap, names): case for case in cases}
+        todo = [case for case in cases if case not in found]
+        waiting = {pool.submit(one, *case, arguments.time_limit, arguments.gap, names): case for case in todo}
         for done in as_completed(waiting):
-            rows.append(done.result())
-            print(line(rows[-1]), flush=True)
-    order = {case: index for index, case in enumerate(cases)}
-    return sorted(rows, key=lambda row: order[row["network"], row["link"], row["kept"]])
+            row = {**done.result(), "time_limit_s": arguments.time_limit}
+            found[waiting[done]] = row
+            print(line(row), flush=True)
+    return [found[case] for case in cases]
 
 
 def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -185,6 +191,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")
     parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (grid)")
+    parser.add_argument("--redo", help="grid: a results file; only cases whose gap was missed are planned again")
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     if arguments.what == "table":

@@ -115,11 +115,17 @@ class Proof:
         except BaseException as error:  # raised again in the thread that asks
             self._error = error
 
+    def end(self) -> None:
+        """Ends the MIP, if it is still running, and waits for its thread."""
+        self._cancel.set()
+        if self._thread is not None:
+            self._thread.join()
+
     def finish(self, *, is_enough: bool) -> float:
         """Seconds that no step within the budget is shorter than; does not wait for more when the LP is enough."""
-        if self._thread is not None:
-            if is_enough:
-                self._cancel.set()
+        if is_enough:
+            self.end()
+        elif self._thread is not None:
             self._thread.join()
         if self._error is not None:
             raise self._error

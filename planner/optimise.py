@@ -91,14 +91,17 @@ def optimise(
 ) -> Optimum:
     """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs."""
     search = _Search(problem, budget_bytes, effort, proposals)
-    search.consider(simple_plans(problem, budget_bytes))
-    search.compare()
-    for stage in search.stages():
-        if search.is_over:
-            break
-        stage()
-    search.polish()
-    return search.optimum()
+    try:
+        search.consider(simple_plans(problem, budget_bytes))
+        search.compare()
+        for stage in search.stages():
+            if search.is_over:
+                break
+            stage()
+        search.polish()
+        return search.optimum()
+    finally:
+        search.proof.end()
 
 
 class _Search:
@@ -149,8 +152,11 @@ class _Search:
 
     def _gap(self) -> float:
         """Of the best plan to the bound proven so far; infinite while it is over the budget."""
-        best = self.best
-        return best.simulation.step_s / self.proof.linear.step_s - 1 if best.peak_bytes <= self.budget_bytes else inf
+        return self._gap_of(self.best) if self.best.peak_bytes <= self.budget_bytes else inf
+
+    def _gap_of(self, candidate: Candidate) -> float:
+        bound_s = self.proof.linear.step_s
+        return candidate.simulation.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
     @property
     def is_good_enough(self) -> bool:
@@ -274,8 +280,7 @@ class _Search:
 
     def _anneal(self, start: Candidate, *, seed: int) -> None:
         budget = Budget(self._evaluations(), self.deadline_s)
-        gap = start.simulation.step_s / self.proof.linear.step_s - 1
-        warm = min(HOTTEST, max(COLDEST_START, 0.3 * gap))
+        warm = min(HOTTEST, max(COLDEST_START, 0.3 * self._gap_of(start)))
         met = anneal(self.problem, start, self.budget_bytes, self.candidates, budget, temperature=warm, seed=seed)
         self.consider([met, self._descend(met, share=1.0)])
 
