@@ -20,6 +20,8 @@ from poochplan.profiler.schema import Profile
 from poochplan.runtime.report import Report
 from poochplan.workload import Workload, load_workload
 
+PLANNING_S = 4.0
+"""The claims hold of any plan; the best one would take longer to find."""
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = {
     "resnet50": {"batch_size": "4", "image_size": "64", "hidden_sizes": "[32, 32, 64, 64]", "depths": "[1, 2, 1, 1]"},
@@ -103,9 +105,9 @@ def test_gradients_are_bitwise_and_the_peak_is_within_budget_and_as_predicted(na
     budget = smallest if share == "smallest" else int(int(share[:-1]) / 100 * profile.in_core_peak_bytes)
     if budget < smallest:
         with pytest.raises(poochplan.PoochError, match=r"no plan fits a budget of .* expected at least"):
-            poochplan.plan(profile, budget)
+            poochplan.plan(profile, budget, time_limit_s=PLANNING_S)
         return
-    plan = poochplan.plan(profile, budget)
+    plan = poochplan.plan(profile, budget, time_limit_s=PLANNING_S)
     seen, peaks, report = _train(name, plan)
 
     reference = _in_core(name)
@@ -120,5 +122,6 @@ def test_gradients_are_bitwise_and_the_peak_is_within_budget_and_as_predicted(na
 
 def test_one_plan_mixes_all_three_decisions() -> None:
     profile = _profile("gpt2")
-    decisions = {value.decision for value in poochplan.plan(profile, smallest_budget(profile)).values}
+    plan = poochplan.plan(profile, smallest_budget(profile), time_limit_s=PLANNING_S)
+    decisions = {value.decision for value in plan.values}
     assert decisions == set(Decision)

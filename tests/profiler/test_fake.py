@@ -103,7 +103,7 @@ def test_points_sizes_and_lifetimes_are_those_of_the_real_step(name: str) -> Non
 
 
 def test_a_plan_made_without_memory_runs_with_the_gradients_of_in_core_training() -> None:
-    plan = poochplan.plan(fake_profile("residual"), budget="70%")
+    plan = poochplan.plan(fake_profile("residual"), budget="70%", time_limit_s=4)
     assert plan.estimate
     planned, report = train(NETS["residual"], 2, plan)
     reference, _ = train(NETS["residual"], 2)

@@ -193,6 +193,6 @@ def was_stopped(plan: Plan) -> bool:
 def _raise_if_stopped(plan: Plan, path: Path) -> None:
     if was_stopped(plan):
         raise TimeLimitError(
-            f"the time limit ended the search before the plan was within --gap of its proven bound; the best plan found "
+            "the time limit ended the search before the plan was within --gap of its proven bound; the best plan found "
             f"was written to {path}; raise --time-limit for a better one, or --gap"
         )
