@@ -249,6 +249,8 @@ def _failed(cell: Cell, why: str, wall_s: float = 0.0) -> SweepPoint:
 
 # -- processes -----------------------------------------------------------------------------------------------------
 
+GRACE_S = 2.0
+"""How long a process that was told to end may take."""
 _given: tuple[Profile, Solving]
 """What every cell of a worker process needs, sent once."""
 
@@ -313,6 +315,10 @@ def _in_pool(
 def _end(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.terminate()
+    for worker in workers:
+        worker.join(timeout=GRACE_S)
+        if worker.is_alive():
+            worker.kill()
 
 
 @contextlib.contextmanager

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
-from poochplan.planner.candidate import swap_all
 from poochplan.planner.problem import build_problem
-from poochplan.planner.schedule import Schedule, fit, keep_all
+from poochplan.planner.schedule import Schedule, keep_all
 from poochplan.planner.schema import Decision, PointActions
 from poochplan.planner.simulate import Simulation, simulate
 from poochplan.planner.streams import Lane
@@ -174,16 +172,6 @@ def test_the_trace_tells_when_each_tick_begins() -> None:
     simulation = simulate(problem, Schedule((SWAP, KEEP, KEEP), actions), trace=True)
     starts = simulation.tick_start_s[problem.op_ticks]
     assert starts.tolist() == [pytest.approx(t) for t in (0, 1, 3.5, 4.5, 5.5, 6.5, 8, 9)]
-
-
-def test_a_thousand_values_are_simulated_in_well_under_a_tenth_of_a_second() -> None:
-    problem = build_problem(resnet_like(200))
-    assert problem.value_count >= 1000
-    schedule = fit(problem, swap_all(problem), 0)
-    simulate(problem, schedule)
-    started_s = time.perf_counter()
-    simulate(problem, schedule)
-    assert time.perf_counter() - started_s < 0.25  # measured 0.02; the rest is for a busy machine
 
 
 def test_planning_never_imports_torch() -> None:

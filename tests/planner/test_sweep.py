@@ -139,7 +139,7 @@ def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeyp
 def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile) -> None:
     with pytest.raises(UsageError, match="policy 'clever' is unknown: expected ilp"):
         sweep(profile, [1], [ILP, "clever"])
-    with pytest.raises(UsageError, match="solver 'nonesuch' is not available"):
+    with pytest.raises(UsageError, match="solver 'nonesuch' is unknown"):
         sweep(profile, [1], [ILP], solving=module.Solving(solver="nonesuch"))
 
 
