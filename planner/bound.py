@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 
 from .candidate import movable
 from .fluid import FluidModel, Purpose, Request, build_fluid_model
@@ -28,19 +27,8 @@ SAFETY = 1e-6
 """Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """No plan within the budget has a shorter step."""
-
-    step_s: float
-    status: str
-    columns: int
-    rows: int
-    wall_s: float
-
-
-def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits) -> Bound:
-    """The bound of the LP for ``budget_bytes``; the in-core step where the solver proves nothing in time.
+def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits) -> float:
+    """Seconds: the bound of the LP for ``budget_bytes``; the in-core step where the solver proves nothing in time.
 
     The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
     """
@@ -48,13 +36,13 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits
     model = _model(problem, budget_bytes)
     left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
     found = solve_linear(model.linear.arrays(), solver, Limits(left_s), relaxed=True)
-    return _bound_of(model, found, 0.0, started_s)
+    return _bound_of(model, found)
 
 
 def integral_bound(
     problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None = None
-) -> Bound:
-    """The dual bound of the MIP, which lies between the LP's bound and the optimum."""
+) -> float:
+    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum."""
     started_s = time.perf_counter()
     large = large_values(problem, movable(problem), LARGE_SHARE)
     model = _model(problem, budget_bytes, large)
@@ -66,7 +54,7 @@ def integral_bound(
     left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
     scaled = Limits(left_s, INTEGRAL_GAP, INTEGRAL_GAP * problem.step_s / model.time_unit_s)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
-    return _bound_of(model, found, SAFETY * problem.step_s, started_s)
+    return max(problem.step_s, _bound_of(model, found) - SAFETY * problem.step_s)
 
 
 def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> FluidModel:
@@ -74,16 +62,10 @@ def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> 
     return build_fluid_model(problem, request)
 
 
-def _bound_of(model: FluidModel, found: LinearSolution, safety_s: float, started_s: float) -> Bound:
+def _bound_of(model: FluidModel, found: LinearSolution) -> float:
     # Above ``longest`` the columns' upper bounds could cut off a plan.
     added = 0.0 if found.bound is None else min(max(0.0, found.bound), model.longest)
-    return Bound(
-        step_s=model.problem.step_s + max(0.0, added * model.time_unit_s - safety_s),
-        status=found.status,
-        columns=model.linear.column_count,
-        rows=model.linear.row_count,
-        wall_s=time.perf_counter() - started_s,
-    )
+    return model.problem.step_s + added * model.time_unit_s
 
 
 class Proof:
@@ -97,8 +79,8 @@ class Proof:
         self._problem, self._budget_bytes, self._solver, self._deadline_s = problem, budget_bytes, solver, deadline_s
         self._cancel = Cancel()
         self._error: BaseException | None = None
-        self.linear = lower_bound(problem, budget_bytes, solver, self._limits())
-        self._integral: Bound | None = None
+        self.linear_s = lower_bound(problem, budget_bytes, solver, self._limits())
+        self._integral_s = 0.0
         is_beside = threaded and solver == "highs"  # PuLP tells no dual bound
         self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if is_beside else None
         if self._thread is not None:
@@ -109,7 +91,7 @@ class Proof:
 
     def _run(self) -> None:
         try:
-            self._integral = integral_bound(
+            self._integral_s = integral_bound(
                 self._problem, self._budget_bytes, self._solver, self._limits(), self._cancel
             )
         except BaseException as error:  # raised again in the thread that asks
@@ -129,4 +111,4 @@ class Proof:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        return max(self.linear.step_s, self._integral.step_s if self._integral is not None else 0.0)
+        return max(self.linear_s, self._integral_s)

@@ -77,3 +77,13 @@ def swap_all_on_demand(problem: Problem) -> Candidate:
     this planner has a smaller peak.
     """
     return try_style(problem, SWAP_ALL_ON_DEMAND, swap_all(problem), 0, ON_DEMAND)
+
+
+def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:
+    """No schedule of these decisions has a shorter step: what backward uses of the recomputed runs, each op once."""
+    ops: set[int] = set()
+    for value, decision in enumerate(wish):
+        replay = problem.replay.replays[value]
+        if decision is Decision.RECOMPUTE and replay is not None and problem.first_use_point[value] >= 0:
+            ops.update(replay.ops)
+    return problem.step_s + sum(problem.replay.op_seconds[op] for op in sorted(ops))

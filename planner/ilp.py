@@ -22,9 +22,6 @@ class Solution:
     """Overhead in seconds by the fluid model."""
     status: str
     solver: str
-    columns: int
-    rows: int
-    wall_s: float
 
 
 def solve_fluid(
@@ -52,9 +49,6 @@ def solve_fluid(
         objective_s=None if found.objective is None else found.objective * model.time_unit_s,
         status=found.status,
         solver=solver,
-        columns=model.linear.column_count,
-        rows=model.linear.row_count,
-        wall_s=time.perf_counter() - started_s,
     )
 
 

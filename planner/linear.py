@@ -43,14 +43,6 @@ class LinearModel:
     _column: list[int] = field(default_factory=list)
     _coefficient: list[float] = field(default_factory=list)
 
-    @property
-    def column_count(self) -> int:
-        return len(self.cost)
-
-    @property
-    def row_count(self) -> int:
-        return len(self._row_low)
-
     def column(self, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
         """Adds a variable between 0 and ``high``; every column is bounded, so that :func:`proven_bound` is finite."""
         self.cost.append(cost)

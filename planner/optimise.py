@@ -14,11 +14,11 @@ from math import inf
 import numpy as np
 
 from .bound import Proof
-from .candidate import STYLES, Candidate, movable, swap_all_on_demand, try_decisions, try_style
+from .candidate import STYLES, Candidate, least_step_s, movable, swap_all_on_demand, try_decisions, try_style
 from .fluid import Request
 from .fluid_whole import large_values
 from .ilp import Solution, solve_fluid
-from .polish import least_replay_s, polish, worth_polishing
+from .polish import polish, worth_polishing
 from .problem import Problem
 from .schedule import with_recording
 from .schema import Decision
@@ -155,7 +155,7 @@ class _Search:
         return self._gap_of(self.best) if self.best.peak_bytes <= self.budget_bytes else inf
 
     def _gap_of(self, candidate: Candidate) -> float:
-        bound_s = self.proof.linear.step_s
+        bound_s = self.proof.linear_s
         return candidate.simulation.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
     @property
@@ -242,7 +242,7 @@ class _Search:
         for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
             if self.is_good_enough or time.perf_counter() > deadline_s:
                 return
-            if self.problem.step_s + least_replay_s(self.problem, start.wish) < self.best.simulation.step_s:
+            if least_step_s(self.problem, start.wish) < self.best.simulation.step_s:
                 budget = Budget(POLISH_EVALUATIONS, deadline_s)
                 self.consider([polish(self.problem, start, self.budget_bytes, budget)])
 

@@ -13,7 +13,7 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from .candidate import STYLES, Candidate, try_style
+from .candidate import STYLES, Candidate, least_step_s, try_style
 from .needs import may_replay_at
 from .problem import Problem
 from .schedule import lists_of, with_recording
@@ -56,7 +56,7 @@ class _Search:
         self.start = self.best = candidate
         self.seen: set[object] = set()
         self.here: _State | None = None
-        self.floor_s = problem.step_s + least_replay_s(problem, candidate.wish)
+        self.floor_s = least_step_s(problem, candidate.wish)
 
     def run(self) -> None:
         """First the plain styles, then moves until none gains."""
@@ -135,12 +135,6 @@ def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
 
 def _swaps(candidate: Candidate) -> int:
     return sum(decision is Decision.SWAP for decision in candidate.wish)
-
-
-def least_replay_s(problem: Problem, wish: tuple[Decision, ...]) -> float:
-    """Seconds of replays without which these decisions do not get through backward, each op once."""
-    used = tuple(v for v, d in enumerate(wish) if d is Decision.RECOMPUTE and problem.first_use_point[v] >= 0)
-    return problem.replay.merged(used).seconds if used else 0.0
 
 
 def _key(tuning: Tuning) -> object:

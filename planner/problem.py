@@ -97,20 +97,6 @@ class Problem:
             found.append(counts[is_save])
         return tuple(found)
 
-    @cached_property
-    def own_replay_s(self) -> tuple[float, ...]:
-        """Per saved value: seconds of the ops that its replay alone runs; 0 where it is never used or replayed."""
-        users = dict[int, list[int]]()
-        for value, replay in enumerate(self.replay.replays):
-            if replay is not None and self.first_use_point[value] >= 0:
-                for op in replay.ops:
-                    users.setdefault(op, []).append(value)
-        own = [0.0] * self.value_count
-        for op, values in users.items():
-            if len(values) == 1:
-                own[values[0]] += self.replay.op_seconds[op]
-        return tuple(own)
-
     @property
     def value_count(self) -> int:
         """Number of saved values."""

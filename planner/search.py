@@ -13,7 +13,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .candidate import STYLES, Candidate, try_style
+from .candidate import STYLES, Candidate, least_step_s, try_style
 from .problem import Problem
 from .schema import Decision
 from .style import Style
@@ -56,7 +56,7 @@ def descend(problem: Problem, start: Candidate, budget_bytes: int, values: Seque
             for decision in _others(problem, best, value):
                 wish = list(best.wish)
                 wish[value] = decision
-                if best.peak_bytes <= budget_bytes and _shortest_s(problem, wish) >= best.simulation.step_s:
+                if best.peak_bytes <= budget_bytes and least_step_s(problem, wish) >= best.simulation.step_s:
                     continue
                 for style in SEARCH_STYLES:
                     if not budget.spend():
@@ -67,12 +67,6 @@ def descend(problem: Problem, start: Candidate, budget_bytes: int, values: Seque
                     if found.simulation.step_s > best.simulation.step_s * FAR_OFF:
                         break
     return best
-
-
-def _shortest_s(problem: Problem, wish: Sequence[Decision]) -> float:
-    """A step with these decisions is no shorter: each of the recomputed values is replayed."""
-    own_s = problem.own_replay_s
-    return problem.step_s + sum(own_s[v] for v, decision in enumerate(wish) if decision is Decision.RECOMPUTE)
 
 
 def anneal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ class Limits:
 class LinearSolution:
     """What a solver says about a linear model."""
 
-    solver: str
     status: str
     """``optimal`` (within the gap), ``time limit``, ``infeasible``, ``no solution found`` or what the solver says."""
     values: Floats | None
@@ -49,7 +47,6 @@ class LinearSolution:
     objective: float | None
     bound: float | None
     """No solution of the model is below it; None when nothing is proven."""
-    wall_s: float
 
 
 def choose_solver(name: str | None = None) -> str:
@@ -117,7 +114,6 @@ def solve_linear(
     SolverError
         The solver died.
     """
-    started_s = time.perf_counter()
     try:
         if solver == "highs":
             status, values, objective, bound = _solve_highs(model, limits, relaxed, start, cancel)
@@ -125,7 +121,7 @@ def solve_linear(
             status, values, objective, bound = _solve_pulp(model, solver, limits, relaxed)
     except (pulp.PulpSolverError, OSError, RuntimeError) as error:
         raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
-    return LinearSolution(solver, status, values, objective, bound, time.perf_counter() - started_s)
+    return LinearSolution(status, values, objective, bound)
 
 
 _Result = tuple[str, Floats | None, float | None, float | None]

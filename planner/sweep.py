@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -179,15 +180,7 @@ def _solve(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
         candidate = run_policy(policy, given)
         return _of_candidate(given.problem, candidate, cell, time.perf_counter() - started_s)
     except InfeasibleError as error:
-        wall_s = time.perf_counter() - started_s
-        return SweepPoint(
-            policy=policy,
-            budget_bytes=budget_bytes,
-            feasible=False,
-            peak_bytes=error.smallest_budget_bytes,
-            wall_s=wall_s,
-            status=INFEASIBLE,
-        )
+        return _infeasible(cell, error.smallest_budget_bytes, time.perf_counter() - started_s)
     except Exception as error:
         return _failed(cell, f"{type(error).__name__}: {' '.join(str(error).split())}", time.perf_counter() - started_s)
 
@@ -218,14 +211,7 @@ def _of_plan(made: Plan, wall_s: float) -> SweepPoint:
 def _of_candidate(problem: Problem, candidate: Candidate, cell: Cell, wall_s: float) -> SweepPoint:
     policy, budget_bytes = cell
     if candidate.peak_bytes > budget_bytes:
-        return SweepPoint(
-            policy=policy,
-            budget_bytes=budget_bytes,
-            feasible=False,
-            peak_bytes=candidate.peak_bytes,
-            wall_s=wall_s,
-            status=INFEASIBLE,
-        )
+        return _infeasible(cell, candidate.peak_bytes, wall_s)
     simulation = candidate.simulation
     return SweepPoint(
         policy=policy,
@@ -240,6 +226,18 @@ def _of_candidate(problem: Problem, candidate: Candidate, cell: Cell, wall_s: fl
         in_bytes=simulation.in_bytes,
         wall_s=wall_s,
         status="fits",
+    )
+
+
+def _infeasible(cell: Cell, peak_bytes: int, wall_s: float) -> SweepPoint:
+    policy, budget_bytes = cell
+    return SweepPoint(
+        policy=policy,
+        budget_bytes=budget_bytes,
+        feasible=False,
+        peak_bytes=peak_bytes,
+        wall_s=wall_s,
+        status=INFEASIBLE,
     )
 
 
@@ -316,8 +314,8 @@ def _end(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.terminate()
     for worker in workers:
-        worker.join(timeout=GRACE_S)
-        if worker.is_alive():
+        # Not ``is_alive``: while the pool's own thread collects the exit code, it says yes of a process that has ended.
+        if not multiprocessing.connection.wait([worker.sentinel], timeout=GRACE_S):
             worker.kill()
 
 

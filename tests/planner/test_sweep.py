@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 from dataclasses import replace
 
 import msgspec
@@ -115,8 +116,7 @@ def test_an_interrupt_ends_the_processes_and_is_raised_again(profile: Profile) -
     assert len(seen) == 1
     assert workers
     for worker in workers:
-        worker.join(timeout=10)
-        assert not worker.is_alive()
+        assert multiprocessing.connection.wait([worker.sentinel], timeout=10), "still running"
 
 
 def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
