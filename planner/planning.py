@@ -175,6 +175,7 @@ def _plan_of(
         notes=found.notes,
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
+        inputs=profile.inputs,
         values=values,
         handles=problem.handles,
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),

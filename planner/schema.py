@@ -117,6 +117,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     record_from_start: bool = False
     """Recording is on from the start of the step, before the first save point."""
     model: ModelSignature
+    inputs: tuple[str, ...] = ()
+    """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` picks its plan by them."""
     values: tuple[PlannedValue, ...]
     handles: tuple[int, ...]
     """Value of each handle, in pack order."""
