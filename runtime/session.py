@@ -170,6 +170,11 @@ class Session:
         self._steps_are_announced = True
         self._begin_step()
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that the current step follows, or left; of a set, the first until a step has picked one."""
+        return self._first if self._state == "new" else self.engine.plan
+
     def report(self) -> Report:
         """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""
         if self._state == "new":
@@ -178,7 +183,7 @@ class Session:
             )
         last = self.engine.stats
         self._take_peak(last)
-        plan = self.engine.plan
+        plan = self.plan
         total = StepReport()
         total.add(self._total)
         if last.steps:
@@ -231,7 +236,7 @@ class Session:
             self._device.close()
 
     def _check_gradients(self) -> None:
-        if self._gradients_checked or self.engine.plan.gradients_live_through_forward:
+        if self._gradients_checked or self.plan.gradients_live_through_forward:
             return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         live = sum(g.untyped_storage().nbytes() for g in gradients if has_storage(g, self._first.device))

@@ -26,11 +26,16 @@ Step = Callable[[nn.Module], torch.Tensor]
 
 
 class Detour(Residual):
-    """The residual network with the order of its blocks open: one may be left out or come twice."""
+    """The residual network with the order of its blocks open: one may be left out or come twice. And it may work on
+    several copies of what it is given.
+    """
 
     order: Sequence[int] = (0, 1, 2)
+    copies: int = 1
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.copies > 1:
+            images = images.repeat(self.copies, 1, 1, 1)
         for block in self.order:
             images = images + self.blocks[block](images)
         return self.head(images.mean((2, 3)))
@@ -295,6 +300,23 @@ def test_a_smaller_step_that_is_another_one_besides_falls_back(two_plans: poochp
     model, step = _fresh(Detour), _images(6, order=(0, 2))
     with (
         pytest.warns(RuntimeWarning, match=r"planned at most float32\[") as caught,
+        poochplan.apply(two_plans, model) as session,
+    ):
+        torch.manual_seed(1)
+        seen = [_gradients(model, step(model))]
+        assert session.report().last_step.fallbacks == 1
+    assert equal(seen, _in_core(Detour, [step]))
+    assert len(_ours(list(caught))) == 1
+
+
+def test_a_save_that_is_larger_than_the_larger_plan_has_it_falls_back(two_plans: poochplan.PlanSet) -> None:
+    def step(model: nn.Module) -> torch.Tensor:
+        model.copies = 2
+        return _images(6)(model)
+
+    model = _fresh(Detour)
+    with (
+        pytest.warns(RuntimeWarning, match=r"planned at most float32\[8, 8.* found float32\[12, 8") as caught,
         poochplan.apply(two_plans, model) as session,
     ):
         torch.manual_seed(1)
