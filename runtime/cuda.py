@@ -113,15 +113,18 @@ class CudaDevice:
     ) -> None:
         size_bytes = storage.nbytes()
         if self._cupy is not None:
-            ends = storage.data_ptr(), memory.pointer + offset
-            target, source = ends if kind == _TO_DEVICE else (ends[1], ends[0])
-            self._cupy.cuda.runtime.memcpyAsync(target, source, size_bytes, kind, stream.stream.cuda_stream)
+            to, source = storage.data_ptr(), memory.pointer + offset
+            if kind == _TO_HOST:
+                to, source = source, to
+            self._cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, stream.stream.cuda_stream)
             return
         with _disable_current_modes(), torch.no_grad(), torch.cuda.stream(stream.stream):
             on_device = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)
             on_host = memory.tensor[offset : offset + size_bytes]
-            target, source = (on_device, on_host) if kind == _TO_DEVICE else (on_host, on_device)
-            target.copy_(source, non_blocking=True)
+            if kind == _TO_DEVICE:
+                on_device.copy_(on_host, non_blocking=True)
+            else:
+                on_host.copy_(on_device, non_blocking=True)
 
     # -- streams of the user's --------------------------------------------------------------------------------
 
