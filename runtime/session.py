@@ -16,7 +16,8 @@ from ..errors import UsageError
 from ..planner.plan_set import PlanSet
 from ..planner.schema import Plan
 from ..profiler.schema import ALLOCATION_UNIT_BYTES
-from .cpu import CpuDevice
+from .device import Device
+from .devices import model_device, open_device
 from .engine import Engine
 from .meter import LiveBytesMeter
 from .modes import around_compiled, before_forward, uncompiled_hooks
@@ -35,6 +36,8 @@ def apply(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     meter: Literal["first-steps", "always", "never"] = "first-steps",
+    cap_bytes: int | None = None,
+    device: Callable[[], Device] | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -48,7 +51,11 @@ def apply(
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same.
+        differ (optimizer state) and after which every step is the same. On CUDA the allocator's peaks, which
+        ``session.report().memory`` gives, begin anew when the block is entered.
+    cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
+        what would break the promise is an out-of-memory error then.
+    device: opens the device to run on, in place of the one on which the model lies; the session closes it.
 
     Warns when the plan was made for another machine (``plan.assumed``).
 
@@ -57,7 +64,7 @@ def apply(
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The plan is for a device this release does not run on.
+        The model is not on the plan's device, or there is no such device.
     SpillError
         The spill directory cannot be used.
     """
@@ -66,9 +73,8 @@ def apply(
     if meter not in ("first-steps", "always", "never"):
         raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
     first, *others = plan.plans if isinstance(plan, PlanSet) else (plan,)  # a set is for one model and one device
-    if first.device != "cpu":
-        raise UsageError(f"this release runs plans on the cpu device, and this plan is for {first.device}")
     check_model(first.model, model, "plan")
+    where = model_device(model, first.device)
     assumed = dict.fromkeys(what for one in (first, *others) for what in one.assumed)
     if assumed:
         warnings.warn(
@@ -77,8 +83,14 @@ def apply(
             RuntimeWarning,
             stacklevel=2,
         )
-    spill_dir = choose_spill_dir(spill_dir)
-    return Session(plan, model, spill_dir=spill_dir, on_divergence=on_divergence, meter=meter)
+    if cap_bytes is not None and where.type != "cuda":
+        raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
+    spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
+
+    def opened() -> Device:
+        return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
+
+    return Session(plan, model, device or opened, on_divergence=on_divergence, meter=meter, cap_bytes=cap_bytes)
 
 
 class Session:
@@ -92,16 +104,18 @@ class Session:
         self,
         plan: Plan | PlanSet,
         model: torch.nn.Module,
+        device: Callable[[], Device],
         *,
-        spill_dir: Path,
         on_divergence: str,
         meter: str,
+        cap_bytes: int | None,
     ) -> None:
         self._plan = plan
         self._first = plan.plans[0] if isinstance(plan, PlanSet) else plan
         """Device and link are the same for every plan of a set."""
         self.model = model
-        self._spill_dir = spill_dir
+        self._open_device = device
+        self._cap_bytes = cap_bytes
         self._on_divergence = on_divergence
         self._meter_when = meter
         self._meter = LiveBytesMeter(self._first.device, ALLOCATION_UNIT_BYTES)
@@ -115,8 +129,12 @@ class Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
-            self._device = CpuDevice(self._spill_dir, throttle_bytes_per_s=self._first.link.throttle_bytes_per_s)
+            self._device = self._open_device()
             stack.callback(self._close_device)
+            if self._cap_bytes is not None:
+                from .cuda import hard_cap
+
+                stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(
                 self._plan,
                 self._device,
@@ -125,25 +143,27 @@ class Session:
                 on_step_end=self._end_of_step,
                 on_idle=self._idle,
             )
-            self._write_ahead()
+            self._reserve_host()
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(before_forward(self.model, self._forward_begins))
             stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
             self._stack = stack.pop_all()
         self._state, self._thread = "open", threading.get_ident()
         if self._meter_when != "never":
+            self._device.start_peaks()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self._meter.watch(tensor)
             self._meter.switch_on()
         return self
 
-    def _write_ahead(self) -> None:
+    def _reserve_host(self) -> None:
+        planned_bytes = self.engine.host.planned_bytes
         try:
-            self._device.write_ahead(self.engine.host.planned_bytes)
+            self._device.reserve_host(planned_bytes)
         except OSError as error:
             warnings.warn(
-                f"poochplan: the spill file in {self._spill_dir} cannot hold the planned "
-                f"{self.engine.host.planned_bytes} bytes ({error.strerror}); values that do not fit are kept",
+                f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
+                "values that do not fit are kept",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -194,6 +214,7 @@ class Session:
             predicted_peak_bytes=plan.prediction.peak_bytes,
             predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
             budget_bytes=plan.budget_bytes,
+            memory=self._device.peaks(),
         )
 
     # -- called by the engine and by torch --------------------------------------------------------------------
