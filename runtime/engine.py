@@ -190,7 +190,7 @@ class Engine:
         entry = Entry(index, decision, slot, tensor)
         slot.attach(entry)
         slot.packed = True
-        if index is None or planned is None:
+        if planned is None or index is None:
             self._swap_soon(entry)
             return entry
         entry.name = planned.name

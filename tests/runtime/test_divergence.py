@@ -369,6 +369,28 @@ def _swapping_set() -> poochplan.PlanSet:
     return poochplan.PlanSet([random_plan(_profile(Detour, _images(size)), size, (0, 1, 0)) for size in (4, 8)])
 
 
+def test_steps_of_plans_that_differ_in_their_saves_wait_for_each_other() -> None:
+    steps = [_images(8), _images(4, order=(0,))]
+    plans = poochplan.PlanSet([random_plan(_profile(Detour, step), 0, (0, 1, 1)) for step in steps])
+    assert len({len(plan.values) for plan in plans.plans}) == 2
+
+    def use(model: nn.Module, announce: Callable[[], None]) -> list[list[torch.Tensor]]:
+        losses = []
+        for step in steps:
+            announce()
+            losses.append(step(model))
+        return [_gradients(model, loss) for loss in losses]
+
+    model = _fresh(Detour)
+    torch.manual_seed(1)
+    reference = use(model, lambda: None)
+    model = _fresh(Detour)
+    with poochplan.apply(plans, model) as session:
+        torch.manual_seed(1)
+        assert equal(reference, use(model, session.step))
+        assert session.report().total.fallbacks == 0
+
+
 def test_backward_again_after_a_step_of_another_plan() -> None:
     plans = _swapping_set()
 
