@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,8 +424,3 @@ def test_a_set_goes_to_safety_where_something_is_saved_before_the_model_is_calle
         assert session.report().last_step.fallbacks == 1
     assert equal(seen, _in_core(Detour, [step]))
     assert len(_ours(list(caught))) == 1
-
-
-def test_a_set_read_from_files_chooses_as_before(two_plans: poochplan.PlanSet, tmp_path: Path) -> None:
-    paths = [plan.save(tmp_path / f"{number}.plan.json") for number, plan in enumerate(two_plans.plans)]
-    assert poochplan.PlanSet.load(*paths).plans == two_plans.plans

@@ -6,13 +6,14 @@ from collections import namedtuple
 
 import pytest
 import torch
-from nets import CASES
+from nets import CASES, LINK
 from torch import nn
 from transformers import BatchEncoding
 
 import poochplan
 from poochplan.runtime.signature import input_signature
 
+pytestmark = pytest.mark.cpu_device
 Pair = namedtuple("Pair", "left right")
 
 
@@ -46,11 +47,12 @@ def test_of_several_calls_the_first_counts_and_keywords_go_by_name() -> None:
         lambda: (model(torch.ones(4, 8), scale=scale) + model(torch.ones(1, 8), scale=scale)).sum(),
         model=model,
         iterations=1,
+        link=LINK,
     )
     assert profile.inputs == ("0 float32[4, 8]", "scale float32[]")
 
 
 def test_a_model_that_is_never_called_has_no_inputs() -> None:
     model = nn.Linear(8, 8)
-    profile = poochplan.profile(lambda: model.forward(torch.ones(4, 8)).sum(), model=model, iterations=1)
+    profile = poochplan.profile(lambda: model.forward(torch.ones(4, 8)).sum(), model=model, iterations=1, link=LINK)
     assert profile.inputs == ()
