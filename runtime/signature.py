@@ -16,10 +16,14 @@ from ..profiler.schema import ModelSignature
 
 
 def model_signature(model: torch.nn.Module) -> ModelSignature:
-    """Names, dtypes and shapes of all parameters and buffers, in order, and their digest."""
+    """Names, dtypes and shapes of all parameters and buffers, in order, and their digest.
+
+    A model for data-parallel training has the signature of the one that it wraps.
+    """
+    inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     tensors = tuple(
         _entry(name.replace("_orig_mod.", ""), tensor)
-        for source in (model.named_parameters(), model.named_buffers())
+        for source in (inner.named_parameters(), inner.named_buffers())
         for name, tensor in source
     )
     return ModelSignature(fingerprint=hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:16], tensors=tensors)
