@@ -2,9 +2,9 @@
 
     python benchmarks/packing.py -o benchmarks/results/packing.json
 
-Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is needed:
-the allocator is the model of ``planner/caching_allocator.py``, fed three steps. Compared are everything through the
-allocator, and an arena of its own for the buffers of fetched values, or of fetched and replayed ones, allocated once.
+Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
+needed: the allocator is the model of ``planner/caching_allocator.py``, fed three steps. Compared are everything through
+the allocator, and an arena of its own for the buffers of fetched values, or of fetched and replayed ones, allocated once.
 """
 
 from __future__ import annotations
@@ -111,10 +111,17 @@ def main() -> int:
     parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
     links = {network: ("pcie5",) if network == "gpt-96" else LINKS for network in arguments.networks}
-    cases = [(network, "pcie3" if network != "gpt-96" else "pcie5", 1.0) for network in arguments.networks]
-    cases += [(network, link, kept) for network in arguments.networks for link in links[network] for kept in KEPT]
+    cases = [
+        (network, link, kept)
+        for network in arguments.networks
+        for link in links[network]
+        for kept in (*((1.0,) if link == links[network][0] else ()), *KEPT)
+    ]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = sorted(pool.map(one, *zip(*cases, strict=True)), key=lambda r: arguments.networks.index(r["network"]))
+        rows = []
+        for row in pool.map(one, *zip(*cases, strict=True)):
+            print(f"{row['network']} {row['link']} {row['kept']}", file=sys.stderr, flush=True)
+            rows.append(row)
     print(table(rows))
     print(summary(rows))
     if arguments.output:

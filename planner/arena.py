@@ -38,7 +38,7 @@ class StepBlocks:
     @property
     def of_step(self) -> tuple[Block, ...]:
         """All that the step takes itself."""
-        return self.by_ops + self.fetched + self.replayed
+        return self.fetched + self.by_ops + self.replayed
 
 
 def arena_of(profile: Profile, problem: Problem, schedule: Schedule) -> Packing | None:

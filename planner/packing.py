@@ -82,7 +82,7 @@ class _Rectangles:
         table = np.array(blocks, dtype=np.int64).reshape(-1, 3)
         self.start, self.end = table[:, 0], table[:, 1]
         self.size = -(-table[:, 2] // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
-        wrong = np.flatnonzero((self.end <= self.start) | (self.size < 0))
+        wrong = np.flatnonzero((self.end <= self.start) | (table[:, 2] < 0))
         if len(wrong):
             raise ValueError(f"expected blocks with start < end and size_bytes >= 0, found {blocks[int(wrong[0])]}")
 
