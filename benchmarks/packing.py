@@ -4,7 +4,8 @@
 
 Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
 needed: the allocator is the model of ``planner/caching_allocator.py``, fed three steps. Compared are everything through
-the allocator, and an arena of its own for the buffers of fetched values, or of fetched and replayed ones, allocated once.
+the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and replayed
+ones.
 """
 
 from __future__ import annotations
