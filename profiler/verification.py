@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..planner.schema import Decision, Plan, PlannedValue, Prediction, Solve
-from ..runtime.cpu import CpuDevice
+from ..runtime.device import Device
+from ..runtime.devices import model_device, open_device
 from ..runtime.engine import Engine
 from ..runtime.entry import Entry
 from ..runtime.modes import around_compiled, uncompiled_hooks
@@ -33,7 +34,7 @@ REFUSED = "the runtime could not replay it when it was tried"
 class VerifyingEngine(Engine):
     """Follows a plan that recomputes all it may; keeps a copy of each value and compares when the replay is back."""
 
-    def __init__(self, plan: Plan, device: CpuDevice, model: torch.nn.Module) -> None:
+    def __init__(self, plan: Plan, device: Device, model: torch.nn.Module) -> None:
         super().__init__(plan, device, lambda: static_keys(model, device.kind))
         self.refused: set[int] = set()
         """Save points of values that could not be replayed."""
@@ -96,7 +97,7 @@ def verify(
 def _try_all(
     profile: Profile, model: torch.nn.Module, one_step: Callable[[], Any], spill_dir: str | Path | None
 ) -> VerifyingEngine:
-    device = CpuDevice(spill_dir)
+    device = open_device(model_device(model, profile.device.kind), spill_dir)
     engine = VerifyingEngine(_recompute_all(profile), device, model)
     try:
         with (

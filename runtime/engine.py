@@ -7,8 +7,8 @@ Rules, cited in the code:
 
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
 2. Parameters, buffers, subclasses, sparse tensors and tensors of other devices are never touched.
-3. No device storage is let go before the copy that reads or fills it has ended: a copy holds its storage itself, and a
-   release waits first.
+3. No device storage is let go, and nothing that a copy fills is used, before the compute stream has waited for the
+   copy's end: see ``transfers.py``.
 4. What is packed is stored detached: a graph must not hold itself alive through us.
 5. A content is only handed to autograd if its version counter says that nobody has written it since it was saved;
    otherwise the error that autograd itself would have raised is raised.
@@ -39,6 +39,7 @@ from .recorder import Recorder, Slot
 from .replay import NotReplayable, Recipe, replay
 from .report import StepReport
 from .storages import is_plain
+from .transfers import copy_in, copy_out
 
 _NOTHING = PointActions(at="save", index=-1)
 
@@ -140,6 +141,7 @@ class Engine:
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
         return (
             not is_plain(tensor, self.device.kind)  # Rule 2
+            or tensor.device != self.device.where
             or tensor.untyped_storage()._cdata in self._static
             or torch._C._current_graph_task_id() != -1  # packs inside backward: create_graph, reentrant checkpoint
         )
@@ -243,6 +245,8 @@ class Engine:
             self._prefetch(entry)
         self.stats.stall_s += entry.arrived()
         assert entry.storage is not None
+        if entry.home is not None:
+            self.device.use(entry.storage, entry.home)
         return entry.storage
 
     # -- actions (Rule 7) -------------------------------------------------------------------------------------
@@ -270,7 +274,8 @@ class Engine:
         if entry.storage is None or entry.out_copy is not None or entry.decision is not Decision.SWAP:
             return
         offset = self.host.place(entry)
-        entry.out_copy = self.device.copy_out(entry.storage, offset)
+        with self.device.span(f"swap out {self._name(entry)}"):
+            entry.out_copy = copy_out(self.device, entry.storage, offset)
         entry.host_offset = offset
         self.stats.out_bytes += entry.size_bytes
 
@@ -279,7 +284,7 @@ class Engine:
             return
         self.stats.stall_s += entry.out_copy.wait()  # Rule 3
         if entry.out_copy.error is not None:  # Rule 9
-            self._count_fallback(f"values are kept: the spill file cannot be written ({entry.out_copy.error.strerror})")
+            self._count_fallback(f"values are kept: the host tier cannot be written ({entry.out_copy.error.strerror})")
             entry.host_offset, entry.out_copy, entry.decision = -1, None, Decision.KEEP
             return
         entry.storage = None
@@ -287,15 +292,20 @@ class Engine:
     def _prefetch(self, entry: Entry) -> None:
         if entry.storage is not None or entry.host_offset < 0:
             return
-        entry.storage = self.device.allocate(entry.size_bytes)
-        entry.in_copy = self.device.copy_in(entry.storage, entry.host_offset)
+        with self.device.span(f"prefetch {self._name(entry)}"):
+            entry.storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
+            entry.in_copy = copy_in(self.device, entry.storage, entry.host_offset)
         self.stats.in_bytes += entry.size_bytes
 
     def _replay(self, entry: Entry) -> None:
         if not entry.waits_for_replay:
             return
         start_s = time.perf_counter()
-        self.stats.replayed_values += replay(entry, self._resident)
+        with self.device.span(f"replay {self._name(entry)}"), self.device.replaying():
+            back = replay(entry, self._resident)
+        for value in back:
+            value.home = self.device.compute
+        self.stats.replayed_values += len(back)
         self.stats.replay_s += time.perf_counter() - start_s
 
     # -- off the plan (Rule 8) --------------------------------------------------------------------------------

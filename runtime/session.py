@@ -15,7 +15,8 @@ import torch
 from ..errors import UsageError
 from ..planner.schema import Plan
 from ..profiler.schema import ALLOCATION_UNIT_BYTES
-from .cpu import CpuDevice
+from .device import Device
+from .devices import model_device, open_device
 from .engine import Engine
 from .meter import LiveBytesMeter
 from .modes import around_compiled, uncompiled_hooks
@@ -34,6 +35,8 @@ def apply(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     meter: Literal["first-steps", "always", "never"] = "first-steps",
+    cap_bytes: int | None = None,
+    device: Callable[[], Device] | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -46,7 +49,11 @@ def apply(
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same.
+        differ (optimizer state) and after which every step is the same. On CUDA the allocator's peaks, which
+        ``session.report().memory`` gives, begin anew when the block is entered.
+    cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
+        what would break the promise is an out-of-memory error then.
+    device: opens the device to run on, in place of the one on which the model lies; the session closes it.
 
     Warns when the plan was made for another machine (``plan.assumed``).
 
@@ -55,7 +62,7 @@ def apply(
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The plan is for a device this release does not run on.
+        The model is not on the plan's device, or there is no such device.
     SpillError
         The spill directory cannot be used.
     """
@@ -63,9 +70,8 @@ def apply(
         raise UsageError(f'on_divergence: expected "warn" or "error", found {on_divergence!r}')
     if meter not in ("first-steps", "always", "never"):
         raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
-    if plan.device != "cpu":
-        raise UsageError(f"this release runs plans on the cpu device, and this plan is for {plan.device}")
     check_model(plan.model, model, "plan")
+    where = model_device(model, plan.device)
     if plan.assumed:
         warnings.warn(
             f"poochplan: this plan is for another machine ({'; '.join(plan.assumed)}): its memory holds, its predicted "
@@ -73,8 +79,14 @@ def apply(
             RuntimeWarning,
             stacklevel=2,
         )
-    spill_dir = choose_spill_dir(spill_dir)
-    return Session(plan, model, spill_dir=spill_dir, on_divergence=on_divergence, meter=meter)
+    if cap_bytes is not None and where.type != "cuda":
+        raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
+    spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
+
+    def opened() -> Device:
+        return open_device(where, spill_dir, plan.link.throttle_bytes_per_s)
+
+    return Session(plan, model, device or opened, on_divergence=on_divergence, meter=meter, cap_bytes=cap_bytes)
 
 
 class Session:
@@ -88,14 +100,16 @@ class Session:
         self,
         plan: Plan,
         model: torch.nn.Module,
+        device: Callable[[], Device],
         *,
-        spill_dir: Path,
         on_divergence: str,
         meter: str,
+        cap_bytes: int | None,
     ) -> None:
         self.plan = plan
         self.model = model
-        self._spill_dir = spill_dir
+        self._open_device = device
+        self._cap_bytes = cap_bytes
         self._on_divergence = on_divergence
         self._meter_when = meter
         self._meter = LiveBytesMeter(plan.device, ALLOCATION_UNIT_BYTES)
@@ -109,8 +123,12 @@ class Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
-            self._device = CpuDevice(self._spill_dir, throttle_bytes_per_s=self.plan.link.throttle_bytes_per_s)
+            self._device = self._open_device()
             stack.callback(self._close_device)
+            if self._cap_bytes is not None:
+                from .cuda import hard_cap
+
+                stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(
                 self.plan,
                 self._device,
@@ -119,25 +137,27 @@ class Session:
                 on_step_end=self._end_of_step,
                 on_idle=self._idle,
             )
-            self._write_ahead()
+            self._reserve_host()
             stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
             self._stack = stack.pop_all()
         self._state, self._thread = "open", threading.get_ident()
         if self._meter_when != "never":
+            self._device.start_peaks()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self._meter.watch(tensor)
             self._meter.switch_on()
         return self
 
-    def _write_ahead(self) -> None:
+    def _reserve_host(self) -> None:
+        planned_bytes = self.engine.host.planned_bytes
         try:
-            self._device.write_ahead(self.engine.host.planned_bytes)
+            self._device.reserve_host(planned_bytes)
         except OSError as error:
             warnings.warn(
-                f"poochplan: the spill file in {self._spill_dir} cannot hold the planned "
-                f"{self.engine.host.planned_bytes} bytes ({error.strerror}); values that do not fit are kept",
+                f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
+                "values that do not fit are kept",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -183,6 +203,7 @@ class Session:
             predicted_peak_bytes=self.plan.prediction.peak_bytes,
             predicted_first_step_peak_bytes=self.plan.prediction.first_step_peak_bytes,
             budget_bytes=self.plan.budget_bytes,
+            memory=self._device.peaks(),
         )
 
     # -- called by the engine and by torch --------------------------------------------------------------------
