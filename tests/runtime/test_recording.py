@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ STEPS = 2
 
 
 @pytest.fixture
-def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of all calls that the dispatcher hands to the recorder, in order; views are left out, as in profiles."""
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all calls that the dispatcher hands to the recorder, in order; without views."""
     names: list[str] = []
     original = Recorder.__torch_dispatch__
 
@@ -34,7 +33,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return original(self, func, types, args, kwargs)
 
     monkeypatch.setattr(Recorder, "__torch_dispatch__", listening)
-    yield names
+    return names
 
 
 def planned_windows(profile: Profile, plan: Plan) -> list[str]:
