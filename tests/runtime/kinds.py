@@ -178,7 +178,7 @@ def _rearranged(net: Net, x: Tensor) -> Tensor:
     return cube.exp().diagonal(dim1=0, dim2=2) @ cube.sin().movedim(1, 0).unfold(0, 2, 1).contiguous()[:4, 0, :, 0]
 
 
-kind("several saved views", _several_views, least=3)
+kind("several saved views", _several_views, least=3, slow=True)
 kind("as_strided", _as_strided, least=3)
 kind("chunk, split, unbind", _splits, least=5)
 kind("expand", _expanded, least=3)
@@ -243,8 +243,8 @@ def _norms(norm: type[nn.Module], size: int, **options: object) -> Callable[[], 
 
 IMAGE, VOLUME = (4, 6, 8, 8), (2, 4, 4, 6, 6)
 _twice = _stages("a", "b")
-kind("batch norm 1d", _twice, parts=_norms(nn.BatchNorm1d, 16), least=4)
-kind("batch norm 1d on series", _twice, shape=(4, 6, 8), parts=_norms(nn.BatchNorm1d, 6), least=4)
+kind("batch norm 1d", _twice, parts=_norms(nn.BatchNorm1d, 16), least=4, slow=True)
+kind("batch norm 1d on series", _twice, shape=(4, 6, 8), parts=_norms(nn.BatchNorm1d, 6), least=4, slow=True)
 kind("batch norm 2d", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6), least=4)
 kind("batch norm 3d", _twice, shape=VOLUME, parts=_norms(nn.BatchNorm3d, 4), least=4)
 kind("batch norm, cumulative", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, momentum=None), least=4)
@@ -254,9 +254,10 @@ kind(
     shape=IMAGE,
     parts=_norms(nn.BatchNorm2d, 6, track_running_stats=False),
     least=4,
+    slow=True,
 )
-kind("batch norm, no weights", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, affine=False), least=4)
-kind("instance norm", _twice, shape=IMAGE, parts=_norms(nn.InstanceNorm2d, 6, affine=True), least=4)
+kind("batch norm, no weights", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, affine=False), least=4, slow=True)
+kind("instance norm", _twice, shape=IMAGE, parts=_norms(nn.InstanceNorm2d, 6, affine=True), least=4, slow=True)
 kind(
     "instance norm with statistics",
     _twice,
@@ -267,8 +268,8 @@ kind(
 )
 kind("group norm", _twice, shape=IMAGE, parts=lambda: {"a": nn.GroupNorm(2, 6), "b": nn.GroupNorm(6, 6)}, least=4)
 kind("layer norm", _twice, parts=_norms(nn.LayerNorm, 16), least=4)
-kind("rms norm", _twice, parts=_norms(nn.RMSNorm, 16), least=4)
-kind("local response norm", _twice, shape=IMAGE, parts=_norms(nn.LocalResponseNorm, 2), least=4)
+kind("rms norm", _twice, parts=_norms(nn.RMSNorm, 16), least=4, slow=True)
+kind("local response norm", _twice, shape=IMAGE, parts=_norms(nn.LocalResponseNorm, 2), least=4, slow=True)
 kind("batch norm used twice", _stages("a", "b", "a"), shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6), least=6)
 
 
@@ -317,7 +318,7 @@ def _linears() -> dict[str, nn.Module]:
 kind("autocast to bf16", _twice, shape=IMAGE, parts=_conv_block, around=_autocast(torch.bfloat16), least=8)
 kind("autocast to fp16", _twice, shape=IMAGE, parts=_conv_block, around=_autocast(torch.float16), least=8)
 kind("autocast switched off inside", _mixed, parts=_linears, around=_autocast(torch.bfloat16), least=6)
-kind("channels last", _twice, shape=IMAGE, parts=_conv_block, memory_format=torch.channels_last, least=6)
+kind("channels last", _twice, shape=IMAGE, parts=_conv_block, memory_format=torch.channels_last, least=6, slow=True)
 kind("channels last in 3d", _twice, shape=VOLUME, parts=_conv3d_block, memory_format=torch.channels_last_3d, least=6)
 kind(
     "channels last under autocast",
@@ -391,6 +392,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+OFTEN = {"math dropout", "math mask", "flash causal", "flash mask"}
 for _backend, _which in BACKENDS.items():
     for _label, _options in ATTENTION.items():
         kind(
@@ -399,6 +401,7 @@ for _backend, _which in BACKENDS.items():
             shape=(2, 8, 16),
             parts=lambda: {"a": nn.Linear(16, 48)},
             least=3,
+            slow=f"{_backend} {_label}" not in OFTEN,
         )
 
 
@@ -615,7 +618,7 @@ def _spectrum(net: Net, x: Tensor) -> Tensor:
 
 kind("interpolate, grid_sample", _resized, shape=IMAGE, least=6)
 kind("unfold, fold, pixel_shuffle", _folded, shape=IMAGE, least=5)
-kind("pooling with indices", _pooled, shape=IMAGE, least=6)
+kind("pooling with indices", _pooled, shape=IMAGE, least=6, slow=True)
 # What lies beyond the lengths is left uninitialised; the lengths come from outside torch.
 kind(
     "ctc loss", _ctc, shape=(9, 2, 6), least=2, refused=("its replay gave other bits", "an input of the replay is gone")

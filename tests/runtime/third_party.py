@@ -125,14 +125,6 @@ for _name, _config in {
     "falcon": TINY | {"hidden_dropout": 0.1},
     "mixtral": GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 2},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_cache": False},
-    "gpt_bigcode": {
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "use_cache": False,
-    },
     "stablelm": GROUPED,
     "olmo": GROUPED,
     "gpt_neo": TINY
@@ -175,8 +167,6 @@ for _name, _config in {
         "use_cache": False,
     },
     "bart": ENCODER_DECODER,
-    "pegasus": ENCODER_DECODER,
-    "marian": ENCODER_DECODER,
 }.items():
     _hugging(_name, "Seq2SeqLM", _config, _masked_labels)
 
@@ -309,12 +299,11 @@ _2D = {"spatial_dims": 2, "in_channels": 1, "out_channels": CLASSES}
 _3D = {"spatial_dims": 3, "in_channels": 1, "out_channels": CLASSES}
 _monai("monai_unet", "UNet", _CUBE, **_3D, channels=(4, 8, 8), strides=(2, 2), num_res_units=1, dropout=0.1)
 _monai("monai_basicunet", "BasicUNet", _FLAT, **_2D, features=(4, 4, 8, 8, 8, 4), dropout=0.1)
-_monai("monai_basicunetplusplus", "BasicUNetPlusPlus", _FLAT, **_2D, features=(4, 4, 8, 8, 8, 4))
 _monai("monai_attentionunet", "AttentionUnet", _FLAT, **_2D, channels=(4, 8, 8), strides=(2, 2), dropout=0.1)
 _monai(
     "monai_vnet",
     "VNet",
-    (1, 1, 16, 16),
+    (2, 1, 16, 16),
     spatial_dims=2,
     in_channels=1,
     out_channels=CLASSES,
@@ -376,16 +365,6 @@ _monai(
     num_classes=CLASSES,
 )
 _monai("monai_highresnet", "HighResNet", (1, 1, 16, 16), **_2D, dropout_prob=0.1)
-_monai(
-    "monai_efficientnet",
-    "EfficientNetBN",
-    _FLAT,
-    model_name="efficientnet-b0",
-    pretrained=False,
-    spatial_dims=2,
-    in_channels=1,
-    num_classes=CLASSES,
-)
 _monai(
     "monai_vit",
     "ViT",
