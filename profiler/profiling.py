@@ -23,7 +23,7 @@ from .build import build_handles, build_ops, build_points, build_values, live_by
 from .capture import Capture
 from .fake import FakeCapture, faked
 from .layers import LayerTracker
-from .link import measure_spill_link
+from .link import measure_link
 from .preserve import preserved
 from .presets import preset_link
 from .roofline import DEVICES, Roofline, parse_roofline
@@ -103,7 +103,7 @@ def profile(
     runner = _Runner(step, model, optimizer, accumulate)
     if link is None:
         say("measuring the link")
-        link = measure_spill_link(spill_dir, throttle_bytes_per_s)
+        link = measure_link(torch.device(device), spill_dir, throttle_bytes_per_s)
     with preserved(model, optimizer):
         say(f"warming up ({max(1, warmup)} steps)")
         for _ in range(max(1, warmup)):
@@ -314,6 +314,7 @@ def _assemble(
         device=device,
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
         model=model_signature(model),
+        inputs=capture.inputs or (),
         ops_fingerprint=ops_fingerprint(ops, points, values),
         times=times,
         in_core_peak_bytes=0,

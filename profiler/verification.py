@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..planner.schema import Decision, Plan, PlannedValue, Prediction, Solve
-from ..runtime.cpu import CpuDevice
+from ..runtime.device import Device
+from ..runtime.devices import model_device, open_device
 from ..runtime.engine import Engine
 from ..runtime.entry import Entry
 from ..runtime.modes import around_compiled, uncompiled_hooks
@@ -33,17 +34,13 @@ DIFFERS = "its replay gave other bits when it was tried"
 class VerifyingEngine(Engine):
     """Follows a plan that recomputes all it may; keeps a copy of each value and compares when the replay is back."""
 
-    def __init__(self, plan: Plan, device: CpuDevice, model: torch.nn.Module) -> None:
+    def __init__(self, plan: Plan, device: Device, model: torch.nn.Module) -> None:
         super().__init__(plan, device, lambda: static_keys(model, device.kind))
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
         """Save points of values whose replay gave other bits."""
         self._copies: dict[int, torch.UntypedStorage] = {}
-
-    @property
-    def left_the_plan(self) -> bool:
-        return self._astray
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         assert entry.storage is not None
@@ -92,7 +89,7 @@ def verify(
     """
     for remaining in reversed(range(MOST_ROUNDS)):
         engine = _try_all(profile, model, one_step, spill_dir)
-        if engine.left_the_plan:
+        if engine.has_left_the_plan:
             note = "two steps differ in what they save: replays could not be verified"
             return msgspec.structs.replace(profile, notes=(*profile.notes, note))
         differing = sorted(engine.differing)[: None if remaining == 0 else 1]
@@ -105,7 +102,7 @@ def verify(
 def _try_all(
     profile: Profile, model: torch.nn.Module, one_step: Callable[[], Any], spill_dir: str | Path | None
 ) -> VerifyingEngine:
-    device = CpuDevice(spill_dir)
+    device = open_device(model_device(model, profile.device.kind), spill_dir)
     engine = VerifyingEngine(_recompute_all(profile), device, model)
     try:
         with (

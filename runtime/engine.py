@@ -7,8 +7,8 @@ Rules, cited in the code:
 
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
 2. Parameters, buffers, subclasses, sparse tensors and tensors of other devices are never touched.
-3. No device storage is let go before the copy that reads or fills it has ended: a copy holds its storage itself, and a
-   release waits first.
+3. No device storage is let go, and nothing that a copy fills is used, before the compute stream has waited for the
+   copy's end: see ``transfers.py``.
 4. What is packed is stored detached: a graph must not hold itself alive through us.
 5. A content is only handed to autograd if its version counter says that nobody has written it since it was saved;
    otherwise the error that autograd itself would have raised is raised.
@@ -31,7 +31,9 @@ from collections.abc import Callable
 import torch
 
 from ..errors import DivergenceError
+from ..planner.plan_set import PlanSet, Signature
 from ..planner.schema import Decision, Plan, PointActions
+from .course import Courses
 from .device import Device
 from .entry import Entry, Handle
 from .host import HostSlab
@@ -39,16 +41,15 @@ from .recorder import Recorder, Slot
 from .replay import NotReplayable, Recipe, replay
 from .report import StepReport
 from .storages import is_plain
-
-_NOTHING = PointActions(at="save", index=-1)
+from .transfers import copy_in, copy_out
 
 
 class Engine:
-    """Executes one plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
+    """Executes a plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
 
     Parameters
     ----------
-    plan: the plan to follow.
+    plans: the plan to follow; of a set each step follows the one for its inputs.
     device: where storages live and copies run; the caller closes it.
     parameters: gives the keys of the storages rule 2 is about, asked once per step.
     on_divergence: ``warn`` (once a session) or ``error``.
@@ -58,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: Plan,
+        plans: Plan | PlanSet,
         device: Device,
         parameters: Callable[[], set[int]],
         *,
@@ -66,10 +67,11 @@ class Engine:
         on_step_end: Callable[[StepReport], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan = plan
         self.device = device
+        self._courses = Courses(plans)
+        self._course = self._courses.first
         self.recorder = Recorder(device.kind)
-        self.host = HostSlab(plan)
+        self.host = HostSlab(self._courses.plans)
         self.stats = StepReport()
         self.step = 0
         self.live_handles = 0
@@ -78,8 +80,6 @@ class Engine:
         self._on_step_end = on_step_end
         self._on_idle = on_idle
         self._lock = threading.RLock()
-        self._at_save = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
-        self._at_use = {actions.index: actions for actions in plan.schedule if actions.at == "use"}
         self._warned: set[str] = set()
         self._static: set[int] = set()
         self._begin_clock(active=False)
@@ -96,8 +96,39 @@ class Engine:
         self._begin_clock(active=True)
         self._static = self.recorder.static = self._parameters()
         self.recorder.forget(in_use=self.live_handles > 0)
-        if self.plan.record_from_start:
+        self._awaits_inputs = self._courses.by_inputs
+        if not self._awaits_inputs and self.plan.record_from_start:
             self.recorder.switch_on()
+
+    def inputs_are(self, inputs: Signature) -> None:
+        """The model is called with these inputs for the first time in the step: picks the plan of the set.
+
+        Raises ``DivergenceError`` when no plan is large enough and ``on_divergence`` is ``error``.
+        """
+        self._awaits_inputs = False
+        course = self._courses.choose(inputs)
+        if course is None:
+            self._go_astray(self._courses.why_none(inputs), "no plan of the set fits the step by ")
+            return
+        self._course = course
+        self.host.follow(course.plan)
+        if course.plan.record_from_start:
+            self.recorder.switch_on()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current step; one that has none has left that of the step before."""
+        return self._course.plan
+
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether the step has begun and :meth:`inputs_are` has to say what plan it follows."""
+        return self._active and self._awaits_inputs
+
+    @property
+    def has_left_the_plan(self) -> bool:
+        """Whether the current step has left its plan, or never had one."""
+        return self._astray
 
     @property
     def backward_has_begun(self) -> bool:
@@ -111,6 +142,7 @@ class Engine:
 
     def _begin_clock(self, *, active: bool) -> None:
         self._active = active
+        self._awaits_inputs = False
         self._astray = False
         self._saves = 0
         self._packs = 0
@@ -140,6 +172,7 @@ class Engine:
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
         return (
             not is_plain(tensor, self.device.kind)  # Rule 2
+            or tensor.device != self.device.where
             or tensor.untyped_storage()._cdata in self._static
             or torch._C._current_graph_task_id() != -1  # packs inside backward: create_graph, reentrant checkpoint
         )
@@ -152,17 +185,19 @@ class Engine:
                 self._swap_soon(entry)
             return entry
         index = self._next_save_point(tensor)
-        decision = Decision.SWAP if index is None else self.plan.values[index].decision
+        planned = None if index is None else self.plan.values[index]
+        decision = Decision.SWAP if planned is None else planned.decision
         entry = Entry(index, decision, slot, tensor)
         slot.attach(entry)
         slot.packed = True
-        if index is None:
+        if planned is None or index is None:
             self._swap_soon(entry)
             return entry
+        entry.name = planned.name
         self._entries[index] = entry
         if decision is Decision.RECOMPUTE:
             self._forget(entry, slot)
-        self._act(self._at_save.get(index, _NOTHING))
+        self._act(self._course.actions_at_save(index))
         if self._saves == len(self.plan.values):
             self.recorder.switch_off()  # nothing that comes now is replayed; backward must not run under it
         return entry
@@ -170,18 +205,17 @@ class Engine:
     def _next_save_point(self, tensor: torch.Tensor) -> int | None:
         if self._astray:
             return None
-        index = self._saves
-        if index >= len(self.plan.values):
-            self._go_astray(f"the plan has {index} saved values, and {_describe(tensor)} comes after them")
-            return None
-        planned = self.plan.values[index]
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.untyped_storage().nbytes())
-        if found != (planned.dtype, planned.shape, planned.size_bytes):
+        if self._awaits_inputs:
+            self._awaits_inputs = False
             self._go_astray(
-                f"{planned.name} (layer {planned.layer or 'outside the model'}): "
-                f"planned {planned.dtype}{list(planned.shape)} of {planned.size_bytes} bytes, "
-                f"found {_describe(tensor)} of {found[2]} bytes"
+                "something saved before its model is called: a set picks the plan by the model's inputs",
+                "no plan of the set fits the step by ",
             )
+            return None
+        index = self._saves
+        reason = self._course.why_not_save(index, tensor)
+        if reason:
+            self._go_astray(reason)
             return None
         if not self._expect_handle(index, tensor):
             return None
@@ -189,18 +223,16 @@ class Engine:
         return index
 
     def _expect_handle(self, index: int | None, tensor: torch.Tensor) -> bool:
-        planned = self.plan.handles[self._packs] if self._packs < len(self.plan.handles) else None
-        if index is not None and planned == index:
-            return True
-        wanted = "no further save" if planned is None else self.plan.values[planned].name
-        self._go_astray(f"save {self._packs}: planned {wanted}, found {_describe(tensor)}")
-        return False
+        reason = self._course.why_not_handle(self._packs, index, tensor)
+        if reason:
+            self._go_astray(reason)
+        return not reason
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         try:
             entry.recipe = Recipe(slot, entry.generation)
         except NotReplayable as reason:  # Rule 10
-            self._count_fallback(f"{self._name(entry)} is swapped, not recomputed: {reason}")
+            self._count_fallback(f"{entry.name} is swapped, not recomputed: {reason}")
             entry.decision = Decision.SWAP
             self._swap_soon(entry)
             return
@@ -224,14 +256,11 @@ class Engine:
     def _use_point(self, handle: Handle) -> None:
         if self._astray or not self._active or handle.step != self.step:
             return
-        planned = self.plan.uses[self._uses] if self._uses < len(self.plan.uses) else None
-        if handle.ordinal != planned or self._saves != len(self.plan.values):
-            self._go_astray(
-                f"use point {self._uses}: planned {self._handle_name(planned)}, "
-                f"found {self._handle_name(handle.ordinal)}"
-            )
+        reason = self._course.why_not_use(self._uses, handle.ordinal, self._saves)
+        if reason:
+            self._go_astray(reason)
             return
-        actions = self._at_use.get(self._uses, _NOTHING)
+        actions = self._course.actions_at_use(self._uses)
         self._uses += 1
         self._act(actions)
 
@@ -243,6 +272,8 @@ class Engine:
             self._prefetch(entry)
         self.stats.stall_s += entry.arrived()
         assert entry.storage is not None
+        if entry.home is not None:
+            self.device.use(entry.storage, entry.home)
         return entry.storage
 
     # -- actions (Rule 7) -------------------------------------------------------------------------------------
@@ -270,7 +301,8 @@ class Engine:
         if entry.storage is None or entry.out_copy is not None or entry.decision is not Decision.SWAP:
             return
         offset = self.host.place(entry)
-        entry.out_copy = self.device.copy_out(entry.storage, offset)
+        with self.device.span(f"swap out {entry.name}"):
+            entry.out_copy = copy_out(self.device, entry.storage, offset)
         entry.host_offset = offset
         self.stats.out_bytes += entry.size_bytes
 
@@ -279,7 +311,7 @@ class Engine:
             return
         self.stats.stall_s += entry.out_copy.wait()  # Rule 3
         if entry.out_copy.error is not None:  # Rule 9
-            self._count_fallback(f"values are kept: the spill file cannot be written ({entry.out_copy.error.strerror})")
+            self._count_fallback(f"values are kept: the host tier cannot be written ({entry.out_copy.error.strerror})")
             entry.host_offset, entry.out_copy, entry.decision = -1, None, Decision.KEEP
             return
         entry.storage = None
@@ -287,15 +319,20 @@ class Engine:
     def _prefetch(self, entry: Entry) -> None:
         if entry.storage is not None or entry.host_offset < 0:
             return
-        entry.storage = self.device.allocate(entry.size_bytes)
-        entry.in_copy = self.device.copy_in(entry.storage, entry.host_offset)
+        with self.device.span(f"prefetch {entry.name}"):
+            entry.storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
+            entry.in_copy = copy_in(self.device, entry.storage, entry.host_offset)
         self.stats.in_bytes += entry.size_bytes
 
     def _replay(self, entry: Entry) -> None:
         if not entry.waits_for_replay:
             return
         start_s = time.perf_counter()
-        self.stats.replayed_values += replay(entry, self._resident)
+        with self.device.span(f"replay {entry.name}"), self.device.replaying():
+            back = replay(entry, self._resident)
+        for value in back:
+            value.home = self.device.compute
+        self.stats.replayed_values += len(back)
         self.stats.replay_s += time.perf_counter() - start_s
 
     # -- off the plan (Rule 8) --------------------------------------------------------------------------------
@@ -308,19 +345,19 @@ class Engine:
             self._release(latest)
         self._latest = weakref.ref(entry)
 
-    def _go_astray(self, reason: str) -> None:
+    def _go_astray(self, reason: str, what: str = "the step left the plan at ") -> None:
         if self._on_divergence == "error":
             self.end_step()
-            raise DivergenceError(f"the step left the plan at {reason}; make a new profile and plan for this step")
+            raise DivergenceError(f"{what}{reason}; make a new profile and plan for this step")
         self._astray = True
         self.recorder.switch_off()
-        self._count_fallback(f"the step left the plan at {reason}; the rest of it swaps every saved value")
+        self._count_fallback(f"{what}{reason}; the rest of it swaps every saved value")
         for entry in list(self._entries.values()):
             self._swap_soon(entry)
 
     def _count_fallback(self, reason: str) -> None:
         self.stats.fallbacks += 1
-        kind = reason.split(":")[0].split(" at ")[0]
+        kind = reason.split(":")[0].split(" at ")[0].split(" by ")[0]
         if reason not in self.stats.fallback_reasons:
             self.stats.fallback_reasons.append(reason)
         if kind not in self._warned:
@@ -338,15 +375,3 @@ class Engine:
         self.live_handles -= 1
         if self.live_handles == 0:
             self._on_idle()
-
-    def _name(self, entry: Entry) -> str:
-        return "a saved value" if entry.index is None else self.plan.values[entry.index].name
-
-    def _handle_name(self, ordinal: int | None) -> str:
-        if ordinal is None or ordinal >= len(self.plan.handles):
-            return "nothing"
-        return self.plan.values[self.plan.handles[ordinal]].name
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -8,10 +8,11 @@ import torch
 
 from ..errors import SpillError
 from ..planner.schema import Decision
-from .device import Copy
+from .device import Stream
 from .recorder import Slot
 from .replay import Recipe
 from .storages import Geometry, version_probe
+from .transfers import Copy
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -30,9 +31,11 @@ class Entry:
         "device_type",
         "generation",
         "geometry",
+        "home",
         "host_offset",
         "in_copy",
         "index",
+        "name",
         "out_copy",
         "probe",
         "recipe",
@@ -46,6 +49,7 @@ class Entry:
         storage = tensor.untyped_storage()
         self.index = index
         """Its save point, or None outside the plan."""
+        self.name = "a saved value"
         self.decision = decision
         self.slot = slot
         self.generation = len(slot.writes)
@@ -55,6 +59,8 @@ class Entry:
         self.device_type = tensor.device.type
         self.size_bytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
+        self.home: Stream | None = None
+        """The compute stream on which ``storage`` came back; None for the one that was saved."""
         self.host_offset = -1
         self.out_copy: Copy | None = None
         self.in_copy: Copy | None = None

@@ -124,11 +124,11 @@ def _storage_of(slot: Slot) -> torch.UntypedStorage:
     return storage
 
 
-def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> int:
+def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> list[Entry]:
     """Brings ``entry``, and every saved value on the way that waits for a replay, back onto the device.
 
     ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy.
-    Returns how many saved values came back. Raises ``RuntimeError`` as autograd would when an input was written in
+    Returns the saved values that came back. Raises ``RuntimeError`` as autograd would when an input was written in
     place after it was read.
     """
     try:
@@ -146,7 +146,7 @@ def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> i
     built = _run(closure.in_order(), there, keep={slot for slot, _ in targets}, device_type=entry.device_type)
     for slot, target in targets:
         target.came_back(built[slot])
-    return len(targets)
+    return [target for _, target in targets]
 
 
 def _run(

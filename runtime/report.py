@@ -7,6 +7,15 @@ import msgspec
 MOST_REASONS = 20
 
 
+class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caching allocator took, at most, since the session was entered."""
+
+    allocated_bytes: int
+    """In use at one moment, workspaces included."""
+    reserved_bytes: int
+    """Taken from the device; what is over ``allocated_bytes`` is fragmentation."""
+
+
 class StepReport(msgspec.Struct, kw_only=True):
     """One step, or the sum over steps (peaks: the largest)."""
 
@@ -42,10 +51,15 @@ class StepReport(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """``session.report()``: the last step that ended, the sum over all of them, and what was promised."""
+    """``session.report()``: the last step that ended, the sum over all of them, and what was promised.
+
+    The promise is that of the plan which the last step followed; a step with a larger plan's decisions is under it too.
+    """
 
     last_step: StepReport
     total: StepReport
     predicted_peak_bytes: int
     predicted_first_step_peak_bytes: int
     budget_bytes: int
+    memory: MemoryPeaks | None = None
+    """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""

@@ -243,9 +243,9 @@ def test_a_truncated_profile_is_refused(chain: Profile, tmp_path: Path) -> None:
 
 
 def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
-    from poochplan.profiler.link import measure_spill_link
+    from poochplan.profiler.link import measure_link
 
-    link = measure_spill_link(tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
+    link = measure_link(torch.device("cpu"), tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):
         assert 0.5 * 50e6 < direction.bandwidth_bytes_per_s < 1.5 * 50e6
         assert len(direction.curve) >= 3

@@ -17,7 +17,9 @@ import poochplan
 from poochplan.errors import SpillError
 from poochplan.runtime.cpu import CpuDevice
 from poochplan.runtime.spill import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.transfers import copy_in, copy_out
 
+pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
 SWAP_ALL = (0, 1, 0)
 
@@ -62,12 +64,12 @@ def test_the_directory_can_be_named_by_the_environment(tmp_path: Path, monkeypat
 def test_bytes_survive_the_way_out_and_back(tmp_path: Path) -> None:
     device = CpuDevice(tmp_path)
     values = [torch.randn(100_000 + index) for index in range(5)]
-    copies = [device.copy_out(value.untyped_storage(), index << 20) for index, value in enumerate(values)]
+    copies = [copy_out(device, value.untyped_storage(), index << 20) for index, value in enumerate(values)]
     back = []
     for index, value in enumerate(values):
         copies[index].wait()
         storage = device.allocate(value.untyped_storage().nbytes())
-        device.copy_in(storage, index << 20).wait()
+        copy_in(device, storage, index << 20).wait()
         back.append(torch.empty(0).set_(storage, 0, value.shape))
     device.close()
     assert all(torch.equal(left, right) for left, right in zip(values, back, strict=True))
@@ -79,7 +81,7 @@ def test_a_throttle_holds_copies_to_its_rate(tmp_path: Path) -> None:
     device = CpuDevice(tmp_path, throttle_bytes_per_s=50e6)
     storage = torch.ones(5_000_000, dtype=torch.uint8).untyped_storage()
     start_s = time.perf_counter()
-    device.copy_out(storage, 0).wait()
+    copy_out(device, storage, 0).wait()
     assert time.perf_counter() - start_s >= 0.099
     device.close()
 

@@ -1,0 +1,44 @@
+"""Which device a plan runs on: opened for a model, or refused with a clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..errors import UsageError
+from .cpu import CpuDevice
+from .device import Device
+from .spill import choose_spill_dir
+
+
+def model_device(model: torch.nn.Module, kind: str) -> torch.device:
+    """The one device of that kind on which all of the model's parameters lie.
+
+    Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: expected a CUDA device, found none that torch can use; profile and plan for cpu")
+    where: torch.device | None = None
+    for name, parameter in model.named_parameters():
+        where = where or parameter.device
+        if parameter.device.type != kind or parameter.device != where:
+            wanted = kind if where.type != kind else str(where)
+            raise UsageError(
+                f"model: expected every parameter on {wanted}, found {name} on {parameter.device}; move the model there"
+            )
+    return where or torch.device(kind)
+
+
+def open_device(
+    where: torch.device, spill_dir: str | Path | None = None, throttle_bytes_per_s: float | None = None
+) -> Device:
+    """The device that runs on ``where``; ``spill_dir`` and the throttle are the CPU device's.
+
+    Raises ``SpillError`` when the spill directory cannot be used.
+    """
+    if where.type == "cpu":
+        return CpuDevice(choose_spill_dir(spill_dir), throttle_bytes_per_s=throttle_bytes_per_s)
+    from .cuda import CudaDevice
+
+    return CudaDevice(where)

@@ -1,0 +1,58 @@
+"""Transfers: every copy between device and host tier, and every wait that makes it safe (engine rule 3).
+
+* A copy out starts behind what the compute stream has queued: the value's last writer.
+* A copy in starts there too: its new buffer may be one that earlier ops still use.
+* Whoever gives a copy's storage up, or uses what it filled, has the compute stream wait for its end first. That holds
+  on every path, also when a handle dies in an exception or on an unused branch: a copy that goes waits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .device import Device, Event, Job
+
+
+class Copy:
+    """One queued copy. Holds its storage until the compute stream has waited for its end."""
+
+    __slots__ = ("_device", "_ended", "_job", "storage")
+
+    def __init__(self, device: Device, storage: torch.UntypedStorage, job: Job, ended: Event) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self._device = device
+        self._job = job
+        self._ended = ended
+
+    @property
+    def error(self) -> OSError | None:
+        """Why it failed; known once it was waited for."""
+        return self._job.error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.done()
+
+    def wait(self) -> float:
+        """Makes the compute stream wait for it; seconds the calling thread was held up."""
+        held_up_s = self._device.compute.wait(self._ended)
+        self.storage = None
+        return held_up_s
+
+    def __del__(self) -> None:
+        if getattr(self, "storage", None) is not None:
+            self.wait()
+
+
+def copy_out(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
+    """Queues a copy of ``storage`` to the host tier, behind what the compute stream has queued."""
+    device.outward.wait(device.compute.record())
+    job = device.copy_out(storage, host_offset)
+    return Copy(device, storage, job, device.outward.record())
+
+
+def copy_in(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:
+    """Queues a copy from the host tier into ``storage``, behind what the compute stream has queued."""
+    device.inward.wait(device.compute.record())
+    job = device.copy_in(storage, host_offset)
+    return Copy(device, storage, job, device.inward.record())
