@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from nets import Case, equal, train
 from plans import plan_with
@@ -17,8 +14,8 @@ from poochplan.planner.simulate import simulate
 PLANS, STEPS = 2, 2
 
 
-def follow_random_plans(case: Case, plans: int, device: Callable[[], Any] | None = None) -> set[Decision]:
-    """Trains under ``plans`` random plans on ``device`` (a call that opens one; by default the cpu device).
+def follow_random_plans(case: Case, plans: int) -> set[Decision]:
+    """Trains under ``plans`` random plans.
 
     Loss, gradients, buffers, parameters and generators are compared bitwise with those of in-core training after each
     step. Returns the decisions that the plans made.
@@ -30,8 +27,7 @@ def follow_random_plans(case: Case, plans: int, device: Callable[[], Any] | None
     for seed in range(plans):
         schedule = random_schedule(profile, problem, seed)
         made.update(schedule.decisions)
-        options = {} if device is None else {"device": device}
-        planned, report = train(case, STEPS, plan_with(profile, schedule), **options)
+        planned, report = train(case, STEPS, plan_with(profile, schedule))
         assert equal(reference, planned)
         assert report is not None
         assert report.total.fallbacks == 0, report.total.fallback_reasons
