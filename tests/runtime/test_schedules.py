@@ -99,7 +99,7 @@ def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> Non
     case = CASES["recurrent"]
     measured = case.profile()
     # Ops of one length: what the plan recomputes must not depend on how busy the machine is.
-    ops = tuple(msgspec.structs.replace(op, duration_s=1e-4) for op in measured.ops)
+    ops = tuple(msgspec.structs.replace(op, duration_s=1e-6) for op in measured.ops)
     profile = msgspec.structs.replace(measured, ops=ops, link=Link(name="slow", outward=SLOW, inward=SLOW))
     plan = poochplan.plan(profile, "85%", time_limit_s=4)
     assert {actions.record for actions in plan.schedule} >= {"on", "off"}
