@@ -160,7 +160,8 @@ class CudaDevice:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def start_peaks(self) -> None:
-        """Begins new peaks of the caching allocator."""
+        """Begins new peaks of the caching allocator, without what it keeps of earlier steps."""
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.where)
 
     def peaks(self) -> MemoryPeaks:

@@ -218,7 +218,7 @@ def test_a_model_with_nothing_to_train_is_told_so() -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(UsageError, match='profiles on "cpu", found'):
+    with pytest.raises(UsageError, match="expected a CUDA device, found none"):
         poochplan.profile(lambda: torch.zeros(()), model=Chain(), device="cuda")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputFileError, PoochError, UsageError
+from ..units import parse_bytes
 from .base import Verb, at_least, parse_overrides
+from .machine import DEFAULT_MARGIN
 from .plan import draw
 from .profile import add_workload_arguments
 
@@ -34,6 +36,7 @@ class RunVerb(Verb):
   pooch run configs/unet3d.toml --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
+  pooch run configs/gpt2.toml --plan gpu-plan.json --check --cap --margin 256MiB
 """
 
     @classmethod
@@ -46,6 +49,12 @@ class RunVerb(Verb):
         )
         parser.add_argument("--check", action="store_true", help="run in-core too, and compare bit by bit")
         add_workload_arguments(parser)
+        parser.add_argument(
+            "--cap", action="store_true", help="on CUDA: let the allocator take no more than the budget"
+        )
+        parser.add_argument(
+            "--margin", metavar="SIZE", help=f"with --cap: and so much more (default: {DEFAULT_MARGIN})"
+        )
         parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
         parser.add_argument(
             "--on-divergence",
@@ -65,8 +74,9 @@ class RunVerb(Verb):
 
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
-        build = self._builder()
         plan = Plan.load(options.plan)
+        build = self._builder(plan)
+        self._cap_bytes = self._cap(plan)
         profile = self._profile(plan) if picture is not None else None
         summary = self._measure(plan, build)
         self._show(plan, summary)
@@ -84,11 +94,25 @@ class RunVerb(Verb):
             )
         return data
 
-    def _builder(self) -> Build:
+    def _builder(self, plan: Plan) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
         from ..workload import load_workload
 
-        return lambda: load_workload(options.workload, overrides).workload
+        return lambda: load_workload(options.workload, overrides, plan.device).workload
+
+    def _cap(self, plan: Plan) -> int | None:
+        """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
+        options = self.options
+        if not options.cap:
+            if options.margin is not None:
+                raise UsageError("--margin: expected --cap beside it, found none; add --cap, or leave --margin out")
+            return None
+        if plan.device != "cuda":
+            raise UsageError(
+                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plan.device}"
+            )
+        margin = options.margin or DEFAULT_MARGIN
+        return plan.budget_bytes + (0 if margin.strip() == "0" else parse_bytes(margin, "--margin"))
 
     def _profile(self, plan: Plan) -> Profile:
         """The profile that the plan was made from: the one that was named, or the one beside the plan."""
@@ -127,6 +151,7 @@ class RunVerb(Verb):
             "seed": options.seed,
             "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
             "on_divergence": options.on_divergence,
+            "cap_bytes": self._cap_bytes,
         }
         with self.progress("running") as say:
             if options.check:
