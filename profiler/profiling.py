@@ -103,10 +103,10 @@ def profile(
     throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
     give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
-    if link is None:
-        say("measuring the link")
-        link = measure_link(where, spill_dir, throttle_bytes_per_s)
     with preserved(model, optimizer):
+        if link is None:
+            say("measuring the link")
+            link = measure_link(where, spill_dir, throttle_bytes_per_s)
         say(f"warming up ({max(1, warmup)} steps)")
         for _ in range(max(1, warmup)):
             runner.one_step()

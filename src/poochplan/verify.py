@@ -219,7 +219,8 @@ def check(
         progress=lambda text: say(f"under the plan, {text}"),
     )
     gc.collect()
-    in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
+    if timed_steps:
+        in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:
         again = in_core_run(steps, 0, "again")
