@@ -7,6 +7,7 @@ time on the device, read once for the whole step, so that no op is followed by a
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,11 @@ class CudaClock:
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end)) / 1e3
+
+
+def current(where: torch.device) -> AbstractContextManager[object]:
+    """Has events and peaks be those of that device where no other is named."""
+    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
 
 
 def clock_of(where: torch.device) -> Clock:

@@ -22,7 +22,7 @@ from ..runtime.storages import has_storage, static_keys
 from ..units import parse_rate
 from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
 from .capture import Capture
-from .clock import Clock, clock_of, library_bytes
+from .clock import Clock, clock_of, current, library_bytes
 from .fake import FakeCapture, faked
 from .layers import LayerTracker
 from .link import measure_link
@@ -101,9 +101,10 @@ def profile(
             say=say,
         )
     throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
-    give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
+    if where.type == "cpu":
+        give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
-    with preserved(model, optimizer):
+    with preserved(model, optimizer), current(where):
         if link is None:
             say("measuring the link")
             link = measure_link(where, spill_dir, throttle_bytes_per_s)

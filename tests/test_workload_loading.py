@@ -25,16 +25,16 @@ def linear(*, width: int = 4, lr: float = 0.1, label: str = "none", sizes: Seque
     model = torch.nn.Linear(width, 1)
     return Workload(model, lambda: model(torch.ones(1, width)).sum(), torch.optim.SGD(model.parameters(), lr=lr))
 
-def on_a_device(*, device: str = "cpu"):
-    workload = linear()
-    workload.model.to(device)
-    return workload
-
 def needs_depth(*, depth: int):
     return linear()
 
 def anything(**parameters):
     return linear(width=parameters["width"])
+
+def on_a_device(*, device: str = "cpu"):
+    workload = linear()
+    workload.model.to(device)
+    return workload
 
 def returns_a_model():
     return torch.nn.Linear(1, 1)

@@ -23,6 +23,7 @@ from poochplan.report.layers import (
 from poochplan.report.memory import in_core_bytes, in_core_curve, static_bytes
 from poochplan.report.runs import fragmentation_text
 from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
+from poochplan.runtime.report import MemoryPeaks
 
 
 @pytest.fixture(scope="module")

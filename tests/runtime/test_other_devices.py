@@ -44,6 +44,12 @@ def test_dropout_between_the_layers_of_cudnns_rnn_writes_the_state_of_its_genera
     assert written(0.0, True, state) == written(0.5, False, state) == written(0.5, True, None) == []
 
 
+def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:
+    facts = traits(torch.ops.aten.record_stream.default)
+    assert facts.pure_view
+    assert facts.written == ()
+
+
 def test_a_device_must_be_known_and_hold_the_whole_model() -> None:
     assert usable_device("cpu") == torch.device("cpu")
     with pytest.raises(UsageError, match='expected "cpu", "cuda" or "cuda:N", found \'meta\''):
