@@ -312,6 +312,7 @@ def _assemble(
         device=device,
         versions=_versions(device),
         model=model_signature(model),
+        inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
         times=times,
         in_core_peak_bytes=0,

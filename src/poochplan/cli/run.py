@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from .plan import draw
 from .profile import add_workload_arguments
 
 if TYPE_CHECKING:
+    from ..planner.plan_set import PlanSet
     from ..planner.schema import Plan
     from ..profiler.schema import Profile
     from ..report.runs import RunSummary
@@ -37,12 +39,20 @@ class RunVerb(Verb):
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
   pooch run configs/gpt2.toml --plan gpu-plan.json --check --cap --margin 256MiB
+  pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
-        parser.add_argument("--plan", required=True, metavar="FILE", help="file that pooch plan wrote")
+        parser.add_argument(
+            "--plan",
+            dest="plans",
+            action="append",
+            required=True,
+            metavar="FILE",
+            help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
+        )
         parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
         parser.add_argument(
             "--timed", type=at_least(1), default=3, metavar="N", help="further steps, for the step time (default: 3)"
@@ -70,15 +80,16 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from ..planner.schema import Plan
+        from ..planner.plan_set import PlanSet
 
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
-        plan = Plan.load(options.plan)
-        build = self._builder(plan)
-        self._cap_bytes = self._cap(plan)
-        profile = self._profile(plan) if picture is not None else None
-        summary = self._measure(plan, build)
+        plans = self._plans()
+        every = plans.plans if isinstance(plans, PlanSet) else (plans,)
+        build = self._builder(every[0].device)
+        self._cap_bytes = self._cap(every)
+        profile = self._profile(plans) if picture is not None else None
+        plan, summary = self._measure(plans, build)
         self._show(plan, summary)
         if picture is not None and profile is not None:
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
@@ -94,37 +105,52 @@ class RunVerb(Verb):
             )
         return data
 
-    def _builder(self, plan: Plan) -> Build:
+    def _builder(self, device: str) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
         from ..workload import load_workload
 
-        return lambda: load_workload(options.workload, overrides, plan.device).workload
+        return lambda: load_workload(options.workload, overrides, device).workload
 
-    def _cap(self, plan: Plan) -> int | None:
+    def _cap(self, plans: Sequence[Plan]) -> int | None:
         """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
         options = self.options
         if not options.cap:
             if options.margin is not None:
                 raise UsageError("--margin: expected --cap beside it, found none; add --cap, or leave --margin out")
             return None
-        if plan.device != "cuda":
+        if plans[0].device != "cuda":
             raise UsageError(
-                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plan.device}"
+                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plans[0].device}"
             )
         margin = options.margin or DEFAULT_MARGIN
-        return plan.budget_bytes + (0 if margin.strip() == "0" else parse_bytes(margin, "--margin"))
+        return max(plan.budget_bytes for plan in plans) + (
+            0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
+        )
 
-    def _profile(self, plan: Plan) -> Profile:
+    def _plans(self) -> Plan | PlanSet:
+        from ..planner.plan_set import PlanSet
+        from ..planner.schema import Plan
+
+        first, *others = self.options.plans
+        return PlanSet.load(first, *others) if others else Plan.load(first)
+
+    def _profile(self, plan: Plan | PlanSet) -> Profile:
         """The profile that the plan was made from: the one that was named, or the one beside the plan."""
+        from ..planner.plan_set import PlanSet
         from ..profiler.schema import Profile
 
+        if isinstance(plan, PlanSet):
+            raise UsageError(
+                f"--timeline: expected one plan to draw, found {len(plan.plans)}; give one --plan, or draw each with "
+                "pooch plan --timeline"
+            )
         if plan.assumed:
             raise UsageError(
                 "--timeline: expected a plan for this machine, found one for another "
                 f"({'; '.join(plan.assumed)}); draw that one with pooch plan --timeline"
             )
         named = self.options.profile
-        folder = Path(self.options.plan).parent
+        folder = Path(self.options.plans[0]).parent
         if named:
             profiles = [Profile.load(named)]
         else:
@@ -140,7 +166,8 @@ class RunVerb(Verb):
             f"--timeline: expected the profile that the plan was made from, {found}; name it with --profile"
         )
 
-    def _measure(self, plan: Plan, build: Build) -> RunSummary:
+    def _measure(self, plans: Plan | PlanSet, build: Build) -> tuple[Plan, RunSummary]:
+        """What was measured, and the plan that the steps followed."""
         from .. import verify
         from ..report.runs import RunSummary
 
@@ -155,10 +182,14 @@ class RunVerb(Verb):
         }
         with self.progress("running") as say:
             if options.check:
-                compared = verify.check(build, plan, progress=say, **shared)
-                return RunSummary.of(compared.planned, in_core=compared.in_core, comparison=compared)
-            planned = verify.run_planned(build, plan, record=False, progress=say, **shared)
-            return RunSummary.of(planned)
+                compared = verify.check(build, plans, progress=say, **shared)
+                planned = compared.planned
+                summary = RunSummary.of(planned, in_core=compared.in_core, comparison=compared)
+            else:
+                planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
+                summary = RunSummary.of(planned)
+        assert planned.plan is not None
+        return planned.plan, summary
 
     def _show(self, plan: Plan, summary: RunSummary) -> None:
         from ..report.tables import summary_table
