@@ -47,45 +47,55 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+@dataclass
+class Log:
+    """Events before and behind each copy and each wait, while it is on."""
+
+    is_on: bool = False
+    copies: list[Any] = field(default_factory=list)
+    waits: list[Any] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class TimedCompute(ComputeStream):
     """Marks each wait; an interval is as long as compute was held up by it."""
 
-    waits: list[Any] = field(compare=False)
+    log: Log = field(compare=False)
 
     def wait(self, event: Event) -> float:
+        if not self.log.is_on:
+            return super().wait(event)
         begin = _mark(self.stream)
         held_up_s = super().wait(event)
-        self.waits.append((begin, _mark(self.stream)))
+        self.log.waits.append((begin, _mark(self.stream)))
         return held_up_s
 
 
 class TimedCuda(CudaDevice):
-    """The CUDA device with two events around each copy and each wait."""
+    """The CUDA device; from :meth:`begin` on with two events around each copy and each wait."""
 
     def __init__(self, where: torch.device) -> None:
         super().__init__(where)
-        self._waits: list[Any] = []
-        self._copies: list[Any] = []
+        self._log = Log()
         self._base = _mark(super().compute.stream)
 
     @property
     def compute(self) -> TimedCompute:
         stream = super().compute
-        return TimedCompute(stream.stream, stream.seen, self._waits)
+        return TimedCompute(stream.stream, stream.seen, self._log)
 
     def _queue(
         self, storage: torch.UntypedStorage, memory: PinnedMemory, offset: int, kind: int, stream: CudaStream
     ) -> None:
         begin = _mark(stream.stream)
         super()._queue(storage, memory, offset, kind, stream)
-        self._copies.append((begin, _mark(stream.stream)))
+        if self._log.is_on:
+            self._log.copies.append((begin, _mark(stream.stream)))
 
     def begin(self) -> None:
-        """Forgets what was marked, and begins a step."""
+        """What comes now is marked."""
         self.synchronize()
-        self._waits.clear()
-        self._copies.clear()
+        self._log.is_on = True
         self._base = _mark(super().compute.stream)
 
     def copies_and_stalls(self) -> tuple[list[Interval], list[Interval]]:
@@ -93,6 +103,6 @@ class TimedCuda(CudaDevice):
         self.synchronize()
         copies, stalls = (
             [(self._base.elapsed_time(begin) / 1e3, self._base.elapsed_time(end) / 1e3) for begin, end in marks]
-            for marks in (self._copies, self._waits)
+            for marks in (self._log.copies, self._log.waits)
         )
         return copies, stalls

@@ -54,7 +54,10 @@ LEAST_S = 20.0
 """Nothing is begun with less time than this left."""
 PLANS = {"a third": (3, "ilp"), "a fifth": (5, "ilp"), "swap-all": (3, "swap-all")}
 """Part of the activation memory that a plan may take, and its policy."""
+EXACT = ("a fifth",)
+"""The plans that are compared bit by bit."""
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
+Last = Callable[[Any], dict[str, Any]]
 
 
 class Suite:
@@ -133,7 +136,7 @@ def device_facts(where: torch.device) -> dict[str, Any]:
 
 def run_tests(suite: Suite, keyword: str) -> None:
     """``tests/gpu`` in a process of its own, for at most 40% of the time; its output lies beside the results."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", keyword] if keyword else []
     environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type}
     log = suite.path.with_name("gpu-tests.txt")
@@ -189,8 +192,8 @@ def peaks(where: torch.device) -> dict[str, int | None]:
     }
 
 
-def block(suite: Suite, net: Net, enter: Enter) -> tuple[list[float], dict[str, Any]]:
-    """Seconds of each timed step within ``enter()``, and the peaks of all of them."""
+def block(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of each timed step within ``enter()``, and the peaks of all of them; ``last`` is asked before it ends."""
     forget_peaks(suite.where)
     with enter() as session:
         for _ in range(WARM_STEPS):
@@ -207,13 +210,14 @@ def block(suite: Suite, net: Net, enter: Enter) -> tuple[list[float], dict[str, 
                 "fallbacks": report.total.fallbacks,
                 "fallback_reasons": report.total.fallback_reasons,
             }
+        found |= last(session)
     return seconds, found
 
 
-def beside_in_core(suite: Suite, net: Net, enter: Enter) -> dict[str, Any]:
+def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> dict[str, Any]:
     """Step time, spread and peaks of a way to train, and the step time in-core just before and after it."""
     before, _ = block(suite, net, contextlib.nullcontext)
-    seconds, found = block(suite, net, enter)
+    seconds, found = block(suite, net, enter, last)
     after, _ = block(suite, net, contextlib.nullcontext)
     in_core_s = median([*before, *after])
     low, high = np.percentile(seconds, [25, 75])
@@ -228,19 +232,14 @@ def beside_in_core(suite: Suite, net: Net, enter: Enter) -> dict[str, Any]:
     }
 
 
-def overlapped(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
-    """Share of the copies that ran beside compute, and seconds compute waited, in one step of its own."""
-    if suite.where.type != "cuda":
-        with poochplan.apply(plan, net.workload.model, meter="never") as session:
-            one_step(net, suite.where)
-            one_step(net, suite.where)
+def overlapped(suite: Suite, net: Net, session: Session, device: TimedCuda | None) -> dict[str, Any]:
+    """Share of the copies that ran beside compute, and seconds compute waited, in one more step."""
+    if device is None:
+        one_step(net, suite.where)
         return {"copies_s": None, "overlapped": None, "stall_s": session.report().last_step.stall_s}
-    device = TimedCuda(suite.where)
-    with poochplan.apply(plan, net.workload.model, meter="never", device=lambda: device):
-        for _ in range(2):
-            device.begin()
-            one_step(net, suite.where)
-        copies, stalls = device.copies_and_stalls()
+    device.begin()
+    one_step(net, suite.where)
+    copies, stalls = device.copies_and_stalls()
     return {"copies_s": total_s(copies), "overlapped": overlap(copies, stalls), "stall_s": total_s(stalls)}
 
 
@@ -291,22 +290,33 @@ def budget_for(profile: Profile, divisor: int) -> int:
 def planned(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
     """What one plan promised, and what came of it."""
     prediction = plan.prediction
+    opened: list[TimedCuda] = []
+
+    def timed() -> TimedCuda:
+        opened.append(TimedCuda(suite.where))
+        return opened[-1]
+
+    device = timed if suite.where.type == "cuda" else None
     return {
-        **beside_in_core(suite, net, lambda: poochplan.apply(plan, net.workload.model)),
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
         "predicted_step_s": prediction.step_s,
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,
         "solve": {"policy": plan.solve.policy, "gap": plan.solve.gap, "wall_s": plan.solve.wall_s},
-        **overlapped(suite, net, plan),
+        **beside_in_core(
+            suite,
+            net,
+            lambda: poochplan.apply(plan, net.workload.model, device=device),
+            lambda session: overlapped(suite, net, session, opened[-1] if opened else None),
+        ),
     }
 
 
 def run_net(suite: Suite, name: str) -> None:
     plans = compare_ways(suite, name)
     forget_peaks(suite.where)
-    for label in [label for label in PLANS if label in plans]:
+    for label in [label for label in EXACT if label in plans]:
         with suite.case(f"{name}: {label}, bit by bit") as there_is_time:
             if there_is_time:
                 exact = bitwise(suite, name, plans[label])
@@ -391,7 +401,7 @@ def main() -> int:
     parser.add_argument("--tests", default="", metavar="KEYWORD", help="only GPU tests of that name (pytest -k)")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each block")
-    parser.add_argument("--plan-seconds", type=float, default=15.0, help="time limit of each plan")
+    parser.add_argument("--plan-seconds", type=float, default=10.0, help="time limit of each plan")
     arguments = parser.parse_args()
     usable_device(arguments.device)
     suite = Suite(arguments)
