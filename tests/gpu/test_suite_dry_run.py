@@ -27,7 +27,7 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
 @pytest.mark.slow
 def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), "--device", "cpu", "--tiny"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
     def results(*more: str) -> dict:
         done = subprocess.run(
