@@ -277,3 +277,24 @@ def test_the_device_is_by_default_where_the_model_is() -> None:
     assert _profile(lambda: model(batch).sum(), model).device.kind == "cpu"
     with pytest.raises(UsageError, match="found 'meta'"):
         _profile(lambda: torch.zeros(()), Chain().to("meta"))
+
+
+def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:
+    """wav2vec2 makes a leaf of its input; the gradient of such a leaf lives as long as the graph does."""
+
+    class InputIsALeaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            leaf = batch.view(-1, 256)
+            leaf.requires_grad = True
+            return self.linear(leaf).sin()
+
+    torch.manual_seed(0)
+    model, batch = InputIsALeaf(), torch.randn(64, 256)
+    profile = _profile(lambda: model(batch).square().mean(), model)
+    held = [value for value in profile.values if value.kind is Kind.INPUT and value.size_bytes == 64 * 256 * 4]
+    assert len(held) == 2  # the input, and the gradient from the step before
+    assert min(value.freed for value in held) < profile.tick_count - 1
