@@ -167,13 +167,14 @@ def run_planned(
     seed: int = 0,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
+    cap_bytes: int | None = None,
     record: bool = True,
     progress: Progress | None = None,
 ) -> Run:
     """Builds the workload from ``seed`` and runs it under ``plan``; raises what ``poochplan.apply`` raises."""
     seed_everything(seed)
     workload = build()
-    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence) as session:
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
 
@@ -186,13 +187,14 @@ def check(
     seed: int = 0,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
+    cap_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
     ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed, the
     in-core ones both before and after the planned ones, so that a machine that gets slower or faster meanwhile tells on
-    both; a step time is the median.
+    both; a step time is the median. Each run has the device to itself: nothing of the one before is left there.
 
     Raises
     ------
@@ -201,10 +203,15 @@ def check(
     """
     say = progress or (lambda text: None)
     builds = _Fresh(build)
-    seed_everything(seed)
-    workload = builds()
-    in_core = run_steps(workload, steps, timed_steps=timed_steps, progress=lambda text: say(f"in-core, {text}"))
-    gc.collect()
+
+    def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
+        run = run_in_core(
+            builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"{name}, {text}")
+        )
+        gc.collect()
+        return run
+
+    in_core = in_core_run(steps, timed_steps, "in-core")
     planned = run_planned(
         builds,
         plan,
@@ -213,13 +220,15 @@ def check(
         seed=seed,
         spill_dir=spill_dir,
         on_divergence=on_divergence,
+        cap_bytes=cap_bytes,
         progress=lambda text: say(f"under the plan, {text}"),
     )
-    after = run_steps(workload, 0, timed_steps=timed_steps, progress=lambda text: say(f"in-core again, {text}"))
-    in_core.seconds.extend(after.seconds)
+    gc.collect()
+    if timed_steps:
+        in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:
-        again = run_in_core(builds, steps=steps, timed_steps=0, seed=seed, progress=lambda text: say(f"again, {text}"))
+        again = in_core_run(steps, 0, "again")
         unsteady = first_difference(in_core.records, again.records)
         if unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
@@ -255,8 +264,9 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
+    """In host memory, or they would take from the device what the steps to come need."""
     with _disable_current_modes():  # or a meter would count the copies as the step's own
-        return {name: tensor.detach().clone() for name, tensor in tensors}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 
 def _drop_gradients(workload: Workload) -> None:
