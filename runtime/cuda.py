@@ -50,7 +50,7 @@ class ComputeStream(CudaStream):
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
-        for stream in self.seen:
+        for stream in tuple(self.seen):
             stream.wait_event(event.event)
         return 0.0
 
@@ -105,7 +105,7 @@ class CudaDevice:
         except OSError as error:
             return CudaCopy(error)
         if len(self._seen) > 1:  # the value may be of another stream than the one that asks for its copy
-            for stream in self._seen:
+            for stream in tuple(self._seen):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, memory, offset, _TO_HOST, self.outward)
         return CudaCopy()
@@ -159,7 +159,7 @@ class CudaDevice:
     def replaying(self) -> Iterator[None]:
         """Inputs may be of any stream of forward, and go back to it: all wait for each other before and after."""
         now = self.compute
-        others = [stream for stream in self._seen if stream != now.stream]
+        others = [stream for stream in tuple(self._seen) if stream != now.stream]
         for stream in others:
             now.stream.wait_stream(stream)
         yield
