@@ -25,8 +25,9 @@ class HostSlab:
         """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
         planned = self._plan.values[entry.index].host_offset if entry.index is not None else -1
         if planned >= 0:
-            occupant = self._occupants.get(planned)
-            if occupant is None or occupant() in (None, entry):
+            reference = self._occupants.get(planned)
+            occupant = reference() if reference is not None else None
+            if occupant is None or occupant is entry or occupant.host_offset != planned:  # the last: its copy failed
                 self._occupants[planned] = weakref.ref(entry)
                 return planned
         end = max((other.host_offset + other.size_bytes for other in self._unplanned), default=0)

@@ -6,6 +6,7 @@ keeps nothing alive; what a replay needs to stay is held by its recipe (``replay
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,8 +131,9 @@ class Slot:
         """Whether it has had its save point."""
         self.waiting: list[weakref.ref[Recipe]] = []
         """Recipes that read this slot before it was packed: they claim its entry when it comes."""
-        key = self.key
-        self.storage = weakref.ref(storage, lambda _: registry.pop(key, None))
+        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the slot would
+        # stay for the next storage of that key.
+        self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
 
     def meet(self, version: int, window: int) -> None:
         """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.

@@ -24,6 +24,7 @@ from .report import Report, StepReport
 from .signature import check_model
 from .spill import choose_spill_dir
 from .storages import has_storage, static_keys
+from .transfers import raise_held_back
 
 _METERED_FIRST_STEPS = 2
 
@@ -141,14 +142,18 @@ class Session:
             stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
+            stack.callback(self._meter.switch_off)
+            if self._meter_when != "never":
+                self._start_meter()
+            self._state, self._thread = "open", threading.get_ident()
             self._stack = stack.pop_all()
-        self._state, self._thread = "open", threading.get_ident()
-        if self._meter_when != "never":
-            self._device.start_peaks()
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self._meter.watch(tensor)
-            self._meter.switch_on()
         return self
+
+    def _start_meter(self) -> None:
+        self._device.start_peaks()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._meter.watch(tensor)
+        self._meter.switch_on()
 
     def _reserve_host(self) -> None:
         planned_bytes = self.engine.host.planned_bytes
@@ -165,11 +170,14 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.engine.end_step()
-        self.report()
-        self._meter.switch_off()
-        self._state = "closed"
-        self._stack.close()
+        try:
+            self.engine.end_step()
+            self._take_peak(self.engine.stats)
+        finally:
+            self._state = "closed"
+            self._stack.close()
+        if kind is None:
+            raise_held_back()
 
     def step(self) -> None:
         """Says that a new step begins here; from the first call on steps begin only where this is called.
@@ -210,11 +218,16 @@ class Session:
 
     def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         """A step begins at the first forward after a backward, or when nothing of the last one is held any more."""
-        if self._steps_are_announced or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+        if (
+            self._state != "open"
+            or self._steps_are_announced
+            or not torch.is_grad_enabled()
+            or threading.get_ident() != self._thread
+        ):
             return
         if torch._C._current_graph_task_id() != -1:  # a checkpoint of the user's runs forward again in backward
             return
-        if self.engine.live_handles == 0 or self.engine.backward_has_begun:
+        if not self.engine.holds_values or self.engine.backward_has_begun:
             self._check_gradients()
             self.engine.begin_step()
 
@@ -234,7 +247,7 @@ class Session:
             self._device.close()
 
     def _close_device(self) -> None:
-        if self.engine.live_handles == 0:  # otherwise with the last of them
+        if self._state == "new" or not self.engine.holds_values:  # otherwise with the last of them
             self._device.close()
 
     def _check_gradients(self) -> None:
