@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from .report import Report, StepReport
 from .signature import check_model
 from .spill import choose_spill_dir
 from .storages import has_storage, static_keys
-from .transfers import raise_held_back
+from .transfers import forget_held_back, raise_held_back
 
 _METERED_FIRST_STEPS = 2
 
@@ -91,7 +91,7 @@ def apply(
 
 
 class Session:
-    """A context manager. States: *new*, *open* (inside the block), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
 
     After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
     back with the last of them.
@@ -141,7 +141,8 @@ class Session:
             self._reserve_host()
             stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
             stack.enter_context(around_compiled(self.model, self._without_modes))
-            stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
+            self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
+            stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
             if self._meter_when != "never":
                 self._start_meter()
@@ -176,8 +177,9 @@ class Session:
         finally:
             self._state = "closed"
             self._stack.close()
-        if kind is None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # then it has been heard
             raise_held_back()
+        forget_held_back()
 
     def step(self) -> None:
         """Says that a new step begins here; from the first call on steps begin only where this is called.
@@ -192,6 +194,24 @@ class Session:
         self._steps_are_announced = True
         self._check_gradients()
         self.engine.begin_step()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Steps inside run in-core, as if there were no session: to set planned steps beside, in the same process.
+
+        Between steps only, and on the level of the ``with`` block: inside other saved-tensors hooks it would take off
+        those.
+        """
+        if self._state != "open":
+            raise UsageError(f"away(): expected an open session, found a {self._state} one")
+        self._state = "away"
+        with self.engine.recorder.away(), self._meter.away():
+            self._hooks.__exit__()
+            try:
+                yield
+            finally:
+                self._hooks.__enter__()
+                self._state = "open"
 
     def report(self) -> Report:
         """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""

@@ -25,6 +25,11 @@ def raise_held_back() -> None:
         raise error
 
 
+def forget_held_back() -> None:
+    """What was held back has been heard of another way."""
+    _held_back.clear()
+
+
 class Copy:
     """One queued copy. Holds its storage until the compute stream has waited for its end."""
 

@@ -6,6 +6,7 @@ Used by ``pooch run``, the tests, the benchmarks and the notebook.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import random
 import statistics
@@ -138,6 +139,32 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
     return time.perf_counter() - start_s - copying_s, loss
 
 
+def time_in_turn(
+    workload: Workload, session: Session, timed_steps: int, in_core: Run, planned: Run, say: Progress = lambda _: None
+) -> None:
+    """Adds the seconds of as many steps in-core and under the session's plan, one right after the other.
+
+    The order alternates; the steps before them are no longer cold or metered.
+    """
+
+    def run_one(run: Run) -> float:
+        if run is in_core:
+            with session.away():
+                return _train(workload, None)[0]
+        seconds = _train(workload, None)[0]
+        planned.step_reports.append(copy.copy(session.report().last_step))
+        return seconds
+
+    if timed_steps:
+        for _ in range(METERED_STEPS - len(planned.step_reports)):
+            run_one(planned)
+        run_one(in_core)
+    for index in range(timed_steps):
+        say(f"pair {index + 1} of {timed_steps}")
+        for run in (in_core, planned) if index % 2 else (planned, in_core):
+            run.seconds.append(run_one(run))
+
+
 def run_in_core(
     build: Build,
     *,
@@ -185,9 +212,9 @@ def check(
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed, the
-    in-core ones both before and after the planned ones, so that a machine that gets slower or faster meanwhile tells on
-    both; a step time is the median.
+    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed: in
+    turn, in one session, on the planned run's model. So a machine that gets slower or faster meanwhile tells on both,
+    and both run under the one setting of the C library's allocator that a session makes; a step time is the median.
 
     Raises
     ------
@@ -198,20 +225,17 @@ def check(
     builds = _Fresh(build)
     seed_everything(seed)
     workload = builds()
-    in_core = run_steps(workload, steps, timed_steps=timed_steps, progress=lambda text: say(f"in-core, {text}"))
+    in_core = run_steps(workload, steps, progress=lambda text: say(f"in-core, {text}"))
+    del workload
     gc.collect()
-    planned = run_planned(
-        builds,
-        plan,
-        steps=steps,
-        timed_steps=timed_steps,
-        seed=seed,
-        spill_dir=spill_dir,
-        on_divergence=on_divergence,
-        progress=lambda text: say(f"under the plan, {text}"),
-    )
-    after = run_steps(workload, 0, timed_steps=timed_steps, progress=lambda text: say(f"in-core again, {text}"))
-    in_core.seconds.extend(after.seconds)
+    seed_everything(seed)
+    workload = builds()
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence) as session:
+        planned = run_steps(workload, steps, session=session, progress=lambda text: say(f"under the plan, {text}"))
+        time_in_turn(workload, session, timed_steps, in_core, planned, say)
+    planned = dataclasses.replace(planned, report=session.report())
+    del workload
+    gc.collect()
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:
         again = run_in_core(builds, steps=steps, timed_steps=0, seed=seed, progress=lambda text: say(f"again, {text}"))
