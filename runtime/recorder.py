@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from .arguments import Layout, flatten, outputs_of
 from .modes import ToggledMode
 from .operators import Traits, covers_storage, traits
 from .storages import Geometry, is_plain, storage_key, version_probe
@@ -57,7 +58,7 @@ class RecordedOp:
         "writes",
     )
 
-    def __init__(self, order: int, func: Any, arguments: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, order: int, func: Any, arguments: list[Any], spec: Layout) -> None:
         self.order = order
         self.func = func
         self.grad_enabled = torch.is_grad_enabled()
@@ -83,7 +84,7 @@ class RecordedOp:
         """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
         options = {"dtype": output.dtype, "device": output.device}
         self.func = torch.ops.aten.empty_strided.default
-        self.arguments, self.spec = pytree.tree_flatten(((list(output.shape), list(output.stride())), options))
+        self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
 
     def views(self) -> Iterator[View]:
         return (argument for argument in self.arguments if isinstance(argument, View))
@@ -253,7 +254,7 @@ class Recorder(ToggledMode):
         return slot
 
     def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = flatten(args, kwargs)
         self._count += 1
         recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
         updated = statistics_of(facts, args)
@@ -290,7 +291,7 @@ class Recorder(ToggledMode):
         for slot in recorded.writes:
             slot.was_written_by(recorded)
             self._recorded.append(slot)
-        for position, output in enumerate(pytree.tree_leaves(outputs)):
+        for position, output in enumerate(outputs_of(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
             if storage_key(output) in self.registry:
