@@ -9,6 +9,7 @@ from functools import partial
 from ..errors import InfeasibleError
 from ..profiler.schema import PointKind, Profile
 from ..units import format_bytes, parse_budget, parse_bytes
+from .arena import arena_of
 from .candidate import Candidate, swap_all_on_demand
 from .optimise import Effort, Optimum, optimise
 from .policies import PolicyInput, run_policy
@@ -175,6 +176,7 @@ def _plan_of(
         notes=found.notes,
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
+        inputs=profile.inputs,
         values=values,
         handles=problem.handles,
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
@@ -202,6 +204,7 @@ def _solve_record(problem: Problem, found: _Outcome, wall_s: float) -> Solve:
 
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int) -> Prediction:
     simulation = best.simulation
+    arena = arena_of(profile, problem, best.schedule)
     return Prediction(
         peak_bytes=simulation.peak_bytes,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
@@ -215,6 +218,8 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         out_bytes=simulation.out_bytes,
         in_bytes=simulation.in_bytes,
         host_bytes=host_bytes,
+        arena_bytes=arena.arena_bytes if arena else None,
+        arena_live_bytes=arena.lower_bound_bytes if arena else None,
     )
 
 

@@ -7,8 +7,9 @@ then every op that writes it in place); *version* ``g`` is its content after wri
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..profiler.schema import Kind, Op, Phase, Profile
 
@@ -91,20 +92,26 @@ class ReplayGraph:
             peak_bytes=self._peak(ops, {self.value_of[target] for target in targets}),
         )
 
-    def _peak(self, ops: tuple[int, ...], kept: set[int]) -> int:
-        last_touch = {value: op for op in ops for value in self.op_temporaries[op]}
-        ends: dict[int, list[int]] = {}
-        for value, op in last_touch.items():
-            if value not in kept:
-                ends.setdefault(op, []).append(value)
-        live = peak = 0
-        for op in ops:
-            live += sum(self.value_bytes[value] for value in self.op_outputs[op])
-            peak = max(peak, live + self.op_workspace_bytes[op])
-            unneeded = [v for v in self.op_outputs[op] if v not in kept and v not in last_touch]
-            live -= sum(self.value_bytes[value] for value in unneeded)
-            live -= sum(self.value_bytes[value] for value in ends.get(op, ()))
-        return peak
+    def lives(self, ops: Sequence[int], kept: Set[int]) -> list[tuple[int, int, int]]:
+        """What a replay that runs ``ops`` makes: (value, position of the op that bears it, last position it lives at).
+
+        Values of ``kept`` live to the end of the replay, temporaries to the last op that touches them.
+        """
+        last_touch = {value: position for position, op in enumerate(ops) for value in self.op_temporaries[op]}
+        end = len(ops) - 1
+        return [
+            (value, position, end if value in kept else last_touch.get(value, position))
+            for position, op in enumerate(ops)
+            for value in self.op_outputs[op]
+        ]
+
+    def _peak(self, ops: Sequence[int], kept: Set[int]) -> int:
+        change = [0] * (len(ops) + 1)
+        for value, born, last in self.lives(ops, kept):
+            change[born] += self.value_bytes[value]
+            change[last + 1] -= self.value_bytes[value]
+        live = accumulate(change[:-1])
+        return max((there + self.op_workspace_bytes[op] for there, op in zip(live, ops, strict=True)), default=0)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     out_bytes: int
     in_bytes: int
     host_bytes: int
+    arena_bytes: int | None = None
+    """What one static arena for all that the step allocates would need, without what is there before the step; None
+    where it was not worked out."""
+    arena_live_bytes: int | None = None
+    """Most of these bytes that are live at any moment: no arena is smaller."""
 
 
 class Solve(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +122,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     record_from_start: bool = False
     """Recording is on from the start of the step, before the first save point."""
     model: ModelSignature
+    inputs: tuple[str, ...] = ()
+    """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` picks its plan by them."""
     values: tuple[PlannedValue, ...]
     handles: tuple[int, ...]
     """Value of each handle, in pack order."""

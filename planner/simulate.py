@@ -65,7 +65,9 @@ class _Do(StrEnum):
 
 
 @dataclass(frozen=True)
-class _ReplayRun:
+class ReplayRun:
+    """One replay, and the saved values it brings back."""
+
     tick: int
     targets: tuple[int, ...]
     peak_bytes: int
@@ -74,7 +76,7 @@ class _ReplayRun:
 
 def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
     """Runs ``schedule`` through the exact semantics; ``trace`` adds what a picture needs."""
-    walk = _Walk(problem, schedule)
+    walk = Walk(problem, schedule)
     memory = _memory(problem, walk)
     peak_tick = int(np.argmax(memory))
     streams, waits, tick_start_s = _time(problem, walk, trace)
@@ -97,7 +99,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
     )
 
 
-class _Walk:
+class Walk:
     """Goes once through the points as the runtime does; holds where each value is and what was done.
 
     A value is resident until it is released; a recomputed one is away from its forward death to its replay.
@@ -112,7 +114,7 @@ class _Walk:
         self.is_arriving = [False] * count
         self.commands: list[tuple[int, _Do, int]] = []
         """(point, what, value), or the position in ``replays`` for a replay."""
-        self.replays: list[_ReplayRun] = []
+        self.replays: list[ReplayRun] = []
         self.copied_out: list[int] = []
         self.copied_in: list[int] = []
         self._run(schedule)
@@ -186,13 +188,13 @@ class _Walk:
             for source in replay.inputs:
                 self.claim[source] = max(self.claim[source], tick)
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
-        self.replays.append(_ReplayRun(tick, targets, merged.peak_bytes, merged.seconds))
+        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds))
 
 
-def _memory(problem: Problem, walk: _Walk) -> Ints:
-    """Most bytes live at each tick."""
+def lives(problem: Problem, walk: Walk) -> tuple[Ints, Ints, Ints]:
+    """Per saved value: last tick of its forward life, then first and last tick of its second life; -1 without one."""
     last = problem.tick_count - 1
-    size_bytes, death = problem.rounded_bytes, problem.forward_death
+    death = problem.forward_death
     end = np.maximum(problem.freed, walk.claim)
     release = np.array(walk.release_tick, dtype=np.int64)
     back = np.array(walk.back_tick, dtype=np.int64)
@@ -200,20 +202,27 @@ def _memory(problem: Problem, walk: _Walk) -> Ints:
     first_end = np.where(
         recomputed, death, np.where(release >= 0, np.maximum(death, release - 1), np.maximum(death, end))
     )
+    return np.minimum(first_end, last), back, np.where(back >= 0, np.minimum(np.maximum(end, back), last), -1)
+
+
+def _memory(problem: Problem, walk: Walk) -> Ints:
+    """Most bytes live at each tick."""
+    size_bytes = problem.rounded_bytes
+    first_end, back, end = lives(problem, walk)
     change = np.zeros(problem.tick_count + 1, dtype=np.int64)
     np.add.at(change, problem.born, size_bytes)
-    np.subtract.at(change, np.minimum(first_end, last) + 1, size_bytes)
+    np.subtract.at(change, first_end + 1, size_bytes)
     again = np.flatnonzero(back >= 0)
     np.add.at(change, back[again], size_bytes[again])
-    np.subtract.at(change, np.minimum(np.maximum(end, back)[again], last) + 1, size_bytes[again])
+    np.subtract.at(change, end[again] + 1, size_bytes[again])
     memory: Ints = np.cumsum(change)[:-1] + problem.base_bytes
     _add_inside_replays(problem, walk.replays, memory)
     return memory
 
 
-def _add_inside_replays(problem: Problem, replays: Sequence[_ReplayRun], memory: Ints) -> None:
+def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: Ints) -> None:
     """Raises ``memory`` at each replay's tick to the most that is live inside the replays there, one after another."""
-    by_tick: dict[int, list[_ReplayRun]] = {}
+    by_tick: dict[int, list[ReplayRun]] = {}
     for run in replays:
         by_tick.setdefault(run.tick, []).append(run)
     for tick, runs in by_tick.items():
@@ -224,7 +233,7 @@ def _add_inside_replays(problem: Problem, replays: Sequence[_ReplayRun], memory:
             live += brought_back
 
 
-def _time(problem: Problem, walk: _Walk, trace: bool) -> tuple[Streams, tuple[Wait, ...], Floats]:
+def _time(problem: Problem, walk: Walk, trace: bool) -> tuple[Streams, tuple[Wait, ...], Floats]:
     streams = Streams(problem.link, trace)
     work = problem.point_work_list
     out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}

@@ -17,9 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import StepError
-from ..runtime.modes import ToggledMode, around_compiled, uncompiled_hooks
+from ..runtime.modes import ToggledMode, around_compiled, before_forward, uncompiled_hooks
 from ..runtime.operators import covers_storage, traits
 from ..runtime.recorder import statistics_of, written_tensors
+from ..runtime.signature import input_signature
 from ..runtime.storages import Geometry, has_storage, is_plain, storage_key
 from .layers import LayerTracker
 from .schema import Phase, PointKind
@@ -132,6 +133,8 @@ class Capture(ToggledMode):
         """(value, layer, dtype, shape) of each pack."""
         self.points: list[tuple[PointKind, int, int]] = []
         """(kind, handle, ops completed before)."""
+        self.inputs: tuple[str, ...] | None = None
+        """Of the model's first call; None before it."""
         self._static = static
         self._paused = False
         self._by_key: dict[int, int] = {}
@@ -147,6 +150,7 @@ class Capture(ToggledMode):
         with (
             self.tracker.on(model),
             around_compiled(model, self._opaque_region),
+            before_forward(model, self._called),
             uncompiled_hooks(self.pack, self.unpack),
         ):
             self.switch_on()
@@ -163,6 +167,10 @@ class Capture(ToggledMode):
         """The value of the tensor's storage; one met for the first time was there before the step."""
         known = self._by_key.get(storage_key(tensor))
         return known if known is not None else self._new_value(tensor, "", born=-1)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.inputs is None:
+            self.inputs = input_signature(args, kwargs)
 
     # -- ops --------------------------------------------------------------------------------------------------
 

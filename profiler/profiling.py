@@ -297,6 +297,7 @@ def _assemble(
         device=device,
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
         model=model_signature(model),
+        inputs=capture.inputs or (),
         ops_fingerprint=ops_fingerprint(ops, points, values),
         times=times,
         in_core_peak_bytes=0,

@@ -185,6 +185,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Device
     versions: dict[str, str]
     model: ModelSignature
+    inputs: tuple[str, ...] = ()
+    """``path dtype[shape]`` of each tensor that the model is first called with; empty when the step never calls it."""
     ops_fingerprint: str
     """Digest of the sequence of ops and points, without durations."""
     times: StepTimes

@@ -42,10 +42,6 @@ class VerifyingEngine(Engine):
         """Save points of values whose replay gave other bits."""
         self._copies: dict[int, torch.UntypedStorage] = {}
 
-    @property
-    def left_the_plan(self) -> bool:
-        return self._astray
-
     def _forget(self, entry: Entry, slot: Slot) -> None:
         assert entry.storage is not None
         assert entry.index is not None
@@ -84,7 +80,7 @@ def verify(
     """
     for remaining in reversed(range(MOST_ROUNDS)):
         engine = _try_all(profile, model, one_step, spill_dir)
-        if engine.left_the_plan:
+        if engine.has_left_the_plan:
             note = "two steps differ in what they save: replays could not be verified"
             return msgspec.structs.replace(profile, notes=(*profile.notes, note))
         differing = sorted(engine.differing)[: None if remaining == 0 else 1]

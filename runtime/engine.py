@@ -31,7 +31,9 @@ from collections.abc import Callable
 import torch
 
 from ..errors import DivergenceError
+from ..planner.plan_set import PlanSet, Signature
 from ..planner.schema import Decision, Plan, PointActions
+from .course import Courses
 from .device import Device
 from .entry import Entry, Handle, Lease
 from .host import HostSlab
@@ -41,15 +43,13 @@ from .report import StepReport
 from .storages import is_plain
 from .transfers import copy_in, copy_out, raise_held_back
 
-_NOTHING = PointActions(at="save", index=-1)
-
 
 class Engine:
-    """Executes one plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
+    """Executes a plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
 
     Parameters
     ----------
-    plan: the plan to follow.
+    plans: the plan to follow; of a set each step follows the one for its inputs.
     device: where storages live and copies run; the caller closes it.
     parameters: gives the keys of the storages rule 2 is about, asked once per step.
     on_divergence: ``warn`` (once a session) or ``error``.
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: Plan,
+        plans: Plan | PlanSet,
         device: Device,
         parameters: Callable[[], set[int]],
         *,
@@ -67,10 +67,11 @@ class Engine:
         on_step_end: Callable[[StepReport], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan = plan
         self.device = device
+        self._courses = Courses(plans)
+        self._course = self._courses.first
         self.recorder = Recorder(device.kind)
-        self.host = HostSlab(plan)
+        self.host = HostSlab(self._courses.plans)
         self.stats = StepReport()
         self.step = 0
         self._parameters = parameters
@@ -79,8 +80,6 @@ class Engine:
         self._on_idle = on_idle
         self._lease: weakref.ref[Lease] | None = None
         self._lock = threading.RLock()
-        self._at_save = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
-        self._at_use = {actions.index: actions for actions in plan.schedule if actions.at == "use"}
         self._warned: set[str] = set()
         self._static: set[int] = set()
         self._begin_clock(active=False)
@@ -97,8 +96,39 @@ class Engine:
         self._begin_clock(active=True)
         self._static = self.recorder.static = self._parameters()
         self.recorder.forget(in_use=self.holds_values)
-        if self.plan.record_from_start:
+        self._awaits_inputs = self._courses.by_inputs
+        if not self._awaits_inputs and self.plan.record_from_start:
             self.recorder.switch_on()
+
+    def inputs_are(self, inputs: Signature) -> None:
+        """The model is called with these inputs for the first time in the step: picks the plan of the set.
+
+        Raises ``DivergenceError`` when no plan is large enough and ``on_divergence`` is ``error``.
+        """
+        self._awaits_inputs = False
+        course = self._courses.choose(inputs)
+        if course is None:
+            self._go_astray(self._courses.why_none(inputs), "no plan of the set fits the step by ")
+            return
+        self._course = course
+        self.host.follow(course.plan)
+        if course.plan.record_from_start:
+            self.recorder.switch_on()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current step; one that has none has left that of the step before."""
+        return self._course.plan
+
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether the step has begun and :meth:`inputs_are` has to say what plan it follows."""
+        return self._active and self._awaits_inputs
+
+    @property
+    def has_left_the_plan(self) -> bool:
+        """Whether the current step has left its plan, or never had one."""
+        return self._astray
 
     @property
     def holds_values(self) -> bool:
@@ -126,6 +156,7 @@ class Engine:
 
     def _begin_clock(self, *, active: bool) -> None:
         self._active = active
+        self._awaits_inputs = False
         self._astray = False
         self._saves = 0
         self._packs = 0
@@ -168,17 +199,19 @@ class Engine:
                 self._swap_soon(entry)
             return entry
         index = self._next_save_point(tensor)
-        decision = Decision.SWAP if index is None else self.plan.values[index].decision
+        planned = None if index is None else self.plan.values[index]
+        decision = Decision.SWAP if planned is None else planned.decision
         entry = Entry(index, decision, slot, tensor)
         slot.attach(entry)
         slot.packed = True
-        if index is None:
+        if planned is None or index is None:
             self._swap_soon(entry)
             return entry
+        entry.name = planned.name
         self._entries[index] = entry
         if decision is Decision.RECOMPUTE:
             self._forget(entry, slot)
-        self._act(self._at_save.get(index, _NOTHING))
+        self._act(self._course.actions_at_save(index))
         if self._saves == len(self.plan.values):
             self.recorder.switch_off()  # nothing that comes now is replayed; backward must not run under it
         return entry
@@ -186,18 +219,17 @@ class Engine:
     def _next_save_point(self, tensor: torch.Tensor) -> int | None:
         if self._astray:
             return None
-        index = self._saves
-        if index >= len(self.plan.values):
-            self._go_astray(f"the plan has {index} saved values, and {_describe(tensor)} comes after them")
-            return None
-        planned = self.plan.values[index]
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.untyped_storage().nbytes())
-        if found != (planned.dtype, planned.shape, planned.size_bytes):
+        if self._awaits_inputs:
+            self._awaits_inputs = False
             self._go_astray(
-                f"{planned.name} (layer {planned.layer or 'outside the model'}): "
-                f"planned {planned.dtype}{list(planned.shape)} of {planned.size_bytes} bytes, "
-                f"found {_describe(tensor)} of {found[2]} bytes"
+                "something saved before its model is called: a set picks the plan by the model's inputs",
+                "no plan of the set fits the step by ",
             )
+            return None
+        index = self._saves
+        reason = self._course.why_not_save(index, tensor)
+        if reason:
+            self._go_astray(reason)
             return None
         if not self._expect_handle(index, tensor):
             return None
@@ -205,18 +237,16 @@ class Engine:
         return index
 
     def _expect_handle(self, index: int | None, tensor: torch.Tensor) -> bool:
-        planned = self.plan.handles[self._packs] if self._packs < len(self.plan.handles) else None
-        if index is not None and planned == index:
-            return True
-        wanted = "no further save" if planned is None else self.plan.values[planned].name
-        self._go_astray(f"save {self._packs}: planned {wanted}, found {_describe(tensor)}")
-        return False
+        reason = self._course.why_not_handle(self._packs, index, tensor)
+        if reason:
+            self._go_astray(reason)
+        return not reason
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         try:
             entry.recipe = Recipe(slot, entry.generation)
         except NotReplayable as reason:  # Rule 10
-            self._count_fallback(f"{self._name(entry)} is swapped, not recomputed: {reason}")
+            self._count_fallback(f"{entry.name} is swapped, not recomputed: {reason}")
             entry.decision = Decision.SWAP
             self._swap_soon(entry)
             return
@@ -241,14 +271,11 @@ class Engine:
     def _use_point(self, handle: Handle) -> None:
         if self._astray or not self._active or handle.step != self.step:
             return
-        planned = self.plan.uses[self._uses] if self._uses < len(self.plan.uses) else None
-        if handle.ordinal != planned or self._saves != len(self.plan.values):
-            self._go_astray(
-                f"use point {self._uses}: planned {self._handle_name(planned)}, "
-                f"found {self._handle_name(handle.ordinal)}"
-            )
+        reason = self._course.why_not_use(self._uses, handle.ordinal, self._saves)
+        if reason:
+            self._go_astray(reason)
             return
-        actions = self._at_use.get(self._uses, _NOTHING)
+        actions = self._course.actions_at_use(self._uses)
         self._uses += 1
         self._act(actions)
 
@@ -289,7 +316,7 @@ class Engine:
         if entry.storage is None or entry.out_copy is not None or entry.decision is not Decision.SWAP:
             return
         offset = self.host.place(entry)
-        with self.device.span(f"swap out {self._name(entry)}"):
+        with self.device.span(f"swap out {entry.name}"):
             entry.out_copy = copy_out(self.device, entry.storage, offset)
         entry.host_offset = offset
         self.stats.out_bytes += entry.size_bytes
@@ -308,7 +335,7 @@ class Engine:
     def _prefetch(self, entry: Entry) -> None:
         if entry.storage is not None or entry.host_offset < 0:
             return
-        with self.device.span(f"prefetch {self._name(entry)}"):
+        with self.device.span(f"prefetch {entry.name}"):
             storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
             entry.in_copy = copy_in(self.device, storage, entry.host_offset)
             entry.storage = storage  # last: without its copy it would count as filled
@@ -318,7 +345,7 @@ class Engine:
         if not entry.waits_for_replay:
             return
         start_s = time.perf_counter()
-        with self.device.span(f"replay {self._name(entry)}"), self.device.replaying():
+        with self.device.span(f"replay {entry.name}"), self.device.replaying():
             back = replay(entry, self._resident)
         for value in back:
             value.home = self.device.compute
@@ -335,19 +362,19 @@ class Engine:
             self._release(latest)
         self._latest = weakref.ref(entry)
 
-    def _go_astray(self, reason: str) -> None:
+    def _go_astray(self, reason: str, what: str = "the step left the plan at ") -> None:
         if self._on_divergence == "error":
             self.end_step()
-            raise DivergenceError(f"the step left the plan at {reason}; make a new profile and plan for this step")
+            raise DivergenceError(f"{what}{reason}; make a new profile and plan for this step")
         self._astray = True
         self.recorder.switch_off()
-        self._count_fallback(f"the step left the plan at {reason}; the rest of it swaps every saved value")
+        self._count_fallback(f"{what}{reason}; the rest of it swaps every saved value")
         for entry in list(self._entries.values()):
             self._swap_soon(entry)
 
     def _count_fallback(self, reason: str) -> None:
         self.stats.fallbacks += 1
-        kind = reason.split(":")[0].split(" at ")[0]
+        kind = reason.split(":")[0].split(" at ")[0].split(" by ")[0]
         if reason not in self.stats.fallback_reasons:
             self.stats.fallback_reasons.append(reason)
         if kind not in self._warned:
@@ -357,17 +384,3 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    # -- names ------------------------------------------------------------------------------------------------
-
-    def _name(self, entry: Entry) -> str:
-        return "a saved value" if entry.index is None else self.plan.values[entry.index].name
-
-    def _handle_name(self, ordinal: int | None) -> str:
-        if ordinal is None or ordinal >= len(self.plan.handles):
-            return "nothing"
-        return self.plan.values[self.plan.handles[ordinal]].name
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

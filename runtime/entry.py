@@ -35,6 +35,7 @@ class Entry:
         "host_offset",
         "in_copy",
         "index",
+        "name",
         "out_copy",
         "probe",
         "recipe",
@@ -48,6 +49,7 @@ class Entry:
         storage = tensor.untyped_storage()
         self.index = index
         """Its save point, or None outside the plan."""
+        self.name = "a saved value"
         self.decision = decision
         self.slot = slot
         self.generation = len(slot.writes)

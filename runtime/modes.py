@@ -115,6 +115,36 @@ def around_compiled(
             step()
 
 
+@contextlib.contextmanager
+def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Calls ``tell(args, kwargs)`` before each call of ``model`` for the length of a block.
+
+    By a hook; where the model itself is compiled, around its callable. Entered after another :func:`around_compiled`
+    it is told first.
+    """
+    if "" in compiled_modules(model):
+
+        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def told(*args: Any, **kwargs: Any) -> Any:
+                tell(args, kwargs)
+                return call(*args, **kwargs)
+
+            return told
+
+        with around_compiled(model, wrap):
+            yield
+        return
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        tell(args, kwargs)
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _restore(module: torch.nn.Module, attribute: str, original: Any) -> None:
     if original is None:
         module.__dict__.pop(attribute, None)

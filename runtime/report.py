@@ -51,7 +51,10 @@ class StepReport(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """``session.report()``: the last step that ended, the sum over all of them, and what was promised."""
+    """``session.report()``: the last step that ended, the sum over all of them, and what was promised.
+
+    The promise is that of the plan which the last step followed; a step with a larger plan's decisions is under it too.
+    """
 
     last_step: StepReport
     total: StepReport

@@ -13,15 +13,16 @@ from typing import Any, Literal
 import torch
 
 from ..errors import UsageError
+from ..planner.plan_set import PlanSet
 from ..planner.schema import Plan
 from ..profiler.schema import ALLOCATION_UNIT_BYTES
 from .device import Device
 from .devices import model_device, open_device
 from .engine import Engine
 from .meter import LiveBytesMeter
-from .modes import around_compiled, uncompiled_hooks
+from .modes import around_compiled, before_forward, uncompiled_hooks
 from .report import Report, StepReport
-from .signature import check_model
+from .signature import check_model, input_signature
 from .spill import choose_spill_dir
 from .storages import has_storage, static_keys
 from .transfers import forget_held_back, raise_held_back
@@ -30,7 +31,7 @@ _METERED_FIRST_STEPS = 2
 
 
 def apply(
-    plan: Plan,
+    plan: Plan | PlanSet,
     model: torch.nn.Module,
     *,
     spill_dir: str | Path | None = None,
@@ -43,10 +44,11 @@ def apply(
 
     Parameters
     ----------
-    plan: made for this model; see :func:`poochplan.plan`.
+    plan: made for this model; see :func:`poochplan.plan`. Of a :class:`~poochplan.PlanSet` each step follows the plan
+        for the model's inputs, else the nearest larger one; when there is none it swaps every saved value.
     model: unmodified; hooks are put on it for the length of the block.
     spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
-        temporary directory. About ``plan.prediction.host_bytes`` are used there.
+        temporary directory. About ``plan.prediction.host_bytes`` (of a set: the most of any plan) are used there.
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
@@ -71,11 +73,13 @@ def apply(
         raise UsageError(f'on_divergence: expected "warn" or "error", found {on_divergence!r}')
     if meter not in ("first-steps", "always", "never"):
         raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
-    check_model(plan.model, model, "plan")
-    where = model_device(model, plan.device)
-    if plan.assumed:
+    first, *others = plan.plans if isinstance(plan, PlanSet) else (plan,)  # a set is for one model and one device
+    check_model(first.model, model, "plan")
+    where = model_device(model, first.device)
+    assumed = dict.fromkeys(what for one in (first, *others) for what in one.assumed)
+    if assumed:
         warnings.warn(
-            f"poochplan: this plan is for another machine ({'; '.join(plan.assumed)}): its memory holds, its predicted "
+            f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
             "times do not; plan from the profile as measured for the best plan here",
             RuntimeWarning,
             stacklevel=2,
@@ -85,7 +89,7 @@ def apply(
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
-        return open_device(where, spill_dir, plan.link.throttle_bytes_per_s)
+        return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
 
     return Session(plan, model, device or opened, on_divergence=on_divergence, meter=meter, cap_bytes=cap_bytes)
 
@@ -99,7 +103,7 @@ class Session:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | PlanSet,
         model: torch.nn.Module,
         device: Callable[[], Device],
         *,
@@ -107,13 +111,15 @@ class Session:
         meter: str,
         cap_bytes: int | None,
     ) -> None:
-        self.plan = plan
+        self._plan = plan
+        self._first = plan.plans[0] if isinstance(plan, PlanSet) else plan
+        """Device and link are the same for every plan of a set."""
         self.model = model
         self._open_device = device
         self._cap_bytes = cap_bytes
         self._on_divergence = on_divergence
         self._meter_when = meter
-        self._meter = LiveBytesMeter(plan.device, ALLOCATION_UNIT_BYTES)
+        self._meter = LiveBytesMeter(self._first.device, ALLOCATION_UNIT_BYTES)
         self._total = StepReport()
         self._state = "new"
         self._steps_are_announced = False
@@ -131,16 +137,16 @@ class Session:
 
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(
-                self.plan,
+                self._plan,
                 self._device,
-                lambda: static_keys(self.model, self.plan.device),
+                lambda: static_keys(self.model, self._first.device),
                 on_divergence=self._on_divergence,
                 on_step_end=self._end_of_step,
                 on_idle=self._idle,
             )
             self._reserve_host()
-            stack.callback(self.model.register_forward_pre_hook(self._forward_begins).remove)
             stack.enter_context(around_compiled(self.model, self._without_modes))
+            stack.enter_context(before_forward(self.model, self._forward_begins))
             self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
             stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
@@ -192,8 +198,12 @@ class Session:
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
         self._steps_are_announced = True
-        self._check_gradients()
-        self.engine.begin_step()
+        self._begin_step()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the current step follows, or left; of a set, the first until a step has picked one."""
+        return self._first if self._state == "new" else self.engine.plan
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -221,6 +231,7 @@ class Session:
             )
         last = self.engine.stats
         self._take_peak(last)
+        plan = self.plan
         total = StepReport()
         total.add(self._total)
         if last.steps:
@@ -228,28 +239,31 @@ class Session:
         return Report(
             last_step=last,
             total=total,
-            predicted_peak_bytes=self.plan.prediction.peak_bytes,
-            predicted_first_step_peak_bytes=self.plan.prediction.first_step_peak_bytes,
-            budget_bytes=self.plan.budget_bytes,
+            predicted_peak_bytes=plan.prediction.peak_bytes,
+            predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
+            budget_bytes=plan.budget_bytes,
             memory=self._device.peaks(),
         )
 
     # -- called by the engine and by torch --------------------------------------------------------------------
 
-    def _forward_begins(self, module: torch.nn.Module, args: Any) -> None:
+    def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins at the first forward after a backward, or when nothing of the last one is held any more."""
-        if (
-            self._state != "open"
-            or self._steps_are_announced
-            or not torch.is_grad_enabled()
-            or threading.get_ident() != self._thread
-        ):
+        if self._state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
             return
         if torch._C._current_graph_task_id() != -1:  # a checkpoint of the user's runs forward again in backward
             return
-        if not self.engine.holds_values or self.engine.backward_has_begun:
+        is_new = not self.engine.holds_values or self.engine.backward_has_begun
+        if is_new and not self._steps_are_announced:
+            self._begin_step()
+        if self.engine.awaits_inputs:
+            self.engine.inputs_are(input_signature(args, kwargs))
             self._check_gradients()
-            self.engine.begin_step()
+
+    def _begin_step(self) -> None:
+        self.engine.begin_step()
+        if not self.engine.awaits_inputs:
+            self._check_gradients()
 
     def _end_of_step(self, stats: StepReport) -> None:
         self._take_peak(stats)
@@ -274,7 +288,7 @@ class Session:
         if self._gradients_checked or self.plan.gradients_live_through_forward:
             return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        live = sum(g.untyped_storage().nbytes() for g in gradients if has_storage(g, self.plan.device))
+        live = sum(g.untyped_storage().nbytes() for g in gradients if has_storage(g, self._first.device))
         if live:
             self._gradients_checked = True
             warnings.warn(

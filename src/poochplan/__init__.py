@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import PoochError
 
 if TYPE_CHECKING:
+    from .planner.plan_set import PlanSet
     from .planner.planning import plan
     from .planner.schema import Plan
     from .profiler.profiling import profile
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
+__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
     "Plan": ".planner.schema",
+    "PlanSet": ".planner.plan_set",
     "Profile": ".profiler.schema",
     "Workload": ".workload",
     "apply": ".runtime.session",

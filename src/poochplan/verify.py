@@ -28,6 +28,7 @@ from .runtime.session import Session, apply
 from .workload import Workload
 
 if TYPE_CHECKING:
+    from .planner.plan_set import PlanSet
     from .planner.schema import Plan
     from .runtime.report import Report, StepReport
 
@@ -50,6 +51,8 @@ class Run:
     """One for each step under a plan."""
     report: Report | None = None
     """The session's own, for a run under a plan."""
+    plan: Plan | None = None
+    """The one that the last step followed or left."""
 
     @property
     def step_s(self) -> float:
@@ -116,7 +119,9 @@ def run_steps(
         if is_recorded:
             records.append(_record(workload, loss, gradients))
         del loss  # or it would be live in the next step, which the profiled step was not
-    return Run(records, seconds, step_reports, session.report() if session is not None else None)
+    if session is None:
+        return Run(records, seconds, step_reports)
+    return Run(records, seconds, step_reports, session.report(), session.plan)
 
 
 def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.Tensor]:
@@ -182,7 +187,7 @@ def run_in_core(
 
 def run_planned(
     build: Build,
-    plan: Plan,
+    plan: Plan | PlanSet,
     *,
     steps: int,
     timed_steps: int = 3,
@@ -201,7 +206,7 @@ def run_planned(
 
 def check(
     build: Build,
-    plan: Plan,
+    plan: Plan | PlanSet,
     *,
     steps: int = 3,
     timed_steps: int = 3,

@@ -70,6 +70,26 @@ def test_without_check_the_run_says_what_was_not_checked(pooch: Pooch, workloads
     assert "(from the profile)" in result.out
 
 
+def test_of_several_plans_each_step_follows_the_one_for_its_inputs(
+    pooch: Pooch, workloads: Path, plan_path: Path
+) -> None:
+    target = f"{workloads}:small"
+    smaller = ("--set", "batch_size=96")
+    assert pooch("profile", target, *smaller, "--iterations", "1", "-o", "p.json").code == 0
+    assert pooch("plan", "p.json", "--budget", "90%", "-o", "96.plan.json").code == 0
+    budgets = {128: poochplan.Plan.load(plan_path).budget_bytes, 96: poochplan.Plan.load("96.plan.json").budget_bytes}
+    several = ("--plan", plan_path, "--plan", "96.plan.json", "--steps", "2", "--timed", "1", "--check", "--json")
+    for batch_size, followed in ((128, 128), (100, 128), (96, 96), (64, 96)):
+        run = json.loads(pooch("run", target, *several, "--set", f"batch_size={batch_size}").out)
+        assert (run["bitwise_equal"], run["fallbacks"]) == (True, 0)
+        assert run["measured_peak_bytes"] <= run["budget_bytes"] == budgets[followed]
+    result = pooch("run", target, *several, "--timeline", "run.png")
+    assert result.code == 2
+    assert result.error == (
+        "--timeline: expected one plan to draw, found 2; give one --plan, or draw each with pooch plan --timeline"
+    )
+
+
 def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:
     assert pooch("profile", f"{workloads}:small", "--iterations", "1", "-o", "p.profile.json.gz").code == 0
     assert pooch("plan", "p.profile.json.gz", "--budget", "90%").code == 0

@@ -412,7 +412,7 @@ def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -
 
 
 def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:
-    """Random DAG profiles that have at least one saved value."""
+    """Random DAG profiles that have at least one saved value that backward uses."""
     return st.builds(random_profile, st.integers(0, 2**32), st.integers(3, max_ops)).filter(
-        lambda profile: any(point.kind is PointKind.SAVE for point in profile.points)
+        lambda profile: any(point.kind is PointKind.USE for point in profile.points)
     )

@@ -44,6 +44,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         link=profile.link,
         record_from_start=Decision.RECOMPUTE in decisions,
         model=profile.model,
+        inputs=profile.inputs,
         values=_values(profile, saves, decisions),
         handles=tuple(position[handle.value] for handle in profile.handles),
         uses=tuple(uses),

@@ -109,3 +109,32 @@ def test_what_a_compiled_region_saves_is_swapped_but_never_recomputed() -> None:
     assert born
     assert all(value.unreplayable == "compiled_region cannot be run again" for value in born)
     assert any(not value.pinned for value in born)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_a_model_compiled_as_a_whole_compiles_as_often_and_picks_its_plan_by_its_inputs(how: str) -> None:
+    def fresh() -> tuple[nn.Module, dict[str, int]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        backend, counts = _counting()
+        model: Any = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid())
+        if how == "wrapped":
+            model = torch.compile(model, backend=backend)
+        else:
+            model.compile(backend=backend)
+        return model, counts
+
+    model, plain = fresh()
+    reference = _train(model, 3)
+    model, counts = fresh()
+    batch = torch.randn(16, 32)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    assert (counts["forward"], counts["backward"]) == (plain["forward"], plain["backward"])
+    assert profile.inputs == ("0 float32[16, 32]",)
+    model, counts = fresh()
+    with poochplan.apply(poochplan.PlanSet([random_plan(profile, 0, (0, 1, 0))]), model) as session:
+        planned = _train(model, 3)
+    assert counts == plain
+    assert equal(reference, planned)
+    assert session.report().total.fallbacks == 0
+    assert session.report().total.out_bytes > 0

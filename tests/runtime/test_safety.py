@@ -15,7 +15,7 @@ from random_plans import random_plan
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.errors import DivergenceError, ModelMismatchError, UsageError
+from poochplan.errors import UsageError
 from poochplan.planner.schema import Plan
 
 CASE = CASES["residual"]
@@ -197,44 +197,6 @@ def test_a_saved_value_written_in_place_raises_what_autograd_raises(weights: tup
         written[0].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_another_batch_size_falls_back_with_one_warning_that_names_the_layer_and_both_shapes(plan: Plan) -> None:
-    def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        model(torch.ones(2, 8, 16, 16)).sum().backward()
-        return _gradients(model)
-
-    model, _, _ = CASE.fresh()
-    reference = gradients_of(model)
-    model, _, _ = CASE.fresh()
-    with pytest.warns(RuntimeWarning, match=r"layer blocks\.0.*\[4, 8, 16, 16\].*\[2, 8, 16, 16\]") as caught:
-        with poochplan.apply(plan, model) as session:
-            planned = gradients_of(model)
-            report = session.report()
-    assert _same(reference, planned)
-    assert len([warning for warning in caught if "poochplan" in str(warning.message)]) == 1
-    assert report.last_step.fallbacks > 0
-
-
-def test_a_step_after_a_diverging_one_follows_the_plan_again(plan: Plan) -> None:
-    model, step, _ = CASE.fresh()
-    with pytest.warns(RuntimeWarning, match="left the plan"), poochplan.apply(plan, model) as session:
-        model(torch.ones(2, 8, 16, 16)).sum().backward()
-        model.zero_grad(set_to_none=True)
-        step().backward()
-        assert session.report().last_step.fallbacks == 0
-
-
-def test_divergence_raises_when_asked_to(plan: Plan) -> None:
-    model, _, _ = CASE.fresh()
-    with poochplan.apply(plan, model, on_divergence="error"), pytest.raises(DivergenceError, match="left the plan"):
-        model(torch.ones(2, 8, 16, 16))
-
-
-def test_a_plan_for_another_model_is_refused_and_names_the_first_difference(plan: Plan) -> None:
-    with pytest.raises(ModelMismatchError, match=r"expected blocks\.0\.0\.weight float32\[8, 8, 3, 3\], found .*4, 4"):
-        poochplan.apply(plan, Residual(width=4))
 
 
 def test_options_that_do_not_exist_are_refused(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from poochplan.runtime.cpu import CpuDevice
 from poochplan.runtime.spill import SpillFile, choose_spill_dir, file_system_type
 from poochplan.runtime.transfers import copy_in, copy_out
 
+pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
 SWAP_ALL = (0, 1, 0)
 

@@ -13,6 +13,7 @@ from .plan import draw
 from .profile import add_workload_arguments
 
 if TYPE_CHECKING:
+    from ..planner.plan_set import PlanSet
     from ..planner.schema import Plan
     from ..profiler.schema import Profile
     from ..report.runs import RunSummary
@@ -34,12 +35,20 @@ class RunVerb(Verb):
   pooch run configs/unet3d.toml --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
+  pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
-        parser.add_argument("--plan", required=True, metavar="FILE", help="file that pooch plan wrote")
+        parser.add_argument(
+            "--plan",
+            dest="plans",
+            action="append",
+            required=True,
+            metavar="FILE",
+            help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
+        )
         parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
         parser.add_argument(
             "--timed", type=at_least(1), default=3, metavar="N", help="further steps, for the step time (default: 3)"
@@ -61,14 +70,12 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from ..planner.schema import Plan
-
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
         build = self._builder()
-        plan = Plan.load(options.plan)
-        profile = self._profile(plan) if picture is not None else None
-        summary = self._measure(plan, build)
+        plans = self._plans()
+        profile = self._profile(plans) if picture is not None else None
+        plan, summary = self._measure(plans, build)
         self._show(plan, summary)
         if picture is not None and profile is not None:
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
@@ -90,17 +97,30 @@ class RunVerb(Verb):
 
         return lambda: load_workload(options.workload, overrides).workload
 
-    def _profile(self, plan: Plan) -> Profile:
+    def _plans(self) -> Plan | PlanSet:
+        from ..planner.plan_set import PlanSet
+        from ..planner.schema import Plan
+
+        first, *others = self.options.plans
+        return PlanSet.load(first, *others) if others else Plan.load(first)
+
+    def _profile(self, plan: Plan | PlanSet) -> Profile:
         """The profile that the plan was made from: the one that was named, or the one beside the plan."""
+        from ..planner.plan_set import PlanSet
         from ..profiler.schema import Profile
 
+        if isinstance(plan, PlanSet):
+            raise UsageError(
+                f"--timeline: expected one plan to draw, found {len(plan.plans)}; give one --plan, or draw each with "
+                "pooch plan --timeline"
+            )
         if plan.assumed:
             raise UsageError(
                 "--timeline: expected a plan for this machine, found one for another "
                 f"({'; '.join(plan.assumed)}); draw that one with pooch plan --timeline"
             )
         named = self.options.profile
-        folder = Path(self.options.plan).parent
+        folder = Path(self.options.plans[0]).parent
         if named:
             profiles = [Profile.load(named)]
         else:
@@ -116,7 +136,8 @@ class RunVerb(Verb):
             f"--timeline: expected the profile that the plan was made from, {found}; name it with --profile"
         )
 
-    def _measure(self, plan: Plan, build: Build) -> RunSummary:
+    def _measure(self, plans: Plan | PlanSet, build: Build) -> tuple[Plan, RunSummary]:
+        """What was measured, and the plan that the steps followed."""
         from .. import verify
         from ..report.runs import RunSummary
 
@@ -130,10 +151,14 @@ class RunVerb(Verb):
         }
         with self.progress("running") as say:
             if options.check:
-                compared = verify.check(build, plan, progress=say, **shared)
-                return RunSummary.of(compared.planned, in_core=compared.in_core, comparison=compared)
-            planned = verify.run_planned(build, plan, record=False, progress=say, **shared)
-            return RunSummary.of(planned)
+                compared = verify.check(build, plans, progress=say, **shared)
+                planned = compared.planned
+                summary = RunSummary.of(planned, in_core=compared.in_core, comparison=compared)
+            else:
+                planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
+                summary = RunSummary.of(planned)
+        assert planned.plan is not None
+        return planned.plan, summary
 
     def _show(self, plan: Plan, summary: RunSummary) -> None:
         from ..report.tables import summary_table

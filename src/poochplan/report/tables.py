@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 from rich.table import Table
 
-from ..planner.schema import Plan
+from ..planner.schema import Plan, Prediction
 from ..profiler.schema import Profile
 from ..units import format_bytes, format_rate, format_seconds
 from .layers import OUTSIDE, decision_totals
@@ -91,6 +91,7 @@ def plan_rows(plan: Plan) -> Rows:
         "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak, "
         f"{format_bytes(prediction.in_core_peak_bytes)})",
         "predicted peak": format_bytes(max(prediction.peak_bytes, prediction.first_step_peak_bytes)),
+        **arena_row(prediction),
         "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
         **bound,
@@ -103,6 +104,16 @@ def plan_rows(plan: Plan) -> Rows:
         ),
         "found": found,
     } | _numbered(plan.assumed, plan.notes)
+
+
+def arena_row(prediction: Prediction) -> Rows:
+    """What the step allocates, packed into one arena; empty where that was not worked out."""
+    arena_bytes, live_bytes = prediction.arena_bytes, prediction.arena_live_bytes
+    if not arena_bytes or not live_bytes:
+        return {}
+    above = arena_bytes / live_bytes - 1
+    text = f"{format_bytes(arena_bytes)} for what the step takes itself ({above:.1%} above its live peak)"
+    return {"static arena": text}
 
 
 def _numbered(assumed: tuple[str, ...], notes: tuple[str, ...]) -> dict[str, str]:

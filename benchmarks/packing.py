@@ -1,0 +1,134 @@
+"""What a static arena would need, and what PyTorch's caching allocator would reserve, for plans of the instances.
+
+    python benchmarks/packing.py -o benchmarks/results/packing.json
+
+Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
+needed: the allocator is the model of ``planner/caching_allocator.py``, fed three steps. Compared are everything through
+the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and replayed
+ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+from facts import facts_of_run  # noqa: E402
+from planning import NETWORKS, budget_of, instance  # noqa: E402
+
+from poochplan.planner.arena import blocks_of  # noqa: E402
+from poochplan.planner.caching_allocator import ROUND_LARGE_BYTES, peak_reserved  # noqa: E402
+from poochplan.planner.packing import Block, live_peak, pack  # noqa: E402
+from poochplan.planner.policies import PolicyInput, run_policy  # noqa: E402
+
+LINKS = ("pcie3", "nvlink2")
+KEPT = (0.7, 0.3, 0.1)
+
+
+def one(network: str, link: str, kept: float) -> dict[str, Any]:
+    """One plan: bytes live, packed and reserved; ``kept`` of 1 is the in-core step."""
+    profile = instance(network, link)
+    problem = PolicyInput.of(profile, 0).problem
+    budget_bytes = budget_of(profile, kept)
+    plan = run_policy("keep-all" if kept == 1 else "greedy", PolicyInput(profile, problem, budget_bytes))
+    blocks = blocks_of(profile, problem, plan.schedule)
+    started_s = time.perf_counter()
+    packing = pack(blocks.of_step)
+    pack_s = time.perf_counter() - started_s
+    everything = peak_reserved(blocks.before, blocks.of_step, blocks.end)
+
+    def apart(own: tuple[Block, ...], rest: tuple[Block, ...]) -> int:
+        arena_bytes = -(-pack(own).arena_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        return peak_reserved(blocks.before, rest, blocks.end).reserved_bytes + arena_bytes
+
+    def in_order(*parts: Iterable[Block]) -> tuple[Block, ...]:
+        return tuple(sorted((block for part in parts for block in part), key=lambda block: block.start))
+
+    return {
+        "network": network,
+        "link": link,
+        "kept": kept,
+        "blocks": len(blocks.of_step),
+        "fetched": len(blocks.fetched),
+        "replayed": len(blocks.replayed),
+        "live_bytes": live_peak(blocks.before + blocks.of_step),
+        "step_live_bytes": packing.lower_bound_bytes,
+        "step_arena_bytes": packing.arena_bytes,
+        "pack_s": pack_s,
+        "allocated_bytes": everything.allocated_bytes,
+        "reserved_bytes": everything.reserved_bytes,
+        "fetched_apart_bytes": apart(blocks.fetched, in_order(blocks.by_ops, blocks.replayed)),
+        "own_apart_bytes": apart(in_order(blocks.fetched, blocks.replayed), blocks.by_ops),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of ``benchmarks/README.md``: percent above the live peak."""
+    heads = ("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", "packed", "all cached",
+             "fetched apart", "fetched and replayed apart")  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        live = row["live_bytes"]
+        above = [row[name] / live - 1 for name in ("reserved_bytes", "fetched_apart_bytes", "own_apart_bytes")]
+        packed = row["step_arena_bytes"] / row["step_live_bytes"] - 1
+        kept = "in-core" if row["kept"] == 1 else f"{row['kept']:.0%}"
+        cells = [row["network"], row["link"], kept, f"{row['blocks']:,}", f"{row['fetched']} / {row['replayed']}"]
+        cells += [f"{live / 2**30:.2f}", *(f"{share:.1%}" for share in (packed, *above))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """In how many of the planned cases an arena of its own lowers what is reserved, and by how much."""
+    lines = []
+    for name, what in (("fetched_apart_bytes", "fetched"), ("own_apart_bytes", "fetched + replayed")):
+        used = [r for r in rows if r["fetched"] + (r["replayed"] if name.startswith("own") else 0)]
+        change = [(row[name] - row["reserved_bytes"]) / row["live_bytes"] for row in used]
+        lower = sum(share < 0 for share in change)
+        lines.append(
+            f"an arena for {what}: lowers the bytes reserved in {lower} of {len(used)}, raises them in "
+            f"{sum(share > 0 for share in change)}; median {median(change):+.1%} of the live peak, "
+            f"from {min(change):+.1%} to {max(change):+.1%}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
+    arguments = parser.parse_args()
+    links = {network: ("pcie5",) if network == "gpt-96" else LINKS for network in arguments.networks}
+    cases = [
+        (network, link, kept)
+        for network in arguments.networks
+        for link in links[network]
+        for kept in (*((1.0,) if link == links[network][0] else ()), *KEPT)
+    ]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        rows = []
+        for row in pool.map(one, *zip(*cases, strict=True)):
+            print(f"{row['network']} {row['link']} {row['kept']}", file=sys.stderr, flush=True)
+            rows.append(row)
+    print(table(rows))
+    print(summary(rows))
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps({**facts_of_run(arguments), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What PyTorch's caching allocator reserves on a GPU for a sequence of requests: a model, without torch or a GPU.
+
+The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` with
+default settings (``round_size``, ``get_pool``, ``get_allocation_size``, ``get_free_block``, ``should_split``,
+``try_merge_blocks``), for one stream and memory that never runs out: no segment is given back. Segments get rising
+addresses, which decides among free blocks of one size; a driver's addresses may differ.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .packing import Block
+
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+"""Requests up to this come from the small pool."""
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+"""Segment for requests of the large pool below ``MIN_LARGE_BYTES``."""
+MIN_LARGE_BYTES = 10 << 20
+ROUND_LARGE_BYTES = 2 << 20
+
+
+class Reserved(NamedTuple):
+    """Peaks of a sequence of requests."""
+
+    reserved_bytes: int
+    """In segments."""
+    allocated_bytes: int
+    """In blocks handed out, with what was too little to be split off."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A block of a segment, free or handed out."""
+
+    address: int
+    size_bytes: int
+    is_small: bool
+    is_free: bool = True
+    before: _Piece | None = None
+    after: _Piece | None = None
+
+    def key(self) -> tuple[int, int]:
+        return self.size_bytes, self.address
+
+
+class CachingAllocator:
+    """Hands out blocks of cached segments, best fit first. ``peak`` says how far it grew."""
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self.peak = Reserved(0, 0)
+        self._free: dict[bool, list[_Piece]] = {True: [], False: []}
+        """Small or not -> free pieces by size, then by address."""
+
+    def allocate(self, size_bytes: int) -> _Piece:
+        """A block of at least ``size_bytes``; give it to :meth:`free` later."""
+        size = max(MIN_BLOCK_BYTES, _round_up(size_bytes, MIN_BLOCK_BYTES))
+        is_small = size <= SMALL_BYTES
+        free = self._free[is_small]
+        found = bisect_left(free, (size, 0), key=_Piece.key)
+        piece = free.pop(found) if found < len(free) else self._new_segment(size, is_small)
+        left = piece.size_bytes - size
+        if left >= MIN_BLOCK_BYTES if is_small else left > SMALL_BYTES:
+            rest = _Piece(piece.address + size, left, is_small, before=piece, after=piece.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            piece.size_bytes, piece.after = size, rest
+            insort(free, rest, key=_Piece.key)
+        piece.is_free = False
+        self.allocated_bytes += piece.size_bytes
+        reserved, allocated = self.peak
+        self.peak = Reserved(max(reserved, self.reserved_bytes), max(allocated, self.allocated_bytes))
+        return piece
+
+    def free(self, piece: _Piece) -> None:
+        """Takes a block back, and joins it with free neighbours of its segment."""
+        assert not piece.is_free, "the block is free already"
+        self.allocated_bytes -= piece.size_bytes
+        piece.is_free = True
+        if piece.before is not None and piece.before.is_free:
+            piece = self._joined(self._taken_out(piece.before), piece)
+        if piece.after is not None and piece.after.is_free:
+            piece = self._joined(piece, self._taken_out(piece.after))
+        insort(self._free[piece.is_small], piece, key=_Piece.key)
+
+    def _new_segment(self, size: int, is_small: bool) -> _Piece:
+        if is_small:
+            segment_bytes = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_BYTES:
+            segment_bytes = LARGE_SEGMENT_BYTES
+        else:
+            segment_bytes = _round_up(size, ROUND_LARGE_BYTES)
+        piece = _Piece(self.reserved_bytes, segment_bytes, is_small)
+        self.reserved_bytes += segment_bytes
+        return piece
+
+    def _taken_out(self, piece: _Piece) -> _Piece:
+        free = self._free[piece.is_small]
+        del free[bisect_left(free, piece.key(), key=_Piece.key)]
+        return piece
+
+    @staticmethod
+    def _joined(first: _Piece, second: _Piece) -> _Piece:
+        first.size_bytes += second.size_bytes
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        return first
+
+
+def peak_reserved(before: Sequence[Block], step: Sequence[Block], end: int, steps: int = 3) -> Reserved:
+    """Peaks when a step is repeated: what is there ``before`` it is allocated first, then what the ``step`` takes.
+
+    What was there before and does not live to ``end`` is allocated anew before each further step. What the step takes
+    and does not free is freed when it ends.
+    """
+    allocator = CachingAllocator()
+    for block in before:
+        if block.end >= end:
+            allocator.allocate(block.size_bytes)
+    passing = [block for block in before if block.end < end]
+    blocks = [*passing, *step]
+    events = list(_events(blocks))
+    for _ in range(steps):
+        held: dict[int, _Piece] = {}
+        for is_start, number in events:
+            if is_start:
+                held[number] = allocator.allocate(blocks[number].size_bytes)
+            else:
+                allocator.free(held.pop(number))
+    return allocator.peak
+
+
+def _events(blocks: Sequence[Block]) -> Iterator[tuple[bool, int]]:
+    """(whether it is allocated, block), in the order of time; at one time what ends goes before what starts."""
+    events = [(block.start, True, number) for number, block in enumerate(blocks)]
+    events += [(block.end, False, number) for number, block in enumerate(blocks)]
+    for _, is_start, number in sorted(events):
+        yield is_start, number
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,99 @@
+"""The blocks of a planned step are its live bytes, and a plan says what one arena for them would need."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from poochplan.planner import arena
+from poochplan.planner.arena import blocks_of
+from poochplan.planner.packing import Block, live_peak
+from poochplan.planner.planning import plan
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schedule import fit, schedule_of
+from poochplan.planner.schema import Plan
+from poochplan.planner.simulate import simulate
+from poochplan.planner.style import Style
+from poochplan.profiler.schema import Profile
+from poochplan.report.tables import plan_rows
+
+from .checker import check
+from .plans import plan_with, random_decisions
+from .random_profiles import profiles, resnet_like, transformer_like, unet_like
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:
+    live = np.zeros(end, dtype=np.int64)
+    for block in blocks:
+        live[block.start : block.end] += block.size_bytes
+    return live
+
+
+@settings(QUICK, max_examples=40)
+@given(profile=profiles(30), seed=st.integers(0, 2**32), share=st.floats(0.4, 1.0))
+def test_the_blocks_of_any_schedule_are_live_as_the_checker_and_the_simulator_say(
+    profile: Profile, seed: int, share: float
+) -> None:
+    problem = build_problem(profile)
+    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), Style())
+    blocks = blocks_of(profile, problem, schedule)
+    live = live_at_each_time(blocks.before + blocks.of_step, blocks.end)
+    assert live.max() == live_peak(blocks.before + blocks.of_step)
+    assert live.max() == check(profile, plan_with(profile, schedule)).peak_bytes
+    # Tick by tick: what is most live while the tick lasts. A tick without a replay lasts one time.
+    memory = simulate(problem, schedule).memory_bytes
+    assert len(live) >= len(memory)
+    if len(live) == len(memory):
+        assert (live == memory).all()
+
+
+@pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
+def test_every_value_that_comes_back_has_a_second_block(make) -> None:
+    profile = make(3)
+    problem = build_problem(profile)
+    found = plan(profile, "70%", policy="greedy")
+    blocks = blocks_of(profile, problem, schedule_of(found, problem))
+    fetched = Counter(block.size_bytes for block in blocks.fetched)
+    replayed = Counter(block.size_bytes for block in blocks.replayed)
+    sizes = {"swap": Counter(), "recompute": Counter()}  # type: dict[str, Counter[int]]
+    for value, planned in enumerate(found.values):
+        if planned.decision.value in sizes and problem.first_use_point[value] >= 0:
+            sizes[planned.decision.value][profile.rounded_bytes(planned.size_bytes)] += 1
+    assert fetched + replayed == sizes["swap"] + sizes["recompute"]
+    assert fetched == sizes["swap"]
+    before = sum(profile.rounded_bytes(value.size_bytes) for value in profile.values if value.born < 0)
+    assert sum(block.size_bytes for block in blocks.before) == before
+
+
+def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from_the_bound() -> None:
+    found = plan(transformer_like(3), "60%", policy="greedy")
+    arena_bytes, live_bytes = found.prediction.arena_bytes, found.prediction.arena_live_bytes
+    assert arena_bytes is not None
+    assert live_bytes is not None
+    assert live_bytes <= found.prediction.peak_bytes
+    assert live_bytes <= arena_bytes <= 1.2 * live_bytes
+    assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in plan_rows(found)["static arena"]
+
+
+def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_path: Path) -> None:
+    path = plan(resnet_like(2), "100%").save(tmp_path / "plan.json")
+    written = json.loads(path.read_text())
+    for name in ("arena_bytes", "arena_live_bytes"):
+        del written["prediction"][name]
+    path.write_text(json.dumps(written))
+    old = Plan.load(path)
+    assert old.prediction.arena_bytes is None
+    assert "static arena" not in plan_rows(old)
+
+
+def test_with_very_many_blocks_no_arena_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "MOST_BLOCKS", 3)
+    assert plan(resnet_like(2), "100%").prediction.arena_bytes is None

@@ -1,0 +1,202 @@
+"""The hostile device: every copy runs as late as the events allow, and what nobody may look at is not a number.
+
+Compute is the calling thread, as on the CPU device; the two copy streams only keep what is queued. A copy runs when the
+compute stream waits for an event behind it, and not before. So a missing wait shows as NaN on any machine, and a
+storage that is let go while a copy of it is queued is noted: on a GPU the allocator would have handed it out by then.
+
+What a copy must not do *early* is told by a clock of ops: a copy whose stream was not told to wait for what compute had
+queued by then may have run before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POISON = 0xFF
+"""A byte that makes every floating-point type NaN, and an integer -1."""
+
+
+class OpClock(TorchDispatchMode):
+    """Counts the ops that compute has queued; on while ``with clock:``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += 1
+        return func(*args, **(kwargs or {}))
+
+
+class ComputeEvent:
+    def __init__(self, now: int) -> None:
+        self.now = now
+
+    def done(self) -> bool:
+        return True
+
+
+class QueuedEvent:
+    def __init__(self, stream: LazyStream, position: int) -> None:
+        self.stream = stream
+        self.position = position
+
+    def done(self) -> bool:
+        return self.stream.ran >= self.position
+
+
+class LazyJob:
+    """A queued copy. Knows its storage without holding it: to hold it is the engine's business."""
+
+    def __init__(
+        self, device: AdversarialDevice, storage: torch.UntypedStorage, host_offset: int, *, to_host: bool, fails: bool
+    ) -> None:
+        self.error: OSError | None = None
+        self._fails = fails
+        self._device = device
+        self._storage = weakref.ref(storage, self._let_go)
+        self._offset, self._size_bytes, self._to_host = host_offset, storage.nbytes(), to_host
+        self._pending = True
+
+    def _let_go(self, _: object) -> None:
+        if self._pending:
+            verb = "read from" if self._to_host else "written to"
+            self._device.violations.append(f"{self._size_bytes} bytes were let go while they could still be {verb}")
+
+    def run(self) -> None:
+        self._pending = False
+        storage = self._storage()
+        host = self._device.host_bytes(self._offset, self._size_bytes)
+        if self._fails:
+            self.error = OSError(errno.EIO, "Input/output error")
+        elif storage is None:
+            ctypes.memset(host, POISON, self._size_bytes)
+        elif self._to_host:
+            ctypes.memmove(host, storage.data_ptr(), self._size_bytes)
+        else:
+            ctypes.memmove(storage.data_ptr(), host, self._size_bytes)
+
+
+class LazyStream:
+    """Keeps what is queued until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.items: list[LazyJob | QueuedEvent] = []
+        self.ran = 0
+        self.knows_compute_until = -1
+
+    def record(self) -> QueuedEvent:
+        return QueuedEvent(self, len(self.items))
+
+    def wait(self, event: Any) -> float:
+        if isinstance(event, ComputeEvent):
+            self.knows_compute_until = max(self.knows_compute_until, event.now)
+        else:
+            self.items.append(event)
+        return 0.0
+
+    def run_until(self, position: int) -> None:
+        while self.ran < position:
+            item = self.items[self.ran]
+            self.ran += 1
+            if isinstance(item, QueuedEvent):
+                item.stream.run_until(item.position)
+            else:
+                item.run()
+
+
+class HostileCompute:
+    """The calling thread. To wait for an event is what makes copies run."""
+
+    def __init__(self, clock: OpClock) -> None:
+        self._clock = clock
+
+    def record(self) -> ComputeEvent:
+        return ComputeEvent(self._clock.now)
+
+    def wait(self, event: Any) -> float:
+        if isinstance(event, QueuedEvent):
+            event.stream.run_until(event.position)
+        return 0.0
+
+
+class AdversarialDevice:
+    """Parameters: ``clock``, running while the model trains; ``failing_reads`` and ``failing_writes``, how many of the
+    first copies in and out fail.
+    """
+
+    kind = "cpu"
+    where = torch.device("cpu")
+
+    def __init__(self, clock: OpClock, *, failing_reads: int = 0, failing_writes: int = 0) -> None:
+        self.compute = HostileCompute(clock)
+        self.outward, self.inward = LazyStream(), LazyStream()
+        self.violations: list[str] = []
+        self._clock = clock
+        self.failing_reads, self.failing_writes = failing_reads, failing_writes
+        self._host = bytearray()
+        self._born: dict[int, int] = {}
+
+    def host_bytes(self, offset: int, size_bytes: int) -> Any:
+        if len(self._host) < offset + size_bytes:
+            self._host = self._host + bytearray([POISON]) * (offset + size_bytes - len(self._host))
+        return (ctypes.c_ubyte * size_bytes).from_buffer(self._host, offset)
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        storage = torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
+        ctypes.memset(storage.data_ptr(), POISON, size_bytes)
+        self._born[storage._cdata] = self._clock.now
+        return storage
+
+    def reserve_host(self, size_bytes: int) -> None:
+        self.host_bytes(0, size_bytes)
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
+        if self.outward.knows_compute_until < self._clock.now:
+            self.violations.append("a copy out could start before the value was computed")
+        ctypes.memset(self.host_bytes(host_offset, storage.nbytes()), POISON, storage.nbytes())
+        self.failing_writes -= 1
+        job = LazyJob(self, storage, host_offset, to_host=True, fails=self.failing_writes >= 0)
+        self.outward.items.append(job)
+        return job
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
+        if self.inward.knows_compute_until < self._born.pop(storage._cdata):
+            self.violations.append("a copy in could start while earlier ops still used its buffer")
+        self.failing_reads -= 1
+        job = LazyJob(self, storage, host_offset, to_host=False, fails=self.failing_reads >= 0)
+        self.inward.items.append(job)
+        return job
+
+    def use(self, storage: torch.UntypedStorage, home: object) -> None:
+        pass
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        for stream in (self.outward, self.inward):
+            stream.run_until(len(stream.items))
+
+    def start_peaks(self) -> None:
+        pass
+
+    def peaks(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.synchronize()

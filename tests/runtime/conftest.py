@@ -1,0 +1,34 @@
+"""Every test of the runtime runs on two devices: the CPU's, and the hostile one (``adversarial.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from adversarial import AdversarialDevice, OpClock
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("cpu_device") is None:
+        metafunc.fixturenames.append("running_on")
+        hostile = pytest.param("adversarial", marks=pytest.mark.slow)
+        metafunc.parametrize("running_on", ["cpu", hostile], indirect=True)
+
+
+@pytest.fixture
+def running_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Sessions open the device of that name."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    clock = OpClock()
+    opened: list[AdversarialDevice] = []
+
+    def open_hostile(*_: object) -> AdversarialDevice:
+        opened.append(AdversarialDevice(clock))
+        return opened[-1]
+
+    monkeypatch.setattr("poochplan.runtime.session.open_device", open_hostile)
+    with clock:
+        yield "adversarial"
+    assert [device.violations for device in opened if device.violations] == []

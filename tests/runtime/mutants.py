@@ -1,0 +1,153 @@
+"""Mutants of the runtime: the same method without one of its waits, or with one of its releases moved or gone.
+
+Found in the source itself, so that a wait or a release that is written tomorrow has its mutants too.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+WAITS = ("wait", "arrived")
+"""Calls of these names wait."""
+HELD = ("storage", "recipe")
+"""Attributes that hold memory; ``= None`` lets it go. (A copy that was waited for holds none.)"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``what`` was done in ``where``; ``tree`` is the function's new source."""
+
+    owner: Any
+    name: str
+    what: str
+    line: int
+    tree: ast.Module
+
+    @property
+    def label(self) -> str:
+        holder = getattr(self.owner, "__qualname__", self.owner.__name__.rsplit(".", 1)[-1])
+        return f"{holder}.{self.name}: {self.what} (line {self.line} of it)"
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The mutant stands in for the original within the block, also where other modules have imported it."""
+        original = self.owner.__dict__[self.name]
+        space: dict[str, Any] = {}
+        exec(compile(self.tree, f"<mutant {self.label}>", "exec"), original.__globals__, space)
+        places = [self.owner] if isinstance(self.owner, type) else _importers(original)
+        for place in places:
+            setattr(place, self.name, space[self.name])
+        try:
+            yield
+        finally:
+            for place in places:
+                setattr(place, self.name, original)
+
+
+def mutants_of(*modules: ModuleType) -> list[Mutant]:
+    """Every wait without it, every release before the function's first wait, and every release without it."""
+    found = []
+    for module in modules:
+        for owner, name, function in _functions(module):
+            source = textwrap.dedent(inspect.getsource(function))
+            for change, what in _changes(ast.parse(source)):
+                tree = ast.parse(source)
+                line = change(tree)
+                found.append(Mutant(owner, name, what, line, ast.fix_missing_locations(_undecorated(tree))))
+    return found
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[Any, str, FunctionType]]:
+    for name, thing in vars(module).items():
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        if isinstance(thing, FunctionType):
+            yield module, name, thing
+        elif isinstance(thing, type):
+            for inner, method in vars(thing).items():
+                if isinstance(method, FunctionType) and method.__module__ == module.__name__:
+                    yield thing, inner, method
+
+
+Change = Callable[[ast.Module], int]
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[Change, str]]:
+    waits = [node for node in ast.walk(tree) if _is_wait(node)]
+    for index in range(len(waits)):
+        yield (lambda other, index=index: _without_wait(other, index)), "no wait"
+    releases = [node for node in ast.walk(tree) if _is_release(node)]
+    for index in range(len(releases)):
+        yield (lambda other, index=index: _without_release(other, index)), "nothing let go"
+        if waits:
+            yield (lambda other, index=index: _release_first(other, index)), "let go before the wait"
+
+
+def _is_wait(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+
+
+def _is_release(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr in HELD
+    )
+
+
+def _without_wait(tree: ast.Module, index: int) -> int:
+    node = [node for node in ast.walk(tree) if _is_wait(node)][index]
+    assert isinstance(node, ast.Call)
+    # ``float()`` is 0.0: as if nothing had to be waited for.
+    node.func, node.args = ast.Name("float", ast.Load()), []
+    return node.lineno
+
+
+def _without_release(tree: ast.Module, index: int) -> int:
+    node = [node for node in ast.walk(tree) if _is_release(node)][index]
+    assert isinstance(node, ast.Assign)
+    line = node.lineno
+    node.targets = [ast.Name("_", ast.Store())]
+    return line
+
+
+def _release_first(tree: ast.Module, index: int) -> int:
+    node = [node for node in ast.walk(tree) if _is_release(node)][index]
+    assert isinstance(node, ast.Assign)
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    early = ast.parse(ast.unparse(node)).body[0]
+    # After what the function refuses to do at all: its first statement, when that is a guard.
+    guards = next((i for i, statement in enumerate(function.body) if not _is_guard(statement)), 0)
+    function.body.insert(guards, early)
+    return node.lineno
+
+
+def _is_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.If, ast.Expr)) and not any(_is_wait(node) for node in ast.walk(statement))
+
+
+def _undecorated(tree: ast.Module) -> ast.Module:
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert not function.decorator_list
+    return tree
+
+
+def _importers(original: FunctionType) -> list[Any]:
+    import sys
+
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("poochplan") and vars(module).get(original.__name__) is original
+    ]

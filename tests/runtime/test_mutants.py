@@ -1,0 +1,229 @@
+"""No wait and no release of the runtime can go: without any single one of them something here fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from adversarial import AdversarialDevice, OpClock
+from mutants import Mutant, mutants_of
+from nets import CASES, Case, Residual, equal
+from random_plans import random_plan
+
+import poochplan
+from poochplan.errors import SpillError
+from poochplan.planner.schema import Decision, Plan, PointActions
+from poochplan.runtime import engine, entry, transfers
+from poochplan.runtime.session import Session
+from poochplan.runtime.transfers import copy_in, copy_out
+
+pytestmark = pytest.mark.cpu_device
+CASE = CASES["residual"]
+MUTANTS = mutants_of(transfers, entry, engine)
+
+
+Scenario = Callable[[AdversarialDevice], list[str]]
+
+
+class Gated(torch.nn.Module):
+    """``hidden`` is used before its gate in backward: a gate that is replayed early may let it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = torch.nn.Linear(64, 64), torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(batch)
+        return hidden.sigmoid().sum() + (hidden * self.scale).sum()
+
+
+def _gated() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    batch = torch.randn(32, 64)
+    return Gated(), lambda model: model(batch)
+
+
+def _gate_replayed_early() -> Plan:
+    profile = Case(_gated).profile()
+    plan = random_plan(profile, 0, (1, 0, 0))
+    values = tuple(
+        msgspec.structs.replace(value, decision=Decision.RECOMPUTE) if "sigmoid" in value.name else value
+        for value in plan.values
+    )
+    replayed = tuple(index for index, value in enumerate(values) if value.decision is Decision.RECOMPUTE)
+    assert len(replayed) == 1
+    at_first_use = PointActions(at="use", index=0, replay=replayed)
+    return msgspec.structs.replace(plan, values=values, schedule=(at_first_use,), record_from_start=True)
+
+
+class Judge:
+    """Runs what a runtime goes through on the hostile device; tells what was wrong."""
+
+    def __init__(self) -> None:
+        profile = CASE.profile()
+        draws = [(1, 2, 2), (0, 1, 0), (0, 1, 3)]
+        self.plans = [random_plan(profile, seed, weights) for seed, weights in enumerate(draws)]
+        self.gate_early = _gate_replayed_early()
+        self.fetched_early = _fetched_early(self.plans[1])
+        self.reference = self._gradients(None)
+        self.other_batch = self._gradients(None, images=2)
+        self.part = self._part(None)
+        self.curves: dict[str, list[list[int]]] = {}
+        assert self.complaints() == []
+
+    def complaints(self) -> list[str]:
+        scenarios: list[tuple[Scenario, dict[str, int]]] = [
+            (self._training, {}),
+            (self._claimed, {}),
+            (self._part_of_the_graph, {}),
+            (self._abandoned, {}),
+            (self._astray, {}),
+            (self._copies_alone, {}),
+            (self._lost, {"failing_reads": 1}),
+            (self._full, {"failing_writes": 3}),
+        ]
+        found = []
+        for scenario, faults in scenarios:
+            clock = OpClock()
+            device = AdversarialDevice(clock, **faults)
+            try:
+                with clock, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    complaints = scenario(device)
+            except Exception as error:
+                complaints = [repr(error)]
+            found += [f"{scenario.__name__}: {complaint}" for complaint in (*complaints, *device.violations)]
+        return found
+
+    def _training(self, device: AdversarialDevice) -> list[str]:
+        found, curves = [], []
+        for plan in self.plans:
+            live: list[int] = []
+            if not equal([self.reference], [self._gradients(device, plan, live=live)]):
+                found.append("gradients differ")
+            curves.append(live)
+        return [*found, *self._other_bytes("training", curves)]
+
+    def _claimed(self, device: AdversarialDevice) -> list[str]:
+        """What a replay needs goes once the value is back."""
+        model, step, _ = Case(_gated).fresh()
+        live: list[int] = []
+        with poochplan.apply(self.gate_early, model, device=lambda: device) as session:
+            _note_live_bytes(model, session, live)
+            step().backward()
+        return self._other_bytes("claimed", [live])
+
+    def _other_bytes(self, name: str, curves: list[list[int]]) -> list[str]:
+        return [] if curves == self.curves.setdefault(name, curves) else ["other bytes are live"]
+
+    def _gradients(
+        self,
+        device: AdversarialDevice | None,
+        plan: Plan | None = None,
+        *,
+        images: int = 4,
+        live: list[int] | None = None,
+    ) -> list[torch.Tensor]:
+        """Of one step; ``live`` takes the bytes live whenever a gradient has come."""
+        model, _, _ = CASE.fresh()
+        batch = torch.linspace(-1, 1, 4 * 8 * 16 * 16).view(4, 8, 16, 16)[:images]
+        torch.manual_seed(3)
+        if device is None:
+            model(batch).square().sum().backward()
+        else:
+            assert plan is not None
+            with poochplan.apply(plan, model, device=lambda: device) as session:
+                if live is not None:
+                    _note_live_bytes(model, session, live)
+                model(batch).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    def _part(self, device: AdversarialDevice | None) -> list[torch.Tensor]:
+        model, step, _ = CASE.fresh()
+        assert isinstance(model, Residual)
+        if device is None:
+            return list(torch.autograd.grad(step(), [model.head.weight]))
+        with poochplan.apply(self.fetched_early, model, device=lambda: device):
+            return list(torch.autograd.grad(step(), [model.head.weight]))
+
+    def _part_of_the_graph(self, device: AdversarialDevice) -> list[str]:
+        """What was prefetched for the rest of it goes unused."""
+        return [] if equal([self.part], [self._part(device)]) else ["gradients differ"]
+
+    def _abandoned(self, device: AdversarialDevice) -> list[str]:
+        """A forward without backward."""
+        model, step, _ = CASE.fresh()
+        with poochplan.apply(_never_released(self.plans[1]), model, device=lambda: device):
+            step()
+        return []
+
+    def _astray(self, device: AdversarialDevice) -> list[str]:
+        planned = self._gradients(device, self.plans[0], images=2)
+        return [] if equal([self.other_batch], [planned]) else ["gradients differ"]
+
+    def _copies_alone(self, device: AdversarialDevice) -> list[str]:
+        """Copies that nobody waits for and that alone hold their storages."""
+        for copy in (copy_out, copy_in):
+            copy(device, device.allocate(64), 0)
+        return []
+
+    def _lost(self, device: AdversarialDevice) -> list[str]:
+        """A value that could not be read back is an error, and nothing is used in its place."""
+        model, _, _ = CASE.fresh()
+        batch = torch.linspace(-1, 1, 4 * 8 * 16 * 16).view(4, 8, 16, 16)
+        torch.manual_seed(3)
+        with poochplan.apply(self.plans[1], model, device=lambda: device):
+            loss = model(batch).square().sum()
+            try:
+                loss.backward(retain_graph=True)
+                return ["a value that could not be read was used"]
+            except SpillError:
+                model.zero_grad(set_to_none=True)
+            loss.backward()  # the disk is well again
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [] if equal([self.reference], [gradients]) else ["gradients differ"]
+
+    def _full(self, device: AdversarialDevice) -> list[str]:
+        """Values that could not be written are kept."""
+        return [] if equal([self.reference], [self._gradients(device, self.plans[1])]) else ["gradients differ"]
+
+
+def _note_live_bytes(model: torch.nn.Module, session: Session, live: list[int]) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: live.append(session._meter.live_bytes))
+
+
+def _fetched_early(plan: Plan) -> Plan:
+    """The same plan, with everything prefetched at the first use."""
+    swapped = tuple(index for actions in plan.schedule for index in actions.release)
+    saves = tuple(actions for actions in plan.schedule if actions.at == "save")
+    return msgspec.structs.replace(plan, schedule=(*saves, PointActions(at="use", index=0, prefetch=swapped)))
+
+
+def _never_released(plan: Plan) -> Plan:
+    return msgspec.structs.replace(
+        plan, schedule=tuple(msgspec.structs.replace(actions, release=()) for actions in plan.schedule)
+    )
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge()
+
+
+def test_the_waits_and_releases_are_found() -> None:
+    assert sum("no wait" in mutant.label for mutant in MUTANTS) >= 6
+    assert sum("let go" in mutant.label for mutant in MUTANTS) >= 4
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.label)
+def test_without_it_something_fails(judge: Judge, mutant: Mutant) -> None:
+    with mutant.in_place():
+        assert judge.complaints() != []
+    assert mutant.owner.__dict__[mutant.name] is not None
+
+
+def test_the_original_is_back_afterwards(judge: Judge) -> None:
+    assert judge.complaints() == []

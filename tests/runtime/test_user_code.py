@@ -1,0 +1,208 @@
+"""Whatever the user's training loop does around the model, gradients are bitwise those of in-core training."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from data_parallel import Shared
+from nets import LINK, Case, equal, snapshot
+from random_plans import random_plan
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poochplan
+
+WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
+
+
+def _shared() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    tokens = torch.randint(0, 20, (4, 12))
+    return Shared(), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(nn.Module):
+    """The user's own checkpoints, one inside the other."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        def both(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.outer[0](hidden)
+            return checkpoint(self.outer[1], hidden, use_reentrant=self.reentrant)
+
+        return self.outer[2](checkpoint(both, batch, use_reentrant=self.reentrant))
+
+
+def _checkpointed(reentrant: bool) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(8, 16, requires_grad=True)
+    return Checkpointed(reentrant=reentrant), lambda model: model(batch).square().sum()
+
+
+def _train(case: Case, plan: poochplan.Plan | None, steps: int = 2) -> list[list[torch.Tensor]]:
+    model, step, optimizer = case.fresh()
+    seen: list[list[torch.Tensor]] = []
+
+    def go() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            loss.backward()
+            seen.append(snapshot(model, loss))
+            optimizer.step()
+
+    torch.manual_seed(1)
+    if plan is None:
+        go()
+        return seen
+    with poochplan.apply(plan, model) as session:
+        go()
+    assert session.report().total.fallbacks == 0
+    return seen
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "make",
+    [_shared, partial(_checkpointed, False), partial(_checkpointed, True)],
+    ids=["modules called twice and tied weights", "checkpoints", "reentrant checkpoints"],
+)
+def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
+    case = Case(make)  # type: ignore[arg-type]
+    plan = random_plan(case.profile(), 0, weights)
+    assert equal(_train(case, None), _train(case, plan))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, float]) -> None:
+    """The gradients never live together. The weight a step changes was read before it in the same backward."""
+
+    def train(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        batch = torch.randn(16, 8)
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        seen = []
+
+        def go() -> None:
+            for _ in range(3):
+                loss = model(batch).square().sum()
+                loss.backward()
+                seen.append([loss.detach().clone(), *(p.detach().clone() for p in model.parameters())])
+
+        if plan is None:
+            go()
+        else:
+            with poochplan.apply(plan, model):
+                go()
+        return seen
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    batch = torch.randn(16, 8)
+    profile = poochplan.profile(lambda: model(batch).square().sum(), model=model, iterations=1, link=LINK)  # type: ignore[arg-type]
+    assert equal(train(None), train(random_plan(profile, 0, weights)))
+
+
+def test_another_thread_that_trains_another_model_is_left_alone() -> None:
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 1, 1))
+    reference = _train(case, None)
+
+    def elsewhere() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(8, 8, generator=generator, requires_grad=True)
+        batch = torch.randn(4, 8, generator=generator)
+        for _ in range(20):
+            (batch @ weight).tanh().square().sum().backward()
+        assert weight.grad is not None
+        return [weight.grad]
+
+    results: queue.SimpleQueue[list[torch.Tensor]] = queue.SimpleQueue()
+    wanted = elsewhere()
+    thread = threading.Thread(target=lambda: results.put(elsewhere()))
+    model, step, optimizer = case.fresh()
+    torch.manual_seed(1)
+    seen = []
+    with poochplan.apply(plan, model) as session:
+        for index in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            if index == 0:
+                thread.start()
+            loss.backward()
+            seen.append(snapshot(model, loss))
+            optimizer.step()
+        thread.join()
+    assert equal(reference, seen)
+    assert equal([wanted], [results.get()])
+    assert session.report().total.fallbacks == 0
+
+
+def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
+    """Hooks are the thread's that opened the session: what another saves is not the plan's."""
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 1, 1))
+
+    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
+        model, step, _ = case.fresh()
+
+        def train() -> None:
+            torch.manual_seed(3)
+            step().backward()
+
+        def run() -> None:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+
+        if session_plan is None:
+            run()
+        else:
+            with poochplan.apply(session_plan, model) as session:
+                run()
+                assert session.report().total.out_bytes == 0
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert equal([gradients(None)], [gradients(plan)])
+
+
+@pytest.mark.cpu_device
+@pytest.mark.slow
+def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
+    """The plan is made for the model without its wrapper; each process follows it."""
+    plan_file = tmp_path / "plan.json"
+    random_plan(Case(_shared).profile(), 1, (1, 2, 2)).save(plan_file)
+    ranks = []
+    for name, plan in (("in-core", None), ("planned", plan_file)):
+        folder = tmp_path / name
+        folder.mkdir()
+        words = [str(folder), *([str(plan)] if plan else [])]
+        script = Path(__file__).with_name("data_parallel.py")
+        running = [subprocess.Popen([sys.executable, str(script), str(rank), *words]) for rank in range(2)]
+        assert [process.wait(timeout=120) for process in running] == [0, 0]
+        ranks.append([torch.load(folder / f"rank{rank}.pt") for rank in range(2)])
+    for in_core, planned in zip(*ranks, strict=True):
+        assert equal(in_core, planned)
+    gradients = [ranks[1][rank][0][1] for rank in range(2)]
+    assert torch.equal(*gradients)  # they really are reduced over both
