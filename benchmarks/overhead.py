@@ -189,6 +189,7 @@ def per_op(pairs: int) -> dict[str, Any]:
         return time.thread_time() - start_s
 
     def step() -> float:
+        model.zero_grad(set_to_none=True)
         start_s = time.thread_time()
         model(batch).sum().backward()
         return time.thread_time() - start_s
