@@ -13,11 +13,11 @@ from typing import Any
 PACKAGES = ("torch", "numpy", "pulp", "highspy")
 
 
-def facts_of_run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Commit (with ``+`` when tracked files differ from it), versions, processor, and the arguments."""
+def facts_of_run(arguments: argparse.Namespace, packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
+    """Commit (with ``+`` when tracked files differ from it), versions of ``packages``, processor, and the arguments."""
     return {
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
         "arguments": {name: value for name, value in vars(arguments).items() if name != "output"},
     }

@@ -263,7 +263,7 @@ def _capture(runner: _Runner, capture: Capture) -> tuple[Capture, dict[int, Kind
         if phase is Phase.OPTIMIZER:
             note((p.grad for p in model.parameters()), Kind.GRADIENT)
 
-    note([runner.loss], Kind.INPUT)
+    note([runner.loss, *_gradients_held_by(runner.loss, set(model.parameters()))], Kind.INPUT)
     note(model.parameters(), Kind.PARAMETER)
     note(model.buffers(), Kind.BUFFER)
     if optimizer is not None:
@@ -272,6 +272,23 @@ def _capture(runner: _Runner, capture: Capture) -> tuple[Capture, dict[int, Kind
     with capture.running(model):
         runner.one_step(enter)
     return capture, kinds
+
+
+def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of what the step before made a leaf of (as wav2vec2 its input): the graph of its loss keeps them."""
+    pending = [loss.grad_fn if loss is not None else None]
+    seen: set[torch.autograd.graph.Node] = set()
+    found: list[torch.Tensor] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf not in parameters and leaf.grad is not None:
+            found.append(leaf.grad)
+        pending += [following for following, _ in node.next_functions]
+    return found
 
 
 def _assemble(

@@ -23,12 +23,12 @@ from ..runtime.engine import Engine
 from ..runtime.entry import Entry
 from ..runtime.modes import around_compiled, uncompiled_hooks
 from ..runtime.recorder import Slot
+from ..runtime.replay import NotReplayable, Recipe
 from ..runtime.storages import static_keys
 from .schema import PointKind, Profile
 
 MOST_ROUNDS = 5
 DIFFERS = "its replay gave other bits when it was tried"
-REFUSED = "the runtime could not replay it when it was tried"
 
 
 class VerifyingEngine(Engine):
@@ -36,8 +36,8 @@ class VerifyingEngine(Engine):
 
     def __init__(self, plan: Plan, device: Device, model: torch.nn.Module) -> None:
         super().__init__(plan, device, lambda: static_keys(model, device.kind))
-        self.refused: set[int] = set()
-        """Save points of values that could not be replayed."""
+        self.refused: dict[int, str] = {}
+        """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
         """Save points of values whose replay gave other bits."""
         self._copies: dict[int, torch.UntypedStorage] = {}
@@ -51,7 +51,7 @@ class VerifyingEngine(Engine):
         if entry.waits_for_replay:
             self._copies[entry.index] = copy
         else:
-            self.refused.add(entry.index)
+            self.refused[entry.index] = _refusal(entry, slot)
 
     def _replay(self, entry: Entry) -> None:
         super()._replay(entry)
@@ -64,6 +64,15 @@ class VerifyingEngine(Engine):
         if not torch.equal(_bytes(wanted), _bytes(found)):
             self.differing.add(index)
             found.copy_(wanted)  # or what is replayed from it would differ too
+
+
+def _refusal(entry: Entry, slot: Slot) -> str:
+    """Why no recipe could be made for a value."""
+    try:
+        Recipe(slot, entry.generation)
+    except NotReplayable as reason:
+        return str(reason)
+    raise AssertionError("a value was not let go of although it has a recipe")
 
 
 def verify(
@@ -84,7 +93,7 @@ def verify(
             note = "two steps differ in what they save: replays could not be verified"
             return msgspec.structs.replace(profile, notes=(*profile.notes, note))
         differing = sorted(engine.differing)[: None if remaining == 0 else 1]
-        profile = _marked(profile, dict.fromkeys(engine.refused, REFUSED) | dict.fromkeys(differing, DIFFERS))
+        profile = _marked(profile, engine.refused | dict.fromkeys(differing, DIFFERS))
         if not differing:
             break
     return profile

@@ -252,3 +252,24 @@ def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Pa
     assert 0.3 <= link.duplex <= 1
     assert link.throttle_bytes_per_s == 50e6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:
+    """wav2vec2 makes a leaf of its input; the gradient of such a leaf lives as long as the graph does."""
+
+    class InputIsALeaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            leaf = batch.view(-1, 256)
+            leaf.requires_grad = True
+            return self.linear(leaf).sin()
+
+    torch.manual_seed(0)
+    model, batch = InputIsALeaf(), torch.randn(64, 256)
+    profile = _profile(lambda: model(batch).square().mean(), model)
+    held = [value for value in profile.values if value.kind is Kind.INPUT and value.size_bytes == 64 * 256 * 4]
+    assert len(held) == 2  # the input, and the gradient from the step before
+    assert min(value.freed for value in held) < profile.tick_count - 1

@@ -51,6 +51,14 @@ class Mutant:
                 setattr(place, self.name, original)
 
 
+def rewritten(owner: Any, name: str, old: str, new: str) -> Mutant:
+    """The function with ``new`` in the place of the one ``old`` in its source."""
+    source = textwrap.dedent(inspect.getsource(owner.__dict__[name]))
+    assert source.count(old) == 1, f"{name} has {source.count(old)} times {old!r}"
+    line = source[: source.index(old)].count("\n") + 1
+    return Mutant(owner, name, f"{old!r} is {new!r}", line, ast.parse(source.replace(old, new)))
+
+
 def mutants_of(*modules: ModuleType) -> list[Mutant]:
     """Every wait without it, every release before the function's first wait, and every release without it."""
     found = []

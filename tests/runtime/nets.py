@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
 from poochplan.planner.schema import Plan
@@ -135,7 +136,7 @@ LINK = _link()
 def train(
     case: Case, steps: int, plan: Plan | None = None, **options: object
 ) -> tuple[list[list[torch.Tensor]], Report | None]:
-    """Loss, gradients, buffers and parameters after each step, in-core or under a plan, from the same start."""
+    """What :func:`snapshot` says after each step, in-core or under a plan, from the same start."""
     model, step, optimizer = case.fresh()
     seen: list[list[torch.Tensor]] = []
 
@@ -145,7 +146,6 @@ def train(
             loss = step()
             loss.backward()
             seen.append(snapshot(model, loss))
-            del loss
             optimizer.step()
 
     torch.manual_seed(1)
@@ -174,9 +174,17 @@ def metered_peaks(case: Case, plan: Plan) -> list[int]:
 
 
 def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the loss, every gradient, every buffer and every parameter."""
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [loss.detach().clone(), *gradients, *(t.detach().clone() for t in (*model.buffers(), *model.parameters()))]
+    """Copies of the loss, every gradient, buffer and parameter, and of the states of the generators.
+
+    A session's meter does not see them.
+    """
+    with _disable_current_modes():
+        gradients = [
+            p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None
+        ]
+        tensors = [loss, *gradients, *model.buffers(), *model.parameters()]
+        own = [thing.get_state() for thing in vars(model).values() if isinstance(thing, torch.Generator)]
+        return [*(tensor.detach().clone() for tensor in tensors), torch.get_rng_state(), *own]
 
 
 def equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import queue
 import subprocess
 import sys
@@ -206,3 +208,110 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
         assert equal(in_core, planned)
     gradients = [ranks[1][rank][0][1] for rank in range(2)]
     assert torch.equal(*gradients)  # they really are reduced over both
+
+
+def test_a_forward_without_backward_leaks_nothing() -> None:
+    """Autograd's nodes are freed by reference counts alone: what is packed must not hold the graph alive."""
+    case = Case(_shared)
+    model, step, _ = case.fresh()
+    plan = random_plan(case.profile(), 0, (1, 0, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        with poochplan.apply(plan, model) as session:
+            for _ in range(3):
+                step()
+            assert session.engine.live_handles == 0
+    finally:
+        gc.enable()
+
+
+def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points() -> None:
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 1, 1))
+
+    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
+            loss = step()
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+            torch.manual_seed(3)
+            model.zero_grad(set_to_none=True)
+            del loss
+            step().backward()
+            assert session is None or session.report().total.fallbacks == 0
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert equal([gradients(None)], [gradients(plan)])
+
+
+def test_what_backward_itself_saves_is_outside_the_plan() -> None:
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 1, 1))
+
+    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
+            weights = [p for p in model.parameters() if p.ndim > 1]
+            sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
+            torch.stack(sums).sum().backward()  # neither saves anything
+            assert session is None or session.report().total.fallbacks == 0
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert equal([gradients(None)], [gradients(plan)])
+
+
+def test_backward_inside_autocast() -> None:
+    """A replay must not be cast, whatever is on around it."""
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 0, 1))
+
+    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext():
+            loss = step()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert equal([gradients(None)], [gradients(plan)])
+
+
+def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
+    """Backward calls the model again; that begins no step."""
+
+    def whole() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        tokens = torch.randint(0, 20, (4, 12))
+        return Shared(), lambda model: checkpoint(model, tokens, use_reentrant=False).square().sum()
+
+    case = Case(whole)
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    model, step, _ = case.fresh()
+    with poochplan.apply(plan, model) as session:
+        for _ in range(2):
+            step().backward()
+    assert session.report().total.steps == 2
+    assert session.report().total.fallbacks == 0
+
+
+def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> None:
+    case = Case(_shared)
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+
+    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
+            losses = []
+            for _ in range(2):
+                if session is not None:
+                    session.step()
+                losses.append(step())
+            sum(losses).backward()  # type: ignore[union-attr]
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert equal([gradients(None)], [gradients(plan)])

@@ -1,0 +1,96 @@
+"""Gradients bitwise equal and the peak as predicted: every third-party network of the tests under random plans.
+
+Decisions, points and budgets are drawn at random (``tests/runtime/third_party.py``); each plan is trained for three
+steps from the same start as in-core training. Loss, gradients, buffers, parameters and generators are compared bitwise
+after each step; the peak is that of the session's meter, the prediction the simulator's.
+
+    python benchmarks/third_party.py [--networks gpt2,vit] [--plans 5] [-o benchmarks/results/third_party.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "tests" / folder) for folder in ("runtime", "planner")]
+
+from facts import PACKAGES, facts_of_run  # noqa: E402
+from nets import Case, equal, train  # noqa: E402 - the list and its helpers are the tests'
+from plans import plan_with  # noqa: E402
+from third_party import NETWORKS, random_schedule  # noqa: E402
+
+from poochplan.planner.problem import build_problem  # noqa: E402
+from poochplan.planner.simulate import simulate  # noqa: E402
+
+STEPS = 3
+
+
+def rows_of(name: str, case: Case, plans: int) -> list[dict[str, Any]]:
+    """One row for each random plan of a network."""
+    reference, _ = train(case, STEPS)
+    profile = case.profile()
+    problem = build_problem(profile)
+    rows = []
+    for seed in range(plans):
+        schedule = random_schedule(profile, problem, seed)
+        predicted_bytes = simulate(problem, schedule).peak_bytes
+        planned, report = train(case, STEPS, plan_with(profile, schedule), meter="always")
+        assert report is not None
+        rows.append(
+            {
+                "network": name,
+                "seed": seed,
+                "decisions": dict(Counter(map(str, schedule.decisions))),
+                "saved_values": problem.value_count,
+                "replayed_values": report.last_step.replayed_values,
+                "swapped_in_bytes": report.last_step.in_bytes,
+                "bitwise": equal(reference, planned),
+                "in_core_peak_bytes": profile.in_core_peak_bytes,
+                "predicted_peak_bytes": predicted_bytes,
+                "metered_peak_bytes": report.total.peak_bytes,
+                "within_predicted": (report.total.peak_bytes or 0) <= predicted_bytes,
+                "fallbacks": report.total.fallbacks,
+                "fallback_reasons": report.total.fallback_reasons,
+            }
+        )
+    return rows
+
+
+def passed(row: dict[str, Any]) -> bool:
+    return bool(row["bitwise"] and row["within_predicted"] and not row["fallbacks"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--plans", type=int, default=5, help="random plans for each network")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.networks.split(","):
+        start_s = time.perf_counter()
+        found = rows_of(name, NETWORKS[name], arguments.plans)
+        gc.collect()
+        rows += found
+        good = sum(map(passed, found))
+        print(f"{name}: {good} of {len(found)} plans as promised, {time.perf_counter() - start_s:.0f} s", flush=True)
+    good, networks = sum(map(passed, rows)), len({row["network"] for row in rows})
+    print(
+        f"{good} of {len(rows)} plans of {networks} networks: bitwise, within the predicted peak, nothing left undone"
+    )
+    if arguments.output:
+        facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))
+        summary = {"networks": networks, "plans": len(rows), "as_promised": good}
+        Path(arguments.output).write_text(json.dumps(facts | {"summary": summary, "rows": rows}, indent=1) + "\n")
+    return 0 if good == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

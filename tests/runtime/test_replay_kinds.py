@@ -1,0 +1,117 @@
+"""Every kind of op is replayed bitwise: gradients, buffers and generators, at the bytes simulated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kinds import KINDS, Kind
+from nets import equal, snapshot, train
+from plans import plan_with, random_decisions, random_tuning
+from torch import nn
+
+import poochplan
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.problem import Problem, build_problem
+from poochplan.planner.schedule import Schedule, assemble, fit
+from poochplan.planner.schema import Decision
+from poochplan.planner.simulate import simulate
+
+NEVER_MINE = "it was there before the step"
+"""Why inputs and constants are not recomputed."""
+
+
+def all_that_may_be(problem: Problem) -> list[Decision]:
+    return [
+        Decision.KEEP if reason or replay is None else Decision.RECOMPUTE
+        for reason, replay in zip(problem.must_keep, problem.replay.replays, strict=True)
+    ]
+
+
+def in_core(case: Kind, steps: int = 2) -> list[list[torch.Tensor]]:
+    """Its steps in-core; skips the test where this machine has no such kernel."""
+    try:
+        return train(case, steps)[0]
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        pytest.skip(f"no kernel on the cpu device: {error}"[:100])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if case.slow else []) for name, case in KINDS.items()]
+)
+def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str) -> None:
+    case = KINDS[name]
+    reference = in_core(case)
+    profile = case.profile()
+    problem = build_problem(profile)
+    everything = assemble(problem, all_that_may_be(problem), {})
+    some = fit(
+        problem,
+        random_decisions(problem, 1),
+        (smallest_budget(profile) + profile.in_core_peak_bytes) // 2,
+        tuning=random_tuning(problem, 1),
+    )
+
+    def run(schedule: Schedule) -> int:
+        planned, report = train(case, 2, plan_with(profile, schedule))
+        assert equal(reference, planned)
+        assert report is not None
+        assert report.total.fallbacks == 0, report.total.fallback_reasons
+        assert report.last_step.peak_bytes == simulate(problem, schedule).peak_bytes
+        return report.last_step.replayed_values
+
+    assert run(everything) == everything.decisions.count(Decision.RECOMPUTE) >= case.least
+    run(some)
+    reasons = {reason for reason in problem.replay.reasons if reason not in ("", NEVER_MINE)}
+    unexpected = [reason for reason in reasons if not any(part in reason for part in case.refused)]
+    assert not unexpected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_scaled_losses_under_autocast_step_and_skip_as_in_core(dtype: torch.dtype) -> None:
+    batch = torch.randn(8, 16)
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.LayerNorm(16))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    def loss_of(model: nn.Module, scaler: torch.amp.GradScaler) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            loss = (model(batch).float() * 100).square().mean()
+        scaled: torch.Tensor = scaler.scale(loss)
+        return scaled
+
+    def run(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
+        model, optimizer, scaler = start()
+        seen = []
+
+        def go() -> None:
+            for _ in range(4):
+                optimizer.zero_grad(set_to_none=True)
+                loss = loss_of(model, scaler)
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+                seen.append([*snapshot(model, loss), torch.tensor(scaler.get_scale())])
+
+        torch.manual_seed(1)
+        if plan is None:
+            go()
+            return seen
+        with poochplan.apply(plan, model) as session:
+            go()
+        assert session.report().total.fallbacks == 0
+        assert session.report().last_step.replayed_values > 4
+        return seen
+
+    model, optimizer, scaler = start()
+    profile = poochplan.profile(lambda: loss_of(model, scaler), model=model, optimizer=optimizer, iterations=1)
+    problem = build_problem(profile)
+    plan = plan_with(profile, assemble(problem, all_that_may_be(problem), {}))
+    reference, planned = run(None), run(plan)
+    scales = {float(step[-1]) for step in reference}
+    assert len(scales) > 1 or dtype is torch.bfloat16  # a step overflowed and was skipped
+    for wanted, found in zip(reference, planned, strict=True):
+        assert all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(wanted, found, strict=True))

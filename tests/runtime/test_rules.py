@@ -1,0 +1,150 @@
+"""Each rule is needed: without it a test of this folder fails, the one that stands beside it here."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_compiled
+import test_divergence
+import test_replay_limits
+import test_safety
+import test_user_code
+import torch
+from mutants import rewritten
+from nets import CASES, equal, train
+from random_plans import random_plan
+
+from poochplan.planner.schema import Plan
+from poochplan.runtime import recorder, replay, session, storages
+from poochplan.runtime.course import Course
+from poochplan.runtime.engine import Engine
+from poochplan.runtime.entry import Handle
+from poochplan.runtime.host import HostSlab
+
+pytestmark = [pytest.mark.cpu_device, pytest.mark.slow]
+SWAP, REPLAY = (0, 1, 0), (0, 0, 1)
+
+
+class Exact:
+    """Two steps of a case under a plan: bitwise those in-core, without fallbacks, in the bytes of the first time.
+
+    Profile, plan and reference are made once, before any rule is broken: a profile that is taken without the rule
+    finds out (its replays are verified), and plans around it.
+    """
+
+    def __init__(self, name: str, weights: tuple[float, float, float]) -> None:
+        self.case, self.weights = CASES[name], weights
+        self.peak_bytes: int | None = None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        return random_plan(self.case.profile(), 0, self.weights)
+
+    @functools.cached_property
+    def reference(self) -> list[list[torch.Tensor]]:
+        return train(self.case, 2)[0]
+
+    def __call__(self) -> None:
+        reference, plan = self.reference, self.plan
+        planned, report = train(self.case, 2, plan)
+        assert equal(reference, planned)
+        assert report is not None
+        assert report.total.fallbacks == 0
+        self.peak_bytes = self.peak_bytes or report.total.peak_bytes
+        assert report.total.peak_bytes == self.peak_bytes
+
+
+RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
+    "views of one storage are one value": (
+        (Engine, "pack", "entry is None or not entry.stands_for(tensor)", "True"),
+        Exact("attention", SWAP),
+    ),
+    "parameters are never touched": (
+        (Engine, "_outside_the_plan", "tensor.untyped_storage()._cdata in self._static", "False"),
+        Exact("residual", SWAP),
+    ),
+    "what is packed is detached": (
+        (Handle, "__init__", "tensor.detach()", "tensor"),
+        test_user_code.test_a_forward_without_backward_leaks_nothing,
+    ),
+    "a saved value that was written is an error": (
+        (Handle, "check_version", "watched._version == self.version", "True"),
+        lambda: test_safety.test_a_saved_value_written_in_place_raises_what_autograd_raises(SWAP),
+    ),
+    "what comes back lies as it was saved": (
+        (storages.Geometry, "on", "self.offset", "0"),
+        Exact("attention", SWAP),
+    ),
+    "only the first unpack is a use point": (
+        (Engine, "unpack", "not handle.used", "True"),
+        test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
+    ),
+    "what backward saves is outside the plan": (
+        (Engine, "_outside_the_plan", "torch._C._current_graph_task_id() != -1", "False"),
+        test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
+    ),
+    "a forward inside backward begins no step": (
+        (session.Session, "_forward_begins", "torch._C._current_graph_task_id() != -1", "False"),
+        test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
+    ),
+    "another shape leaves the plan": (
+        (Course, "why_not_save", 'return "" if fits else', 'return "" if True else'),
+        lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
+            _divergence_plans(), "a smaller batch", 0
+        ),
+    ),
+    "a place on the host belongs to its value until that is gone": (
+        (HostSlab, "_is_free", "occupant is not None and", "False and"),
+        test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
+    ),
+    "running statistics are not updated twice": (
+        (recorder.Recorder, "_before", "updated = statistics_of(facts, args)", "updated = {}"),
+        Exact("residual", REPLAY),
+    ),
+    "a random op replays from its recorded state": (
+        (replay, "_call", "op.generator.set_state(op.state)", "None"),
+        Exact("residual", REPLAY),
+    ),
+    "a replay leaves the generator as it was": (
+        (replay, "_call", "op.generator.set_state(now)", "None"),
+        Exact("residual", REPLAY),
+    ),
+    "a replay is not cast": (
+        (replay, "_run", "torch.autocast(device_type, enabled=False)", "contextlib.nullcontext()"),
+        test_user_code.test_backward_inside_autocast,
+    ),
+    "a replay runs in the grad mode of forward": (
+        (replay, "_run", "op.grad_enabled", "False"),
+        Exact("recurrent", REPLAY),
+    ),
+    "what was written where recording was off is another content": (
+        (recorder.Slot, "meet", "version > self.version or (", "False and ("),
+        lambda: test_replay_limits.test_what_is_written_where_recording_is_off_is_another_content(
+            lambda whole: whole.view(-1)
+        ),
+    ),
+    "a compiled model is left as it was compiled": (
+        (session.Session, "_without_modes", "with self.engine.recorder.away(), self._meter.away():", "if True:"),
+        lambda: test_compiled.test_it_compiles_as_often_and_runs_compiled_as_often("in place", (1, 1, 2)),
+    ),
+}
+
+
+def _divergence_plans() -> dict[str, Any]:
+    make, step = test_divergence.MODELS["images"]
+    profile = test_divergence._profile(make, step)
+    return {"images": [random_plan(profile, 1, SWAP)]}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_it_its_test_fails(rule: str) -> None:
+    where, test = RULES[rule]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        test()
+        with rewritten(*where).in_place(), pytest.raises((Exception, pytest.fail.Exception)):
+            test()

@@ -1,0 +1,48 @@
+"""Unmodified third-party networks under random feasible plans: bitwise, nothing left undone, the bytes simulated."""
+
+from __future__ import annotations
+
+import pytest
+from nets import Case, equal, train
+from plans import plan_with
+from third_party import NETWORKS, QUICK, random_schedule
+
+from poochplan.planner.problem import build_problem
+from poochplan.planner.schema import Decision
+from poochplan.planner.simulate import simulate
+
+PLANS, STEPS = 2, 2
+
+
+def follow_random_plans(case: Case, plans: int) -> set[Decision]:
+    """Trains under ``plans`` random plans.
+
+    Loss, gradients, buffers, parameters and generators are compared bitwise with those of in-core training after each
+    step. Returns the decisions that the plans made.
+    """
+    reference, _ = train(case, STEPS)
+    profile = case.profile()
+    problem = build_problem(profile)
+    made: set[Decision] = set()
+    for seed in range(plans):
+        schedule = random_schedule(profile, problem, seed)
+        made.update(schedule.decisions)
+        planned, report = train(case, STEPS, plan_with(profile, schedule))
+        assert equal(reference, planned)
+        assert report is not None
+        assert report.total.fallbacks == 0, report.total.fallback_reasons
+        assert report.last_step.peak_bytes == simulate(problem, schedule).peak_bytes
+        assert report.total.replayed_values > 0
+        assert report.total.in_bytes > 0 or Decision.SWAP not in schedule.decisions
+    return made
+
+
+def test_there_are_at_least_thirty_four_of_them() -> None:
+    assert len(NETWORKS) >= 34
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NETWORKS]
+)
+def test_a_network_trains_bitwise_at_the_bytes_simulated(name: str) -> None:
+    assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], PLANS)
