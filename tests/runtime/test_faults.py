@@ -35,6 +35,8 @@ from poochplan.runtime.cpu import CpuDevice
 from poochplan.runtime.entry import Handle
 from poochplan.runtime.transfers import Copy, copy_out, raise_held_back
 
+pytestmark = pytest.mark.cpu_device
+
 CASE = CASES["residual"]
 HANGS_AFTER_S = 120
 PWRITE, PREADV = os.pwrite, os.preadv

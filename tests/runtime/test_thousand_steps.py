@@ -25,6 +25,8 @@ from poochplan.runtime.recorder import Slot
 from poochplan.runtime.session import Session
 from poochplan.runtime.transfers import Copy
 
+pytestmark = pytest.mark.cpu_device
+
 STEPS = 1000
 ROUND = 10
 """Steps after which the mixed test has done each of its kinds; counted at the end of rounds only."""
