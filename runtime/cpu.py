@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,33 +27,47 @@ Move = Callable[[memoryview, int], int]
 
 
 class SpillCopy:
-    """One queued copy, and the event of its end. States: queued, running, ended (``error`` tells whether well)."""
+    """One queued copy, and the event of its end. States: queued, running, ended (``error`` tells whether well).
 
-    def __init__(self, thread: threading.Thread, storage: torch.UntypedStorage, host_offset: int) -> None:
-        self.storage: torch.UntypedStorage | None = storage  # a running copy's memory must not go
+    It holds the storage until then, so that whoever gives up waiting harms nothing.
+    """
+
+    def __init__(self, stream: SpillStream, storage: torch.UntypedStorage, host_offset: int) -> None:
+        self.storage: torch.UntypedStorage | None = storage
         self.host_offset = host_offset
         self.size_bytes = storage.nbytes()
         self.error: OSError | None = None
-        self._thread = thread
-        self._ended = threading.Event()
+        self._stream = stream
+        self._has_ended = False
+        # A bare lock, not an Event: that one has a lock of its own, and a copy that the garbage collector finds while
+        # it is held waits for the thread that would need it.
+        self._running = threading.Lock()
+        self._running.acquire()
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._has_ended
 
     def wait(self) -> None:
-        """Blocks until it has ended; with an error when its thread has died before."""
-        while not self._ended.wait(_LOOK_AGAIN_S):
-            if not self._thread.is_alive() and not self._ended.is_set():
-                self.fail(OSError(errno.EIO, "the thread that copies has died"))
+        """Blocks until it has ended; with an error when its thread has died before.
 
-    def fail(self, error: OSError) -> None:
+        Does nothing on a thread that copies, where the garbage collector may end a value too: it would wait for itself.
+        """
+        if isinstance(threading.current_thread(), _SpillThread):
+            return
+        while not self._has_ended:
+            if not self._stream.is_alive():
+                self.fail("the thread that copies has died")
+            elif self._running.acquire(timeout=_LOOK_AGAIN_S):
+                self._running.release()
+
+    def fail(self, reason: str) -> None:
         """Ends it without success."""
-        self.error, self.storage = error, None
-        self._ended.set()
+        self._end(OSError(errno.EIO, reason))
 
     def run(self, move: Move, throttle_bytes_per_s: float | None) -> None:
         """Moves all bytes in chunks, no faster than the throttle on average; never raises."""
         start_s = time.perf_counter()
+        error: OSError | None = OSError(errno.EIO, "the copy was broken off")
         try:
             assert self.storage is not None
             buffer = _bytes_of(self.storage)
@@ -66,11 +81,18 @@ class SpillCopy:
                     ahead_s = moved / throttle_bytes_per_s - (time.perf_counter() - start_s)
                     if ahead_s > 0:
                         time.sleep(ahead_s)
-        except BaseException as error:  # whatever it was, the value must not pass for copied
-            self.error = error if isinstance(error, OSError) else OSError(errno.EIO, str(error) or repr(error))
+            error = None
+        except BaseException as raised:  # whatever it was, the value must not pass for copied
+            error = raised if isinstance(raised, OSError) else OSError(errno.EIO, str(raised) or repr(raised))
+            error = error.with_traceback(None)  # which would hold the buffer
         finally:
-            self.storage = None
-            self._ended.set()
+            self._end(error)
+
+    def _end(self, error: OSError | None) -> None:
+        if not self._has_ended:
+            self.error, self.storage = error, None
+            self._has_ended = True
+            self._running.release()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
@@ -100,6 +122,10 @@ class CallingThread:
         return time.perf_counter() - start_s
 
 
+class _SpillThread(threading.Thread):
+    """A thread that copies."""
+
+
 class SpillStream:
     """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them."""
 
@@ -108,8 +134,17 @@ class SpillStream:
         self._throttle_bytes_per_s = throttle_bytes_per_s
         self._jobs: queue.SimpleQueue[SpillCopy | None] = queue.SimpleQueue()
         self._last: Event = DONE
-        self.thread = threading.Thread(target=self._serve, name=f"poochplan-{name}", daemon=True)
-        self.thread.start()
+        self._closing = False
+        self.thread = _SpillThread(target=self._serve, name=f"poochplan-{name}", daemon=True)
+        try:
+            self.thread.start()
+        except BaseException:  # interrupted while it waits for the thread to begin
+            self._jobs.put(None)
+            raise
+
+    def is_alive(self) -> bool:
+        """Whether copies still come to an end. Daemon threads are frozen, not ended, when the interpreter goes."""
+        return self.thread.is_alive() and not sys.is_finalizing()
 
     def record(self) -> Event:
         return self._last
@@ -120,23 +155,39 @@ class SpillStream:
         return 0.0
 
     def copy(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
-        job = SpillCopy(self.thread, storage, host_offset)
+        job = SpillCopy(self, storage, host_offset)
         self._last = job
-        if self.thread.is_alive():
+        if self.is_alive():
             self._jobs.put(job)
         else:
-            job.fail(OSError(errno.EIO, "the thread that copies has ended"))
+            job.fail("the thread that copies has ended")
         return job
 
     def close(self) -> None:
-        if self.thread.is_alive():
-            self._jobs.put(None)
-            self.thread.join()
+        """Ends the thread; copies that nobody waited for are broken off. It has ended also when this is interrupted:
+        while it runs the file must stay open, or it would write to whatever is opened next.
+        """
+        self._closing = True
+        self._jobs.put(None)
+        interrupt: KeyboardInterrupt | None = None
+        while self.is_alive() and self.thread is not threading.current_thread():
+            try:
+                self.thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        self._last = DONE  # it knows this stream
+        if interrupt is not None:
+            raise interrupt
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.run(self._move, self._throttle_bytes_per_s)
+            job.run(self._move_unless_closing, self._throttle_bytes_per_s)
             del job  # or the thread would hold the last copy until the next
+
+    def _move_unless_closing(self, chunk: memoryview, at: int) -> int:
+        if self._closing:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        return self._move(chunk, at)
 
 
 class CpuDevice:
@@ -153,12 +204,20 @@ class CpuDevice:
 
     def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
         give_freed_memory_back()
-        self.file = SpillFile(choose_spill_dir(directory))
         self.compute = CallingThread()
-        descriptor = self.file.descriptor
-        # pwrite and preadv release the interpreter lock while they move bytes.
-        self.outward = SpillStream("out", lambda chunk, at: os.pwrite(descriptor, chunk, at), throttle_bytes_per_s)
-        self.inward = SpillStream("in", lambda chunk, at: os.preadv(descriptor, [chunk], at), throttle_bytes_per_s)
+        with contextlib.ExitStack() as stack:  # undone when one of these fails
+            self.file = file = SpillFile(choose_spill_dir(directory))
+            stack.callback(file.close)
+            # pwrite and preadv release the interpreter lock while they move bytes.
+            self.outward = SpillStream(
+                "out", lambda chunk, at: os.pwrite(file.descriptor, chunk, at), throttle_bytes_per_s
+            )
+            stack.callback(self.outward.close)
+            self.inward = SpillStream(
+                "in", lambda chunk, at: os.preadv(file.descriptor, [chunk], at), throttle_bytes_per_s
+            )
+            stack.callback(self.inward.close)
+            self._stack = stack.pop_all()
 
     def reserve_host(self, size_bytes: int) -> None:
         """Makes the file ``size_bytes`` long, every block written once; raises ``OSError`` when the disk is full."""
@@ -193,6 +252,4 @@ class CpuDevice:
         return None
 
     def close(self) -> None:
-        self.outward.close()
-        self.inward.close()
-        self.file.close()
+        self._stack.close()

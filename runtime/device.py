@@ -64,7 +64,10 @@ class Device(Protocol):
         """Makes the host tier that large ahead of its use; raises ``OSError`` where that is not to be had."""
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
-        """Queues a copy of the whole storage to the host tier, on ``outward``. The caller keeps the storage alive."""
+        """Queues a copy of the whole storage to the host tier, on ``outward``. The caller keeps the storage alive.
+
+        One that fails later says so in its ``error``; nothing is raised then.
+        """
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """Queues a copy of the whole storage from the host tier, on ``inward``. The caller keeps the storage alive."""

@@ -35,13 +35,13 @@ from ..planner.plan_set import PlanSet, Signature
 from ..planner.schema import Decision, Plan, PointActions
 from .course import Courses
 from .device import Device
-from .entry import Entry, Handle
+from .entry import Entry, Handle, Lease
 from .host import HostSlab
 from .recorder import Recorder, Slot
 from .replay import NotReplayable, Recipe, replay
 from .report import StepReport
 from .storages import is_plain
-from .transfers import copy_in, copy_out
+from .transfers import copy_in, copy_out, raise_held_back
 
 
 class Engine:
@@ -74,11 +74,11 @@ class Engine:
         self.host = HostSlab(self._courses.plans)
         self.stats = StepReport()
         self.step = 0
-        self.live_handles = 0
         self._parameters = parameters
         self._on_divergence = on_divergence
         self._on_step_end = on_step_end
         self._on_idle = on_idle
+        self._lease: weakref.ref[Lease] | None = None
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._static: set[int] = set()
@@ -95,7 +95,7 @@ class Engine:
         self.stats = StepReport(steps=1)
         self._begin_clock(active=True)
         self._static = self.recorder.static = self._parameters()
-        self.recorder.forget(in_use=self.live_handles > 0)
+        self.recorder.forget(in_use=self.holds_values)
         self._awaits_inputs = self._courses.by_inputs
         if not self._awaits_inputs and self.plan.record_from_start:
             self.recorder.switch_on()
@@ -131,6 +131,20 @@ class Engine:
         return self._astray
 
     @property
+    def holds_values(self) -> bool:
+        """Whether a handle on a saved value is still alive."""
+        return self._lease is not None and self._lease() is not None
+
+    def lease(self) -> Lease:
+        """What each handle holds; ``on_idle`` is called when nobody holds it any more."""
+        lease = self._lease() if self._lease is not None else None
+        if lease is None:
+            lease = Lease()
+            self._lease = weakref.ref(lease)
+            weakref.finalize(lease, self._on_idle).atexit = False  # a callback here would go with the engine
+        return lease
+
+    @property
     def backward_has_begun(self) -> bool:
         """Whether the current step has had a use point."""
         return self._uses > 0
@@ -155,7 +169,8 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Forward saves ``tensor``: returns what autograd holds in its place."""
         with self._lock:
-            if not self._active or (self.live_handles == 0 and self._uses):
+            raise_held_back()
+            if not self._active or (self._uses and not self.holds_values):
                 self.begin_step()
             if self._outside_the_plan(tensor):
                 return Handle(self, None, tensor)
@@ -167,7 +182,6 @@ class Engine:
             elif not self._astray:
                 self._expect_handle(entry.index, tensor)
             self._packs += 1
-            self.live_handles += 1
             return Handle(self, entry, tensor, self._packs - 1)
 
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
@@ -244,6 +258,7 @@ class Engine:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if need be."""
         with self._lock:
+            raise_held_back()
             if handle.entry is not None:
                 self.recorder.switch_off()
                 if not handle.used:
@@ -312,8 +327,9 @@ class Engine:
             return
         self.stats.stall_s += entry.out_copy.wait()  # Rule 3
         if entry.out_copy.error is not None:  # Rule 9
-            self._count_fallback(f"values are kept: the host tier cannot be written ({entry.out_copy.error.strerror})")
+            reason = f"values are kept: the host tier cannot be written ({entry.out_copy.error.strerror})"
             entry.host_offset, entry.out_copy, entry.decision = -1, None, Decision.KEEP
+            self._count_fallback(reason)
             return
         entry.storage = None
 
@@ -321,8 +337,9 @@ class Engine:
         if entry.storage is not None or entry.host_offset < 0:
             return
         with self.device.span(f"prefetch {entry.name}"):
-            entry.storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
-            entry.in_copy = copy_in(self.device, entry.storage, entry.host_offset)
+            storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
+            entry.in_copy = copy_in(self.device, storage, entry.host_offset)
+            entry.storage = storage  # last: without its copy it would count as filled
         self.stats.in_bytes += entry.size_bytes
 
     def _replay(self, entry: Entry) -> None:
@@ -368,11 +385,3 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    # -- names and ends ---------------------------------------------------------------------------------------
-
-    def handle_died(self) -> None:
-        """Called by each planned handle when autograd lets go of it."""
-        self.live_handles -= 1
-        if self.live_handles == 0:
-            self._on_idle()

@@ -96,24 +96,32 @@ class Entry:
             return 0.0
         waited_s = self.in_copy.wait()
         error = self.in_copy.error
-        self.in_copy = None
         if error is not None:
-            self.storage = None
+            self.storage = None  # first: without its copy it would count as filled
+            self.in_copy = None
             raise SpillError(
                 f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
                 f"({error.strerror}); this step's gradients are lost, check the disk"
             ) from error
+        self.in_copy = None
         return waited_s
+
+
+class Lease:
+    """Held by each handle on a saved value: it dies with the last of them, whatever interrupts their making or end."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Handle:
     """One pack. ``entry`` is None for what the engine does not touch; ``step`` counts the engine's steps."""
 
-    __slots__ = ("engine", "entry", "geometry", "ordinal", "step", "tensor", "used", "version")
+    __slots__ = ("engine", "entry", "geometry", "lease", "ordinal", "step", "tensor", "used", "version")
 
     def __init__(self, engine: Engine, entry: Entry | None, tensor: torch.Tensor, ordinal: int = -1) -> None:
         self.engine = engine
         self.entry = entry
+        self.lease = engine.lease() if entry is not None else None
         self.ordinal = ordinal
         self.step = engine.step
         self.used = False
@@ -136,8 +144,3 @@ class Handle:
             "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
             "with torch.autograd.set_detect_anomaly(True)."
         )
-
-    def __del__(self) -> None:
-        if self.entry is not None:
-            self.entry = None
-            self.engine.handle_died()

@@ -45,12 +45,13 @@ class HostSlab:
         return -(-max(end, self.planned_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _is_free(self, offset: int, entry: Entry) -> bool:
-        occupant = self._occupants.get(offset)
-        if occupant is not None and occupant() not in (None, entry):
+        reference = self._occupants.get(offset)
+        occupant = reference() if reference is not None else None
+        if occupant is not None and occupant is not entry and occupant.host_offset == offset:  # or its copy has failed
             return False
         others = (reference() for reference in self._of_other_plans)
         end = offset + entry.size_bytes
         return not any(
-            other is not None and other.host_offset < end and offset < other.host_offset + other.size_bytes
+            other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
             for other in others
         )

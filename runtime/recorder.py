@@ -6,6 +6,7 @@ keeps nothing alive; what a replay needs to stay is held by its recipe (``replay
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from .arguments import Layout, flatten, outputs_of
 from .modes import ToggledMode
 from .operators import Traits, covers_storage, traits
 from .storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
@@ -56,7 +58,7 @@ class RecordedOp:
         "writes",
     )
 
-    def __init__(self, order: int, func: Any, arguments: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, order: int, func: Any, arguments: list[Any], spec: Layout) -> None:
         self.order = order
         self.func = func
         self.grad_enabled = torch.is_grad_enabled()
@@ -82,7 +84,7 @@ class RecordedOp:
         """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
         options = {"dtype": output.dtype, "device": output.device}
         self.func = torch.ops.aten.empty_strided.default
-        self.arguments, self.spec = pytree.tree_flatten(((list(output.shape), list(output.stride())), options))
+        self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
 
     def views(self) -> Iterator[View]:
         return (argument for argument in self.arguments if isinstance(argument, View))
@@ -130,8 +132,9 @@ class Slot:
         """Whether it has had its save point."""
         self.waiting: list[weakref.ref[Recipe]] = []
         """Recipes that read this slot before it was packed: they claim its entry when it comes."""
-        key = self.key
-        self.storage = weakref.ref(storage, lambda _: registry.pop(key, None))
+        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the slot would
+        # stay for the next storage of that key.
+        self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
 
     def meet(self, version: int, window: int) -> None:
         """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
@@ -251,7 +254,7 @@ class Recorder(ToggledMode):
         return slot
 
     def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = flatten(args, kwargs)
         self._count += 1
         recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
         updated = statistics_of(facts, args)
@@ -290,7 +293,7 @@ class Recorder(ToggledMode):
         for slot in recorded.writes:
             slot.was_written_by(recorded)
             self._recorded.append(slot)
-        for position, output in enumerate(pytree.tree_leaves(outputs)):
+        for position, output in enumerate(outputs_of(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
             if storage_key(output) in self.registry:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from .arguments import outputs_of, unflatten
 from .recorder import RecordedOp, Scratch, Slot, View
 
 if TYPE_CHECKING:
@@ -190,12 +190,12 @@ def _call(
             return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
         return argument
 
-    args, kwargs = pytree.tree_unflatten([restore(argument) for argument in op.arguments], op.spec)
+    args, kwargs = unflatten([restore(argument) for argument in op.arguments], op.spec)
     if op.generator is None or op.state is None:
-        return pytree.tree_leaves(op.func(*args, **kwargs))
+        return outputs_of(op.func(*args, **kwargs))
     now = op.generator.get_state()
     op.generator.set_state(op.state)
     try:
-        return pytree.tree_leaves(op.func(*args, **kwargs))
+        return outputs_of(op.func(*args, **kwargs))
     finally:
         op.generator.set_state(now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from .report import MemoryPeaks, Report, StepReport
 from .signature import check_model, input_signature
 from .spill import choose_spill_dir
 from .storages import has_storage, static_keys
+from .transfers import forget_held_back, raise_held_back
 
 _METERED_FIRST_STEPS = 2
 
@@ -94,7 +95,7 @@ def apply(
 
 
 class Session:
-    """A context manager. States: *new*, *open* (inside the block), *closed*.
+    """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
 
     After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
     back with the last of them.
@@ -147,15 +148,20 @@ class Session:
             self._reserve_host()
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(before_forward(self.model, self._forward_begins))
-            stack.enter_context(uncompiled_hooks(self.engine.pack, self.engine.unpack))
+            self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
+            stack.enter_context(self._hooks)
+            stack.callback(self._meter.switch_off)
+            if self._meter_when != "never":
+                self._start_meter()
+            self._state, self._thread = "open", threading.get_ident()
             self._stack = stack.pop_all()
-        self._state, self._thread = "open", threading.get_ident()
-        if self._meter_when != "never":
-            self._device.start_peaks()
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                self._meter.watch(tensor)
-            self._meter.switch_on()
         return self
+
+    def _start_meter(self) -> None:
+        self._device.start_peaks()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._meter.watch(tensor)
+        self._meter.switch_on()
 
     def _reserve_host(self) -> None:
         planned_bytes = self.engine.host.planned_bytes
@@ -172,11 +178,16 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.engine.end_step()
-        self._memory = self.report().memory  # what comes later is not the session's
-        self._meter.switch_off()
-        self._state = "closed"
-        self._stack.close()
+        try:
+            self.engine.end_step()
+            self._take_peak(self.engine.stats)
+            self._memory = self._device.peaks()  # what comes later is not the session's
+        finally:
+            self._state = "closed"
+            self._stack.close()
+        if kind is None or not issubclass(kind, KeyboardInterrupt):  # then it has been heard
+            raise_held_back()
+        forget_held_back()
 
     def step(self) -> None:
         """Says that a new step begins here; from the first call on steps begin only where this is called.
@@ -195,6 +206,24 @@ class Session:
     def plan(self) -> Plan:
         """The plan that the current step follows, or left; of a set, the first until a step has picked one."""
         return self._first if self._state == "new" else self.engine.plan
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Steps inside run in-core, as if there were no session: to set planned steps beside, in the same process.
+
+        Between steps only, and on the level of the ``with`` block: inside other saved-tensors hooks it would take off
+        those.
+        """
+        if self._state != "open":
+            raise UsageError(f"away(): expected an open session, found a {self._state} one")
+        self._state = "away"
+        with self.engine.recorder.away(), self._meter.away():
+            self._hooks.__exit__()
+            try:
+                yield
+            finally:
+                self._hooks.__enter__()
+                self._state = "open"
 
     def report(self) -> Report:
         """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""
@@ -222,11 +251,11 @@ class Session:
 
     def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins at the first forward after a backward, or when nothing of the last one is held any more."""
-        if not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+        if self._state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
             return
         if torch._C._current_graph_task_id() != -1:  # a checkpoint of the user's runs forward again in backward
             return
-        is_new = self.engine.live_handles == 0 or self.engine.backward_has_begun
+        is_new = not self.engine.holds_values or self.engine.backward_has_begun
         if is_new and not self._steps_are_announced:
             self._begin_step()
         if self.engine.awaits_inputs:
@@ -254,7 +283,7 @@ class Session:
             self._device.close()
 
     def _close_device(self) -> None:
-        if self.engine.live_handles == 0:  # otherwise with the last of them
+        if self._state == "new" or not self.engine.holds_values:  # otherwise with the last of them
             self._device.close()
 
     def _check_gradients(self) -> None:

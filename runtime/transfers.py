@@ -4,6 +4,8 @@
 * A copy in starts there too: its new buffer may be one that earlier ops still use.
 * Whoever gives a copy's storage up, or uses what it filled, has the compute stream wait for its end first. That holds
   on every path, also when a handle dies in an exception or on an unused branch: a copy that goes waits.
+* What a signal raises in such a wait (Ctrl-C) Python would drop, as all that ``__del__`` raises: it is held back and
+  raised at the next point of the step, or when the session ends.
 """
 
 from __future__ import annotations
@@ -11,6 +13,21 @@ from __future__ import annotations
 import torch
 
 from .device import Device, Event, Job
+
+_held_back: list[BaseException] = []
+
+
+def raise_held_back() -> None:
+    """Raises what was raised where nobody could catch it, once."""
+    if _held_back:
+        error = _held_back[0]
+        _held_back.clear()
+        raise error
+
+
+def forget_held_back() -> None:
+    """What was held back has been heard of another way."""
+    _held_back.clear()
 
 
 class Copy:
@@ -40,8 +57,12 @@ class Copy:
         return held_up_s
 
     def __del__(self) -> None:
-        if getattr(self, "storage", None) is not None:
+        if getattr(self, "storage", None) is None:
+            return
+        try:
             self.wait()
+        except BaseException as error:
+            _held_back.append(error.with_traceback(None))  # which would hold this copy
 
 
 def copy_out(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:

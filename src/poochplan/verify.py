@@ -6,6 +6,7 @@ Used by ``pooch run``, the tests, the benchmarks and the notebook.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import random
 import statistics
@@ -21,13 +22,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
+from .planner.plan_set import PlanSet
 from .profiler.profiling import checked_loss
 from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
 
 if TYPE_CHECKING:
-    from .planner.plan_set import PlanSet
     from .planner.schema import Plan
     from .runtime.report import Report, StepReport
 
@@ -143,6 +144,32 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
     return time.perf_counter() - start_s - copying_s, loss
 
 
+def time_in_turn(
+    workload: Workload, session: Session, timed_steps: int, in_core: Run, planned: Run, say: Progress = lambda _: None
+) -> None:
+    """Adds the seconds of as many steps in-core and under the session's plan, one right after the other.
+
+    The order alternates; the steps before them are no longer cold or metered.
+    """
+
+    def run_one(run: Run) -> float:
+        if run is in_core:
+            with session.away():
+                return _train(workload, None)[0]
+        seconds = _train(workload, None)[0]
+        planned.step_reports.append(copy.copy(session.report().last_step))
+        return seconds
+
+    if timed_steps:
+        for _ in range(METERED_STEPS - len(planned.step_reports)):
+            run_one(planned)
+        run_one(in_core)
+    for index in range(timed_steps):
+        say(f"pair {index + 1} of {timed_steps}")
+        for run in (in_core, planned) if index % 2 else (planned, in_core):
+            run.seconds.append(run_one(run))
+
+
 def run_in_core(
     build: Build,
     *,
@@ -192,9 +219,12 @@ def check(
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed, the
-    in-core ones both before and after the planned ones, so that a machine that gets slower or faster meanwhile tells on
-    both; a step time is the median. Each run has the device to itself: nothing of the one before is left there.
+    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed; a
+    step time is the median. A machine that gets slower or faster meanwhile tells on both:
+
+    * On the CPU they are timed in turn, in one session, on the planned run's model, so that both run under the one
+      setting of the C library's allocator that a session makes.
+    * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
 
     Raises
     ------
@@ -203,6 +233,7 @@ def check(
     """
     say = progress or (lambda text: None)
     builds = _Fresh(build)
+    in_turn = (plan.plans[0] if isinstance(plan, PlanSet) else plan).device == "cpu"
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
         run = run_in_core(
@@ -211,20 +242,23 @@ def check(
         gc.collect()
         return run
 
-    in_core = in_core_run(steps, timed_steps, "in-core")
-    planned = run_planned(
-        builds,
-        plan,
-        steps=steps,
-        timed_steps=timed_steps,
-        seed=seed,
-        spill_dir=spill_dir,
-        on_divergence=on_divergence,
-        cap_bytes=cap_bytes,
-        progress=lambda text: say(f"under the plan, {text}"),
-    )
+    in_core = in_core_run(steps, 0 if in_turn else timed_steps, "in-core")
+    seed_everything(seed)
+    workload = builds()
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
+        planned = run_steps(
+            workload,
+            steps,
+            timed_steps=0 if in_turn else timed_steps,
+            session=session,
+            progress=lambda text: say(f"under the plan, {text}"),
+        )
+        if in_turn:
+            time_in_turn(workload, session, timed_steps, in_core, planned, say)
+    planned = dataclasses.replace(planned, report=session.report())
+    del workload
     gc.collect()
-    if timed_steps:
+    if timed_steps and not in_turn:
         in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:

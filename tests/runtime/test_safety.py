@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -216,7 +217,7 @@ def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
             optimizer.step()
             gc.collect()
             counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        assert session.engine.live_handles == 0
+        assert not session.engine.holds_values
         assert counts[-1] == counts[4]
     assert threading.active_count() == threads
 
@@ -231,3 +232,27 @@ def test_a_snapshot_holds_loss_gradients_buffers_and_parameters() -> None:
 
 def test_in_core_training_repeats_itself_bitwise() -> None:
     assert equal(train(CASE, 2)[0], train(CASE, 2)[0])
+
+
+def test_steps_taken_away_from_the_session_are_plain_ones_and_the_next_follows_the_plan(plan: Plan) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor], away: Callable[[], object]) -> list[torch.Tensor]:
+        gradients = []
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            step().backward()
+            gradients += _gradients(model)
+            model.zero_grad(set_to_none=True)
+            with away():  # type: ignore[attr-defined]
+                step().backward()
+            gradients += _gradients(model)
+        return gradients
+
+    reference = use(*CASE.fresh()[:2], contextlib.nullcontext)
+    model, step, _ = CASE.fresh()
+    with poochplan.apply(plan, model) as session:
+        planned = use(model, step, session.away)
+        report = session.report()
+    assert _same(reference, planned)
+    assert (report.total.steps, report.total.fallbacks) == (2, 0)
+    with pytest.raises(UsageError, match="expected an open session, found a closed one"), session.away():
+        pass

@@ -75,7 +75,7 @@ class RunSummary:
         prediction = plan.prediction
         predicted_peak_bytes = max(prediction.peak_bytes, prediction.first_step_peak_bytes)
         in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
-        where = "measured before and after" if self.in_core_step_s else "from the profile"
+        where = "measured in turn with it" if self.in_core_step_s else "from the profile"
         share = plan.budget_bytes / prediction.in_core_peak_bytes
         rows = {
             "in-core peak": format_bytes(prediction.in_core_peak_bytes),

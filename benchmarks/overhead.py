@@ -1,0 +1,255 @@
+"""What the runtime costs, and whether the predicted step time comes true: paired, in one process of its own.
+
+Machines are noisy, so that two step times are only compared in pairs: one step of each kind right after the other, in
+alternating order, from the same state of the model. The figure is the median of the pairs' ratios with a 95% bootstrap
+interval; the same of plain against plain steps, measured in the same run, tells what the machine alone does.
+
+    python benchmarks/overhead.py keep-all      # a plan that keeps everything against plain PyTorch
+    python benchmarks/overhead.py per-op        # microseconds per recorded op, and per pack and unpack
+    python benchmarks/overhead.py prediction    # a plan at 60% of the in-core peak, link held to 400 MB/s
+    python benchmarks/overhead.py all -o benchmarks/results/overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from facts import facts_of_run
+from torch import nn
+
+import poochplan
+from poochplan.runtime.allocator import give_freed_memory_back
+from poochplan.runtime.recorder import Recorder
+from poochplan.runtime.session import Session
+from poochplan.workload import Workload, load_workload
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+WORKLOADS: dict[str, dict[str, str]] = {"resnet50": {"batch_size": "8"}, "gpt2": {}}
+"""A convnet and a transformer whose steps take 0.5 to 1 s on 2 cores."""
+PREDICTED_SHARE, PREDICTED_THROTTLE = "60%", "400MB/s"
+RESAMPLES = 10_000
+
+Step = Callable[[], float]
+
+
+def ratio_of_medians(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Median of second / first over the pairs, with its 95% bootstrap interval, and the spread of the ratios."""
+    ratios = np.array([second / first for first, second in pairs])
+    drawn = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    quartiles = np.percentile(ratios, [25, 75])
+    return {
+        "pairs": len(pairs),
+        "median_ratio": round(float(np.median(ratios)), 5),
+        "interval_95": [round(float(low), 5), round(float(high), 5)],
+        "quartiles": [round(float(value), 4) for value in quartiles],
+        "median_s": [round(float(value), 5) for value in np.median(np.array(pairs), axis=0)],
+    }
+
+
+def in_pairs(first: Step, second: Step, count: int) -> list[tuple[float, float]]:
+    """Seconds of ``count`` pairs, the order alternating."""
+    pairs = []
+    for index in range(count):
+        if index % 2:
+            second_s = second()
+            pairs.append((first(), second_s))
+        else:
+            first_s = first()
+            pairs.append((first_s, second()))
+    return pairs
+
+
+def one_step(workload: Workload) -> float:
+    """Seconds of a training step."""
+    assert workload.optimizer is not None
+    workload.optimizer.zero_grad(set_to_none=True)
+    start_s = time.perf_counter()
+    loss = workload.step()
+    loss.backward()
+    workload.optimizer.step()
+    return time.perf_counter() - start_s
+
+
+def load(name: str, settings: dict[str, str]) -> Workload:
+    torch.manual_seed(0)
+    return load_workload(str(CONFIGS / f"{name}.toml"), settings).workload
+
+
+def profiled(workload: Workload, name: str, **options: Any) -> poochplan.Profile:
+    return poochplan.profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, iterations=3, **options
+    )
+
+
+class Planned:
+    """Steps of a workload inside and outside of one session, so that both kinds share model, memory and allocator."""
+
+    def __init__(self, workload: Workload, plan: poochplan.Plan) -> None:
+        self.workload = workload
+        self.session: Session = poochplan.apply(plan, workload.model, meter="never")
+
+    def plain(self) -> float:
+        with self.session.away():
+            return one_step(self.workload)
+
+    def planned(self) -> float:
+        return one_step(self.workload)
+
+    def measure(self, pairs: int) -> dict[str, Any]:
+        with self.session:
+            for _ in range(2):
+                self.plain()
+                self.planned()
+            noise = in_pairs(self.plain, self.plain, pairs)
+            found = in_pairs(self.plain, self.planned, pairs)
+            total = self.session.report().total
+        return {
+            "planned_over_plain": ratio_of_medians(found),
+            "plain_over_plain": ratio_of_medians(noise),
+            "fallbacks": total.fallbacks,
+        }
+
+
+def keep_all(pairs: int) -> list[dict[str, Any]]:
+    """Step time under a plan that keeps everything over that of plain PyTorch."""
+    rows = []
+    for name, settings in WORKLOADS.items():
+        workload = load(name, settings)
+        profile = profiled(workload, name)
+        plan = poochplan.plan(profile, profile.in_core_peak_bytes, policy="keep-all")
+        rows.append({"workload": name, **settings, **Planned(workload, plan).measure(pairs)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def prediction(pairs: int) -> list[dict[str, Any]]:
+    """Predicted against measured overhead of a plan that has to swap and recompute."""
+    rows = []
+    for name, settings in WORKLOADS.items():
+        workload = load(name, settings)
+        profile = profiled(workload, name, throttle=PREDICTED_THROTTLE)
+        plan = poochplan.plan(profile, PREDICTED_SHARE)
+        decisions = [str(value.decision) for value in plan.values]
+        found = Planned(workload, plan).measure(pairs)
+        measured_s = found["planned_over_plain"]["median_s"]
+        row = {
+            "workload": name,
+            **settings,
+            "budget": PREDICTED_SHARE,
+            "throttle": PREDICTED_THROTTLE,
+            "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
+            "predicted_ratio": round(1 + plan.prediction.overhead, 5),
+            "predicted_in_core_s": round(plan.prediction.in_core_step_s, 5),
+            "predicted_step_s": round(plan.prediction.step_s, 5),
+            "measured_step_s": measured_s[1],
+            **found,
+        }
+        row["measured_over_predicted_ratio"] = round(
+            found["planned_over_plain"]["median_ratio"] / row["predicted_ratio"], 5
+        )
+        rows.append(row)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+class ManyOps(nn.Module):
+    """Ops so small that a step is nearly all overhead: 6 a layer, 3 of which save something."""
+
+    def __init__(self, layers: int = 100) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(32)) for _ in range(layers))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            batch = torch.tanh(batch * scale + 0.1).sigmoid().relu() + batch
+        return batch
+
+
+def per_op(pairs: int) -> dict[str, Any]:
+    """Microseconds that recording adds to an op, and that a handle adds to a pack and its unpack."""
+    model, batch = ManyOps(), torch.randn(8, 32)
+    recorder = Recorder("cpu")
+    recorder.static = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    ops = 6 * len(model.scales)
+
+    def forward(mode: contextlib.AbstractContextManager[Any]) -> float:
+        start_s = time.thread_time()  # of this thread's own work: the ops are too small for the others
+        with mode, torch.no_grad():
+            model(batch)
+        return time.thread_time() - start_s
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        start_s = time.thread_time()
+        model(batch).sum().backward()
+        return time.thread_time() - start_s
+
+    @contextlib.contextmanager
+    def recording() -> Any:
+        recorder.forget(in_use=False)
+        recorder.switch_on()
+        try:
+            yield
+        finally:
+            recorder.switch_off()
+
+    recorded = in_pairs(lambda: forward(contextlib.nullcontext()), lambda: forward(recording()), pairs)
+    workload = Workload(model, lambda: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.0))
+    profile = profiled(workload, "many-ops")
+    plan = poochplan.plan(profile, profile.in_core_peak_bytes, policy="keep-all")
+    with poochplan.apply(plan, model, meter="never") as session:
+
+        def plain() -> float:
+            with session.away():
+                return step()
+
+        steps = in_pairs(plain, step, pairs)
+    return {
+        "ops": ops,
+        "handles": len(plan.handles),
+        "plain_us_per_op": microseconds([first for first, _ in recorded], ops),
+        "recording_us_per_op": microseconds([second - first for first, second in recorded], ops),
+        "pack_and_unpack_us_per_handle": microseconds([second - first for first, second in steps], len(plan.handles)),
+    }
+
+
+def microseconds(seconds: list[float], count: int) -> dict[str, float]:
+    """Median and quartiles, for each of ``count``."""
+    low, middle, high = np.percentile(np.array(seconds) / count * 1e6, [25, 50, 75])
+    return {"median": round(float(middle), 2), "low": round(float(low), 2), "high": round(float(high), 2)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("keep-all", "per-op", "prediction", "all"))
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads (default: 2)")
+    parser.add_argument("-o", "--output")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    give_freed_memory_back()  # as in a session: fresh memory costs the same in all steps
+    found: dict[str, Any] = facts_of_run(arguments)
+    if arguments.what in ("keep-all", "all"):
+        found["keep_all"] = keep_all(arguments.pairs)
+    if arguments.what in ("per-op", "all"):
+        found["per_op"] = per_op(max(50, arguments.pairs))
+        print(json.dumps(found["per_op"]), flush=True)
+    if arguments.what in ("prediction", "all"):
+        found["prediction"] = prediction(arguments.pairs)
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The arguments of an op as a flat list and back: what ``torch.utils._pytree`` does, quickly where they are flat.
+
+Nearly all ops take tensors, numbers and lists of numbers. Only lists that hold tensors are opened.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class Flat(NamedTuple):
+    """A call whose arguments hold no tensors within containers."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+Layout = Flat | pytree.TreeSpec
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
+    """All leaves in order, and how they lay."""
+    leaves = [*args, *kwargs.values()] if kwargs else list(args)
+    if all(map(_is_leaf, leaves)):
+        return leaves, Flat(len(args), tuple(kwargs))
+    return pytree.tree_flatten((args, kwargs))
+
+
+def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``flatten`` took apart, with other leaves in their places."""
+    if isinstance(layout, Flat):
+        return tuple(leaves[: layout.positional]), dict(zip(layout.names, leaves[layout.positional :], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, layout)
+    return args, kwargs
+
+
+def outputs_of(outputs: Any) -> list[Any]:
+    """The leaves of what an op returned."""
+    return [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
+
+
+def _is_leaf(argument: Any) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return not argument or type(argument[0]) in (int, bool, float, torch.SymInt)
+    return not isinstance(argument, dict)

@@ -1,0 +1,183 @@
+"""A thousand steps, plain ones and ones that diverge, fail or only evaluate: nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import statistics
+import threading
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from nets import equal, snapshot
+from random_plans import random_plan
+from torch import nn
+
+import poochplan
+from poochplan.planner.schema import Decision, Plan
+from poochplan.runtime.cpu import CpuDevice
+from poochplan.runtime.entry import Entry, Handle
+from poochplan.runtime.recorder import Slot
+from poochplan.runtime.session import Session
+from poochplan.runtime.transfers import Copy
+
+pytestmark = pytest.mark.cpu_device
+
+STEPS = 1000
+ROUND = 10
+"""Steps after which the mixed test has done each of its kinds; counted at the end of rounds only."""
+WARM_ROUNDS = 20
+
+
+class Net(nn.Module):
+    """A step of a few milliseconds, in which storages are large enough (128 KiB) to be mappings of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.drop = nn.Dropout(0.1)
+        self.fails = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            batch = batch + self.drop(torch.nn.functional.gelu(layer(batch)))
+            if self.fails and index == 0:
+                raise KeyError("asked to fail")
+        return batch
+
+
+class Counts(NamedTuple):
+    """What must not grow."""
+
+    tensors: int
+    slots: int
+    entries: int
+    handles: int
+    copies: int
+    threads: int
+    files: int
+    spill_bytes: int
+    registered: int
+    unplanned: int
+
+
+def count(session: Session) -> Counts:
+    gc.collect()
+    things = [type(thing) for thing in gc.get_objects()]
+    assert isinstance(session._device, CpuDevice)
+    return Counts(
+        sum(issubclass(kind, torch.Tensor) for kind in things),
+        *(things.count(kind) for kind in (Slot, Entry, Handle, Copy)),
+        threads=threading.active_count(),
+        files=len(list(Path("/proc/self/fd").iterdir())),
+        spill_bytes=os.fstat(session._device.file.descriptor).st_size,
+        registered=len(session.engine.recorder.registry),
+        unplanned=len(session.engine.host._unplanned),
+    )
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def fresh() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randn(512, 64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, optimizer, batch = fresh()
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1)
+    found = random_plan(profile, 3)
+    assert {value.decision for value in found.values} == set(Decision)
+    return found
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def mixed_round(model: Net, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    """Ten steps: a smaller batch, an exception in forward, an evaluation, two backwards of one graph, plain ones."""
+    train(model, optimizer, batch[:256])
+    train(model, optimizer, batch)
+    model.fails = True
+    with pytest.raises(KeyError):
+        train(model, optimizer, batch)
+    model.fails = False
+    train(model, optimizer, batch)
+    loss = model(batch).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del loss
+    with torch.no_grad():
+        model.eval()(batch)
+    model.train()
+    model(batch)  # a forward without a backward
+    for _ in range(ROUND - 7):
+        train(model, optimizer, batch)
+    return train(model, optimizer, batch)
+
+
+def plain_round(model: Net, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    for _ in range(ROUND - 1):
+        train(model, optimizer, batch)
+    return train(model, optimizer, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_round", [plain_round, mixed_round])
+def test_nothing_grows_over_a_thousand_steps_and_they_stay_exact(plan: Plan, one_round: object) -> None:
+    assert callable(one_round)
+    model, optimizer, batch = fresh()
+    torch.manual_seed(1)
+    for _ in range(STEPS // ROUND):
+        loss = one_round(model, optimizer, batch)
+    reference = snapshot(model, loss)
+    model, optimizer, batch = fresh()
+    torch.manual_seed(1)
+    counts, resident = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with poochplan.apply(plan, model, meter="never") as session:
+            for index in range(STEPS // ROUND):
+                loss = one_round(model, optimizer, batch)
+                resident.append(resident_bytes())
+                if index + 1 in (WARM_ROUNDS, STEPS // ROUND):
+                    counts.append(count(session))
+            steps = session.report().total.steps
+    assert steps >= STEPS
+    assert equal([reference], [snapshot(model, loss)])
+    assert counts[0] == counts[1]
+    assert grown_bytes(resident[WARM_ROUNDS:]) <= allowed_bytes(resident[WARM_ROUNDS:])
+
+
+def grown_bytes(resident: list[int]) -> float:
+    """The last fifth's median over the first fifth's."""
+    fifth = len(resident) // 5
+    return statistics.median(resident[-fifth:]) - statistics.median(resident[:fifth])
+
+
+def allowed_bytes(resident: list[int]) -> float:
+    """Three times the spread between neighbouring rounds, or 64 KiB: one leaked value of 128 KiB in all is seen."""
+    steps = [abs(later - earlier) for earlier, later in itertools.pairwise(resident)]
+    return max(64 << 10, 3 * statistics.median(steps))
