@@ -12,11 +12,14 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ..files import read_struct, write_struct
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA_VERSION = 1
 ALLOCATION_UNIT_BYTES = 512
@@ -233,6 +236,27 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes as the allocator takes them: rounded up to the allocation unit."""
         unit = self.allocation_unit_bytes
         return -(-size_bytes // unit) * unit
+
+    def to_frame(self, kind: Literal["layers", "ops", "values"]) -> pd.DataFrame:
+        """The profile as a data frame (pandas). Columns, in bytes and seconds:
+
+        ``"layers"``: one row per layer with ops or saved values, most saved bytes first; the index is the layer's path.
+            ``saved_bytes`` and ``values`` (how many) that autograd saves of it; ``free_bytes``, those of it that are
+            not pinned; ``forward_s`` and ``backward_s``, its ops; ``swap_s``, the free bytes out and back in over the
+            link, nothing hidden behind compute; ``recompute_s``, the ops that write its free values, each once, NaN
+            where one of the values cannot be recomputed or none is free; ``ratio``, swap over recompute.
+        ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``; ``inputs``,
+            ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs, ``workspace_bytes``,
+            ``random``, ``opaque``.
+        ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``; ``born``
+            (op, or -1), ``forward_death`` and ``freed`` (ticks); ``saved``; ``swap_s``, ``recompute_s`` and ``ratio``
+            as above, NaN where a value cannot be swapped or recomputed; ``pinned`` and ``unreplayable``, why.
+
+        Raises ``UsageError`` for another kind.
+        """
+        from .tables import profile_frame
+
+        return profile_frame(self, kind)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.files``."""

@@ -27,6 +27,17 @@ def small(width: int = 64, depth: int = 4, batch_size: int = 128) -> poochplan.W
     return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
 
 
+def nested() -> poochplan.Workload:
+    block = torch.nn.Sequential()
+    block.add_module("expand", torch.nn.Linear(64, 256))
+    block.add_module("activation", torch.nn.GELU())
+    block.add_module("contract", torch.nn.Linear(256, 64))
+    for depth in range(12):
+        block = torch.nn.Sequential(*[torch.nn.Sequential()] * depth, block)
+    images = torch.randn(128, 64)
+    return poochplan.Workload(block, lambda: block(images).square().mean())
+
+
 def noisy() -> poochplan.Workload:
     print("a workload that prints")
     return small()

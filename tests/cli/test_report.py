@@ -17,7 +17,6 @@ from poochplan.report.layers import (
     decision_totals,
     decisions_by_layer,
     overhead_by_layer,
-    saved_by_layer,
     simulate_plan,
 )
 from poochplan.report.memory import in_core_bytes, in_core_curve, static_bytes
@@ -108,16 +107,6 @@ def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: P
     values = (msgspec.structs.replace(plan.values[0], name="stem/out"), *plan.values[1:])
     with pytest.raises(ModelMismatchError, match="expected the saved value stem/out, found"):
         simulate_plan(profile, msgspec.structs.replace(plan, values=values))
-
-
-def test_saved_bytes_by_layer_add_up(profile: Profile) -> None:
-    frame = saved_by_layer(profile)
-    saved = {profile.handles[point.handle].value for point in profile.points if point.kind == "save"}
-    assert frame["saved_bytes"].sum() == sum(profile.values[value].size_bytes for value in saved)
-    assert frame["values"].sum() == len(saved)
-    assert frame["saved_bytes"].is_monotonic_decreasing
-    step_s = sum(op.duration_s for op in profile.ops if op.phase != "optimizer")
-    assert frame["forward_s"].sum() + frame["backward_s"].sum() == pytest.approx(step_s)
 
 
 def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:

@@ -63,6 +63,20 @@ def test_json_is_alone_on_stdout(pooch: Pooch, workloads: Path) -> None:
     assert run["in_core_step_measured"] is True
 
 
+def test_the_table_of_layers_fits_in_100_columns_and_says_what_is_missing(pooch: Pooch, workloads: Path) -> None:
+    target = f"{workloads}:nested"
+    result = pooch("profile", target, "--iterations", "1", "--top", "20")
+    lines = result.out[result.out.index("The ") :].splitlines()
+    assert max(map(len, lines)) <= 100
+    assert re.search("saved +forward +backward +swap +recompute +swap/rec.$", lines[1])
+    assert "n/a" in result.out
+    data = json.loads(pooch("profile", target, "--iterations", "1", "--top", "20", "--json", "--force").out)
+    by_layer = {row["layer"]: row for row in data["layers"]}
+    assert next(iter(by_layer)).endswith("expand")
+    assert sum(row["saved_bytes"] for row in data["layers"]) >= data["saved_bytes"]
+    assert {row["ratio"] is None for row in data["layers"]} == {True, False}
+
+
 def test_without_check_the_run_says_what_was_not_checked(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
     result = pooch("run", f"{workloads}:small", "--plan", plan_path, "--steps", "1", "--timed", "1")
     assert result.code == 0

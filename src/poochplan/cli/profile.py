@@ -69,7 +69,13 @@ class ProfileVerb(Verb):
             "--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s, here and when run"
         )
         parser.add_argument("--accumulate", action="store_true", help="gradients of the step before stay in forward")
-        parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="show the N layers that save most")
+        parser.add_argument(
+            "--top",
+            type=at_least(0),
+            default=0,
+            metavar="N",
+            help="show the N layers that save most, and what swapping (out and back in) or recomputing them costs",
+        )
 
     def run(self) -> dict[str, Any]:
         from ..report.tables import profile_rows, summary_table
@@ -135,20 +141,19 @@ class ProfileVerb(Verb):
             )
 
     def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:
-        from ..report.layers import saved_by_layer
-        from ..report.tables import frame_table
+        from ..report.tables import frame_table, plain_rows
 
-        top = saved_by_layer(profile).head(self.options.top)
+        top = profile.to_frame("layers").head(self.options.top)
         headings = {
             "saved_bytes": "saved",
-            "values": "values",
             "forward_s": "forward",
             "backward_s": "backward",
-            "swap_s": "swap out + in",
+            "swap_s": "swap",
             "recompute_s": "recompute",
+            "ratio": "swap/rec.",
         }
         self.show(frame_table(f"The {len(top)} layers that save most", top, headings))
-        return [{str(name): value for name, value in row.items()} for row in top.reset_index().to_dict("records")]
+        return plain_rows(top)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Frames with one row per layer: what it saves, what its fates would cost, where a plan's overhead comes from."""
+"""Frames with one row per layer: what a plan decides there, and where its overhead comes from."""
 
 from __future__ import annotations
 
@@ -14,53 +14,8 @@ from ..planner.schedule import schedule_of
 from ..planner.schema import Decision, Plan
 from ..planner.simulate import Simulation, simulate
 from ..planner.streams import Lane
-from ..profiler.schema import Phase, Profile
-
-OUTSIDE = "(outside the model)"
-SAVED_COLUMNS = ("saved_bytes", "values", "forward_s", "backward_s", "swap_s", "recompute_s")
-
-
-def saved_by_layer(profile: Profile) -> pd.DataFrame:
-    """One row per layer that has ops or saved values, most saved bytes first; the index is the layer's path.
-
-    Columns: ``saved_bytes``, ``values`` (how many), ``forward_s`` and ``backward_s`` (its ops), ``swap_s`` (its saved
-    values out and back in over the measured link, nothing hidden) and ``recompute_s`` (the ops that write them, once).
-    """
-    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SAVED_COLUMNS, 0.0))
-    writers = writers_by_value(profile)
-    for op in profile.ops:
-        if op.phase is not Phase.OPTIMIZER:
-            rows[op.layer or OUTSIDE]["forward_s" if op.phase is Phase.FORWARD else "backward_s"] += op.duration_s
-    for index in saved_values(profile):
-        value = profile.values[index]
-        row = rows[value.layer or OUTSIDE]
-        row["saved_bytes"] += value.size_bytes
-        row["values"] += 1
-        row["swap_s"] += sum(
-            direction.latency_s + value.size_bytes / direction.bandwidth_bytes_per_s
-            for direction in (profile.link.outward, profile.link.inward)
-        )
-    recomputed_by_layer: dict[str, set[int]] = defaultdict(set)
-    for index in saved_values(profile):
-        recomputed_by_layer[profile.values[index].layer or OUTSIDE].update(writers[index])
-    for layer, ops in recomputed_by_layer.items():
-        rows[layer]["recompute_s"] = sum(profile.ops[op].duration_s for op in ops)
-    return _frame(rows, SAVED_COLUMNS, by="saved_bytes", counts=("saved_bytes", "values"))
-
-
-def saved_values(profile: Profile) -> list[int]:
-    """Values that autograd saves, in the order of first packs: those a plan decides on."""
-    return list(dict.fromkeys(profile.handles[point.handle].value for point in profile.points if point.kind == "save"))
-
-
-def writers_by_value(profile: Profile) -> list[list[int]]:
-    """Forward ops that bear or write each value, in order."""
-    writers: list[list[int]] = [[] for _ in profile.values]
-    for index, op in enumerate(profile.ops):
-        if op.phase is Phase.FORWARD:
-            for value in dict.fromkeys((*op.outputs, *op.writes)):
-                writers[value].append(index)
-    return writers
+from ..profiler.schema import Profile
+from ..profiler.tables import OUTSIDE, saved_values, writers_by_value
 
 
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:

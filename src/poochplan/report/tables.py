@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
 
 from ..planner.schema import Plan, Prediction
 from ..profiler.schema import Profile
+from ..profiler.tables import OUTSIDE
 from ..units import format_bytes, format_rate, format_seconds
-from .layers import OUTSIDE, decision_totals
+from .layers import decision_totals
 from .memory import static_bytes
 
 Rows = Mapping[str, str]
@@ -41,13 +44,26 @@ def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str]) ->
     return table
 
 
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The frame's rows for JSON, index included; what is not a finite number becomes None."""
+    rows = frame.reset_index().to_dict("records")
+    return [
+        {str(name): None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+        for row in rows
+    ]
+
+
 def _cell(column: str, value: float) -> str:
     if value == 0:
         return "-"
+    if not math.isfinite(value):
+        return "n/a"
     unit = column.rpartition("_")[2]
     if column in ("keep", "swap", "recompute"):
         unit = "bytes"
-    return _FORMATS[unit](value) if unit in _FORMATS else f"{value:g}"
+    if unit in _FORMATS:
+        return _FORMATS[unit](value)
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"
 
 
 def profile_rows(profile: Profile) -> Rows:
