@@ -22,7 +22,7 @@ class Decision(StrEnum):
     RECOMPUTE = "recompute"
 
 
-class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One saved value, in the order of first packs: its position in ``Plan.values`` is its save point."""
 
     name: str
@@ -38,7 +38,7 @@ class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Why it could not be anything else: pinned, or too small to matter."""
 
 
-class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What the runtime does at one point of its clock, in the order of the fields."""
 
     at: Literal["save", "use"]

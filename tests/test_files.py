@@ -150,6 +150,23 @@ def test_a_truncated_gz_is_a_clear_error(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_damaged_gz_is_a_clear_error(tmp_path: Path) -> None:
+    path = write_struct(tmp_path / "note.json.gz", NOTE)
+    whole = path.read_bytes()
+    for at in range(10, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with pytest.raises(InputFileError, match="expected a note"):
+            read(path)
+
+
+def test_every_line_is_json_as_python_writes_it() -> None:
+    note = msgspec.structs.replace(NOTE, words=(('naïve "quoted"\n', 3), ("[1,2]", -1)), counts={"a: b": 1})
+    text = encode_readable(note).decode()
+    assert msgspec.json.decode(text, type=Note) == note
+    assert '    ["[1,2]", -1]' in text.splitlines()
+    assert json.loads(text)["counts"] == {"a: b": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -78,18 +78,24 @@ def write_struct(path: str | Path, value: msgspec.Struct, *, force: bool = False
 
 def encode_readable(value: msgspec.Struct) -> bytes:
     """JSON with one line per field, and one line per element of a top-level list."""
-    raw: dict[str, Any] = json.loads(msgspec.json.encode(value))
     lines = []
-    for key, field in raw.items():
-        if isinstance(field, list) and field:
-            elements = ",\n".join(f"    {json.dumps(element)}" for element in field)
-            lines.append(f"  {json.dumps(key)}: [\n{elements}\n  ]")
-        elif isinstance(field, dict) and field:
-            elements = ",\n".join(f"    {json.dumps(name)}: {json.dumps(item)}" for name, item in field.items())
-            lines.append(f"  {json.dumps(key)}: {{\n{elements}\n  }}")
+    for key, field in msgspec.json.decode(msgspec.json.encode(value), type=dict[str, msgspec.Raw]).items():
+        name = _line(msgspec.json.encode(key))
+        if bytes(field)[:1] == b"[" and bytes(field) != b"[]":
+            elements = msgspec.json.decode(field, type=list[msgspec.Raw])
+            lines.append(b"  %b: [\n    %b\n  ]" % (name, b",\n    ".join(map(_line, elements))))
+        elif bytes(field)[:1] == b"{" and bytes(field) != b"{}":
+            members = msgspec.json.decode(field, type=dict[str, msgspec.Raw]).items()
+            inner = [b"%b: %b" % (msgspec.json.encode(member), _line(item)) for member, item in members]
+            lines.append(b"  %b: {\n    %b\n  }" % (name, b",\n    ".join(inner)))
         else:
-            lines.append(f"  {json.dumps(key)}: {json.dumps(field)}")
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+            lines.append(b"  %b: %b" % (name, _line(field)))
+    return b"{\n" + b",\n".join(lines) + b"\n}\n"
+
+
+def _line(item: bytes | msgspec.Raw) -> bytes:
+    """JSON on one line, with spaces."""
+    return msgspec.json.format(bytes(item), indent=0)
 
 
 def read_struct(path: str | Path, kind: type[T], *, what: str, schema_version: int) -> T:
@@ -111,7 +117,7 @@ def read_struct(path: str | Path, kind: type[T], *, what: str, schema_version: i
             data = gzip.decompress(data)
     except FileNotFoundError:
         raise UsageError(f"{source}: no such {what} file; make one with `pooch {what}`") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputFileError(f"{source}: cannot be read ({error}); expected a {what}") from None
     _check_schema(source, data, what, schema_version)
     try:
