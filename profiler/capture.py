@@ -28,6 +28,16 @@ from .schema import Phase, PointKind
 COMPILED_REGION = "compiled_region"
 
 
+Shapes = tuple[Any, ...]
+
+
+def shapes_of(outputs: Any) -> Shapes:
+    """Shape of each tensor that an operator returns, in its own nesting; those of nested tensors are left out."""
+    if isinstance(outputs, torch.Tensor):
+        return () if outputs.is_nested else tuple(outputs.shape)
+    return tuple(map(shapes_of, outputs)) if isinstance(outputs, (tuple, list)) else ()
+
+
 class CapturedOp:
     """One op under way to becoming a ``schema.Op``."""
 
@@ -41,6 +51,7 @@ class CapturedOp:
         "overwrites",
         "phase",
         "random",
+        "shapes",
         "uninitialised",
         "workspace_bytes",
         "writes",
@@ -52,6 +63,8 @@ class CapturedOp:
         self.phase = phase
         self.duration_s = 0.0
         self.workspace_bytes = 0
+        self.shapes: Shapes = ()
+        """Of what it returns."""
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.writes: list[int] = []
@@ -210,6 +223,7 @@ class Capture(ToggledMode):
         declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
         op.writes = self._writes([*declared, *foreign])
         outputs = self._run(op, func, args, kwargs)
+        op.shapes = shapes_of(outputs)
         self._born(op, outputs)
         self.ops.append(op)
         return outputs

@@ -116,12 +116,9 @@ def profile(
         say("capturing one step")
         capture, kinds = _capture(runner, Capture(where.type, LayerTracker(), static_keys(model, where.type)))
         say(f"timing {len(capture.ops)} ops over {iterations} steps")
-        names = [op.name for op in capture.ops]
-        durations_s = time_ops(model, where, runner.one_step, names, iterations)
-        notes = _notes(model)
-        if durations_s is None:
-            notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
-            durations_s = [op.duration_s for op in capture.ops]
+        times = time_ops(model, where, runner.one_step, capture.ops, iterations)
+        notes = [*_notes(model), *([times.note] if times.note else [])]
+        durations_s = times.durations_s or [op.duration_s for op in capture.ops]
         unverified = _assemble(
             capture,
             kinds,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -11,40 +13,75 @@ import torch
 
 from ..runtime.modes import ToggledMode, around_compiled
 from ..runtime.operators import traits
-from .capture import COMPILED_REGION
+from .capture import COMPILED_REGION, CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of
+from .layers import LayerTracker
 from .schema import Phase, StepTimes
 
 PhaseSeconds = dict[Phase, float]
 
 
-class OpTimer(ToggledMode):
-    """Seconds of each op (pure views left out, as in the capture), in order of dispatch."""
+@dataclass(frozen=True)
+class DispatchedOp:
+    """What tells an op of one step from that of another."""
 
-    def __init__(self, clock: Clock) -> None:
+    name: str
+    layer: str
+    """Empty in backward, where the capture's own hooks have a part in it."""
+    shapes: Shapes
+
+    def __str__(self) -> str:
+        shapes = f" {list(self.shapes)}".replace("(", "[").replace(")", "]")
+        return f"{self.name}{f' in {self.layer}' if self.layer else ''}{shapes if self.shapes else ''}"
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """What the timed steps say about the ops of the captured one."""
+
+    durations_s: list[float] | None
+    """Median seconds of each op; None when no step dispatched the same."""
+    note: str
+    """Where and how steps differ, and what the durations are then; empty when they do not."""
+
+
+class OpTimer(ToggledMode):
+    """Seconds of each op (pure views left out, as in the capture), in order of dispatch. State: the phase."""
+
+    def __init__(self, clock: Clock, tracker: LayerTracker) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.ops: list[DispatchedOp] = []
+        self.phase = Phase.FORWARD
         self._clock = clock
+        self._tracker = tracker
         self._marks: list[tuple[Any, Any]] = []
+
+    def enter(self, phase: Phase) -> None:
+        """The phase that begins."""
+        self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view:
             return func(*args, **(kwargs or {}))
-        return self._timed(facts.name, func, args, kwargs or {})
+        layer = "" if self.phase is Phase.BACKWARD else self._tracker.current()
+        outputs = self._timed(func, args, kwargs or {})
+        self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
+        return outputs
 
     def opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def region(*args: Any, **kwargs: Any) -> Any:
             with self.away():
-                return self._timed(COMPILED_REGION, call, args, kwargs)
+                outputs = self._timed(call, args, kwargs)
+            self.ops.append(DispatchedOp(COMPILED_REGION, "" if self.phase is Phase.BACKWARD else path, ()))
+            return outputs
 
         return region
 
-    def _timed(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin = self._clock.begin()
         outputs = call(*args, **kwargs)
         self._marks.append((begin, self._clock.end()))
-        self.names.append(name)
         return outputs
 
     def durations_s(self) -> list[float]:
@@ -54,22 +91,58 @@ class OpTimer(ToggledMode):
 
 
 def time_ops(
-    model: torch.nn.Module, where: torch.device, one_step: Callable[[], PhaseSeconds], names: list[str], iterations: int
-) -> list[float] | None:
-    """Median seconds of each op over ``iterations`` steps; None when a step dispatched other ops than ``names``."""
+    model: torch.nn.Module,
+    where: torch.device,
+    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
+    captured: list[CapturedOp],
+    iterations: int,
+) -> OpTimes:
+    """Median seconds of each captured op over those of ``iterations`` steps that dispatch the same ops.
+
+    Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
+    """
+    wanted = [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
     runs: list[list[float]] = []
+    differences: dict[str, str] = {}
     for _ in range(iterations):
-        timer = OpTimer(clock_of(where))
-        with around_compiled(model, timer.opaque_region):
+        tracker = LayerTracker()
+        timer = OpTimer(clock_of(where), tracker)
+        with tracker.on(model), around_compiled(model, timer.opaque_region):
             timer.switch_on()
             try:
-                one_step()
+                one_step(timer.enter)
             finally:
                 timer.switch_off()
-        if timer.names != names:
-            return None
-        runs.append(timer.durations_s())
-    return [float(value) for value in np.median(np.array(runs), axis=0)] if runs else None
+        what, difference = _first_difference(wanted, timer.ops)
+        if what:
+            differences.setdefault(what, difference)
+        if what != "ops":
+            runs.append(timer.durations_s())
+    durations_s = [float(value) for value in np.median(np.array(runs), axis=0)] if runs else None
+    return OpTimes(durations_s, _note(differences, len(runs), iterations))
+
+
+def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:
+    """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
+    for what in ("ops", "shapes"):
+        for index, (one, other) in enumerate(zip_longest(wanted, found)):
+            if (
+                one is None
+                or other is None
+                or (one if what == "shapes" else (one.name, one.layer))
+                != (other if what == "shapes" else (other.name, other.layer))
+            ):
+                return what, f"op {index}: {one or 'no op'}, then {other or 'no op'}"
+    return "", ""
+
+
+def _note(differences: dict[str, str], used: int, iterations: int) -> str:
+    if "ops" in differences:
+        of = f"of {used} of {iterations} timed steps" if used else "of the captured step alone"
+        return f"steps differ in the ops they dispatch, first at {differences['ops']}; op durations are {of}"
+    if "shapes" in differences:
+        return f"steps differ in shapes, first at {differences['shapes']}; op durations are medians over such steps"
+    return ""
 
 
 def reconcile(

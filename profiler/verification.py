@@ -28,7 +28,10 @@ from ..runtime.storages import static_keys
 from .schema import PointKind, Profile
 
 MOST_ROUNDS = 5
+MOST_TRIES = 3
+"""Steps until one follows the profile."""
 DIFFERS = "its replay gave other bits when it was tried"
+UNVERIFIED = "its replay could not be verified: steps differ in what they save"
 
 
 class VerifyingEngine(Engine):
@@ -40,6 +43,10 @@ class VerifyingEngine(Engine):
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
         """Save points of values whose replay gave other bits."""
+        self.verified: set[int] = set()
+        """Save points of values whose replay gave the same bits."""
+        self.parting = ""
+        """Where and how the step left its own profile; empty while it has not."""
         self._copies: dict[int, torch.UntypedStorage] = {}
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
@@ -61,9 +68,15 @@ class VerifyingEngine(Engine):
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
         wanted = self._copies.pop(index)
-        if not torch.equal(_bytes(wanted), _bytes(found)):
+        if torch.equal(_bytes(wanted), _bytes(found)):
+            self.verified.add(index)
+        else:
             self.differing.add(index)
             found.copy_(wanted)  # or what is replayed from it would differ too
+
+    def _go_astray(self, reason: str, what: str = "") -> None:
+        self.parting = reason
+        super()._go_astray(reason, what)
 
 
 def _refusal(entry: Entry, slot: Slot) -> str:
@@ -85,18 +98,32 @@ def verify(
 
     Runs one step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture.
-    When the step does not follow its own profile nothing can be told, and a note says so.
+    A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
+    step has verified is not recomputed. A note says where steps part.
     """
+    parting = ""
     for remaining in reversed(range(MOST_ROUNDS)):
-        engine = _try_all(profile, model, one_step, spill_dir)
-        if engine.has_left_the_plan:
-            note = "two steps differ in what they save: replays could not be verified"
-            return msgspec.structs.replace(profile, notes=(*profile.notes, note))
-        differing = sorted(engine.differing)[: None if remaining == 0 else 1]
+        verified: set[int] = set()
+        for _ in range(MOST_TRIES):
+            engine = _try_all(profile, model, one_step, spill_dir)
+            parting = parting or engine.parting
+            verified |= engine.verified
+            if not engine.has_left_the_plan:
+                break
+        left = engine.has_left_the_plan
+        differing = sorted(engine.differing)[: None if remaining == 0 or left else 1]
         profile = _marked(profile, engine.refused | dict.fromkeys(differing, DIFFERS))
-        if not differing:
+        if left:
+            profile = _marked(profile, dict.fromkeys(_recomputed(profile) - verified, UNVERIFIED))
+        if left or not differing:
             break
-    return profile
+    if not parting:
+        return profile
+    note = (
+        f"steps differ in what they save, first at {parting}; a step that is not the captured one swaps all from there"
+    )
+    notes = (*profile.notes, note + ("; what was not verified is not recomputed" if left else ""))
+    return msgspec.structs.replace(profile, notes=notes)
 
 
 def _try_all(
@@ -140,6 +167,12 @@ def _quietly(engine: Engine, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _recomputed(profile: Profile) -> set[int]:
+    """Save points of the values that :func:`_recompute_all` recomputes."""
+    planned = _recompute_all(profile).values
+    return {index for index, value in enumerate(planned) if value.decision is Decision.RECOMPUTE}
 
 
 def _recompute_all(profile: Profile) -> Plan:
