@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,38 +14,41 @@ import torch
 from ..errors import SpillError
 from ..runtime.device import Device
 from ..runtime.devices import open_device
+from ..runtime.spill import choose_spill_dir
 from ..runtime.transfers import Copy, copy_in, copy_out
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from .schema import Link, LinkDirection
 
 SIZES_BYTES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)
 CUDA_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
+CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
+"""64 KiB to 1 GiB, for a full curve."""
 _REPEATS = 5
+_LONGEST_FIRST_WRITE_S = 5.0
 
 
 def measure_link(
-    where: torch.device, directory: str | Path | None = None, throttle_bytes_per_s: float | None = None
+    where: torch.device,
+    directory: str | Path | None = None,
+    throttle_bytes_per_s: float | None = None,
+    sizes: tuple[int, ...] = (),
 ) -> Link:
     """The link of the device ``where``: on the CPU process memory to a spill file in ``directory`` and back, on CUDA
     device memory to pinned host memory and back.
 
-    The host tier is written once before, as the runtime does. With a throttle the largest size is cut so that one copy
-    takes at most a quarter of a second.
+    The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending; the largest are left out
+    where one copy would take more than a quarter of a second under the throttle, where the test's two places would take
+    more than half of what is free on the disk, and after one whose first write took seconds.
 
-    Raises ``SpillError`` when the directory cannot be used or the host tier has no room.
+    Raises ``SpillError`` when the directory cannot be used, or has no room or is too slow for the smallest size.
     """
     device = open_device(where, directory, throttle_bytes_per_s)
     try:
-        sizes: tuple[int, ...] = SIZES_BYTES if where.type == "cpu" else CUDA_SIZES_BYTES
-        sizes = tuple(size for size in sizes if not throttle_bytes_per_s or size <= throttle_bytes_per_s / 4)
-        sizes = sizes or (SIZES_BYTES[0],)
-        try:
-            device.reserve_host(2 * sizes[-1])
-        except OSError as error:
-            raise SpillError(
-                f"link test: expected room for {format_bytes(2 * sizes[-1])} in the host tier, found none "
-                f"({error.strerror}); free space, or name another spill directory"
-            ) from None
+        sizes = sizes or (SIZES_BYTES if where.type == "cpu" else CUDA_SIZES_BYTES)
+        sizes = tuple(x for x in sizes if not throttle_bytes_per_s or x <= throttle_bytes_per_s / 4) or sizes[:1]
+        if where.type == "cpu":
+            sizes = _that_fit(sizes, choose_spill_dir(directory))
+        sizes = _written_once(device, sizes)
         out = _curve(copy_out, device, sizes)
         back = _curve(copy_in, device, sizes)
         return Link(
@@ -58,6 +62,46 @@ def measure_link(
         )
     finally:
         device.close()
+
+
+def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
+    free_bytes = shutil.disk_usage(directory).free
+    fitting = tuple(size for size in sizes if 4 * size <= free_bytes)
+    if not fitting:
+        raise SpillError(
+            f"link test: expected {format_bytes(4 * sizes[0])} free in {directory}, found {format_bytes(free_bytes)}; "
+            "free space, or name another spill directory"
+        )
+    return fitting
+
+
+def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes for whose two places there is room and patience, which have then been written once."""
+    if device.kind != "cpu":
+        device.reserve_host(2 * sizes[-1])
+        return sizes
+    written: list[int] = []
+    for size in sizes:
+        start_s = time.perf_counter()
+        try:
+            device.reserve_host(2 * size)
+        except OSError as error:
+            if written:
+                break
+            raise SpillError(
+                f"link test: expected room for {format_bytes(2 * size)} in the host tier, found none "
+                f"({error.strerror}); free space, or name another spill directory"
+            ) from None
+        took_s = time.perf_counter() - start_s
+        if took_s > _LONGEST_FIRST_WRITE_S and not written:
+            raise SpillError(
+                f"link test: expected a disk that takes {format_bytes(2 * size)} within {_LONGEST_FIRST_WRITE_S:g} s, "
+                f"found one that took {format_seconds(took_s)}; name a spill directory on a faster disk"
+            )
+        written.append(size)
+        if took_s > _LONGEST_FIRST_WRITE_S:
+            break
+    return tuple(written)
 
 
 CopyCall = Callable[[Device, torch.UntypedStorage, int], Copy]

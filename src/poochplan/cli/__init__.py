@@ -17,12 +17,13 @@ from typing import NoReturn, TextIO
 from .. import __version__
 from ..errors import PoochError, UsageError
 from .base import Verb
+from .link import LinkVerb
 from .plan import PlanVerb
 from .profile import ProfileVerb
 from .run import RunVerb
 from .sweep import SweepVerb
 
-VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb)
+VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb)
 _EXAMPLES = """\
 examples:
   pooch profile configs/unet3d.toml -o profile.json

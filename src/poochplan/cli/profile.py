@@ -68,6 +68,9 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s, here and when run"
         )
+        parser.add_argument(
+            "--cached-link", action="store_true", help="take the link that `pooch link` has measured, if it has"
+        )
         parser.add_argument("--accumulate", action="store_true", help="gradients of the step before stay in forward")
         parser.add_argument(
             "--top",
@@ -106,6 +109,8 @@ class ProfileVerb(Verb):
             for name, value in (("--throttle", options.throttle), ("--spill-dir", options.spill_dir)):
                 if value is not None:
                     raise UsageError(f"{name}: mode fake moves no bytes, its link is the roofline's; drop {name}")
+            if options.cached_link:
+                raise UsageError("--cached-link: mode fake takes the roofline's link; drop --cached-link")
             from ..profiler.roofline import parse_roofline
 
             parse_roofline(options.roofline)
@@ -121,10 +126,19 @@ class ProfileVerb(Verb):
             return load(self.options)
 
     def _measure(self, loaded: LoadedWorkload, throttle: float | None) -> Profile:
+        import torch
+
         from ..profiler.profiling import profile
 
         options, workload = self.options, loaded.workload
         with self.progress(f"profiling {loaded.name}") as say:
+            link = None
+            if options.cached_link:
+                from ..profiler.link_cache import cached_link
+
+                say("the link")
+                where = next((parameter.device for parameter in workload.model.parameters()), torch.device("cpu"))
+                link, _ = cached_link(where, options.spill_dir, throttle)
             return profile(
                 workload.step,
                 model=workload.model,
@@ -137,6 +151,7 @@ class ProfileVerb(Verb):
                 roofline=options.roofline,
                 spill_dir=options.spill_dir,
                 throttle=throttle,
+                link=link,
                 progress=say,
             )
 

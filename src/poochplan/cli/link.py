@@ -1,0 +1,84 @@
+"""``pooch link``: measures the link between device and host tier, and keeps it for ``pooch profile --cached-link``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..units import format_bytes, format_rate, format_seconds, parse_rate
+from .base import Verb
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..profiler.schema import Link
+
+
+class LinkVerb(Verb):
+    """Copies buffers of several sizes in both directions and shows how long that takes."""
+
+    name = "link"
+    summary = "measure the link between device and host tier"
+    description = (
+        "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute. On the CPU device the "
+        "host tier is a spill file, which is written once before. The result is kept in the user's cache folder, by "
+        "device, disk, throttle and torch version, and is shown from there the next time."
+    )
+    examples = """\
+  pooch link
+  pooch link --spill-dir /scratch --refresh
+  pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument("--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s")
+        parser.add_argument("--refresh", action="store_true", help="measure again what is in the cache")
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
+        import msgspec
+
+        from ..profiler.link_cache import cache_path, cached_link
+        from ..report.tables import frame_table, summary_table
+        from ..runtime.devices import usable_device
+
+        where = usable_device(options.device)
+        if where.type != "cpu" and throttle is not None:
+            raise UsageError(f"--throttle: copies of {where} are not held to a rate; leave it out")
+        with self.progress("measuring the link"):
+            link, was_cached = cached_link(where, options.spill_dir, throttle, refresh=options.refresh)
+        source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"
+        self.show(summary_table(f"Link ({link.name}), {source}", _rows(link)))
+        headings = {"out_s": "out", "out_rate": "out GB/s", "in_s": "in", "in_rate": "in GB/s"}
+        self.show(frame_table("Copies alone, medians", _curve_frame(link), headings))
+        data: dict[str, Any] = msgspec.to_builtins(link)
+        return data | {"cached": was_cached}
+
+
+def _rows(link: Link) -> dict[str, str]:
+    ways = {"out": link.outward, "in": link.inward}
+    held = {"held to": format_rate(link.throttle_bytes_per_s)} if link.throttle_bytes_per_s else {}
+    return {
+        name: f"{format_rate(way.bandwidth_bytes_per_s)} after {format_seconds(way.latency_s)}"
+        for name, way in ways.items()
+    } | {
+        "both at once": f"each keeps {link.duplex:.0%} of its rate",
+        "compute beside copies": f"{link.interference_out:+.0%} time beside copies out, {link.interference_in:+.0%} in",
+        **held,
+    }
+
+
+def _curve_frame(link: Link) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = {
+        format_bytes(size): (out_s, size / out_s / 1e9, in_s, size / in_s / 1e9)
+        for (size, out_s), (_, in_s) in zip(link.outward.curve, link.inward.curve, strict=True)
+    }
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["out_s", "out_rate", "in_s", "in_rate"])
+    return frame.rename_axis("size")

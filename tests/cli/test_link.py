@@ -1,0 +1,102 @@
+"""``pooch link`` shows what was measured, keeps it, and no state of the cache is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from poochplan.errors import SpillError
+from poochplan.profiler import link_cache
+from poochplan.profiler.link import CURVE_SIZES_BYTES, measure_link
+from poochplan.profiler.link_cache import cache_path, link_key
+from poochplan.profiler.schema import Profile
+
+Pooch = Any
+RATE = ("--throttle", "50MB/s")
+SIZES = (64 << 10, 256 << 10)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_path() == tmp_path / "cache" / "poochplan" / "links.json"
+    monkeypatch.setattr(link_cache, "CURVE_SIZES_BYTES", SIZES)
+    return cache_path()
+
+
+def test_the_link_is_shown_measured_once_and_measured_again_when_asked(pooch: Pooch, cache: Path) -> None:
+    first = pooch("link", *RATE)
+    assert (first.code, first.err) == (0, "")
+    for text in ("Link (spill), measured now", "held to", "both at once", "compute beside copies", "64.0 KiB"):
+        assert text in first.out
+    before = cache.read_bytes()
+    second = json.loads(pooch("link", *RATE, "--json").out)
+    assert second["cached"] is True
+    assert [size for size, _ in second["outward"]["curve"]] == list(SIZES)
+    assert cache.read_bytes() == before
+    assert json.loads(pooch("link", *RATE, "--json", "--refresh").out)["cached"] is False
+    assert cache.read_bytes() != before
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1, "links": 3}', '{"version": 99, "links": {}}', "\x00"])
+def test_a_broken_cache_is_measured_anew(pooch: Pooch, cache: Path, content: str) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text(content)
+    assert json.loads(pooch("link", *RATE, "--json").out)["cached"] is False
+    assert list(json.loads(cache.read_bytes())["links"]) == [link_key(torch.device("cpu"), None, 50e6)]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(pooch: Pooch, cache: Path) -> None:
+    cache.parent.parent.write_text("a file where the folder should be")
+    assert json.loads(pooch("link", *RATE, "--json").out)["cached"] is False
+
+
+def test_the_profile_takes_the_cached_link(pooch: Pooch, workloads: Path, cache: Path) -> None:
+    target = f"{workloads}:small"
+    shown = json.loads(pooch("link", *RATE, "--json").out)
+    options = (*RATE, "--iterations", "1", "--cached-link", "-o", "p.json")
+    assert pooch("profile", target, *options).code == 0
+    link = Profile.load("p.json").link
+    assert link.outward.bandwidth_bytes_per_s == shown["outward"]["bandwidth_bytes_per_s"]
+    assert link.throttle_bytes_per_s == 50e6
+    result = pooch("profile", target, "--mode", "fake", "--roofline", "v100", "--cached-link")
+    assert result.code == 2
+    assert result.error == "--cached-link: mode fake takes the roofline's link; drop --cached-link"
+
+
+def test_another_throttle_or_torch_is_another_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    keys = {link_key(cpu, None, None), link_key(cpu, None, 50e6)}
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert len(keys | {link_key(cpu, None, None)}) == 3
+
+
+def test_the_largest_sizes_are_left_out_where_the_disk_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 5 << 20))
+    link = measure_link(torch.device("cpu"), tmp_path, None, CURVE_SIZES_BYTES)
+    assert [size for size, _ in link.inward.curve] == [64 << 10, 256 << 10, 1 << 20]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
+    with pytest.raises(SpillError, match=r"expected 256 KiB free in .*, found 1000 B; free space, or name another"):
+        measure_link(torch.device("cpu"), tmp_path, None, CURVE_SIZES_BYTES)
+
+
+def test_the_largest_sizes_are_left_out_under_a_throttle(tmp_path: Path) -> None:
+    link = measure_link(torch.device("cpu"), tmp_path, 2e6, CURVE_SIZES_BYTES)
+    assert [size for size, _ in link.outward.curve] == [64 << 10, 256 << 10]
+
+
+def test_a_disk_that_is_too_slow_is_one_clear_error(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poochplan.profiler.link._LONGEST_FIRST_WRITE_S", 0.0)
+    result = pooch("link", *RATE)
+    assert result.code == 1
+    assert "expected a disk that takes 128 KiB within 0 s" in result.error
+    assert "name a spill directory on a faster disk" in result.error
