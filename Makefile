@@ -1,12 +1,15 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test quick lint format types notebooks demo clean
+.PHONY: help setup test quick lint format types notebooks demo gpu-suite clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-output
+OUT ?= gpu-output
+# The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
+GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -17,7 +20,7 @@ export MPLBACKEND := Agg
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv and install poochplan with everything it needs (again only when the pins change)
 
@@ -64,6 +67,9 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 	$(BIN)/pooch plan $(DEMO)/profile.json --budget 60% -o $(DEMO)/plan.json --force
 	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check \
 		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
+
+gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=folder, under 10 minutes, nothing installed
+	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) benchmarks/gpu_suite.py --out $(OUT) $(GPU_ARGS)
 
 clean:  ## Remove .venv, the demo's output and all caches
 	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -29,7 +29,7 @@ def _commit() -> str:
         commit = _git(here, "rev-parse", "--short", "HEAD")
         return commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("POOCH_COMMIT", "unknown")  # a copy without its history is told
 
 
 def _git(folder: Path, *command: str) -> str:

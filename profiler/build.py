@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from .capture import Capture, CapturedOp, CapturedValue
-from .schema import Handle, Kind, Op, Phase, Point, PointKind, Value
+from .schema import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
 
 
 def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
@@ -29,6 +29,7 @@ def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
             writes=tuple(op.writes),
             random=op.random,
             opaque=opaque(op),
+            workspace_bytes=op.workspace_bytes,
         )
         for op, duration_s in zip(capture.ops, durations_s, strict=True)
     )
@@ -76,14 +77,18 @@ def build_points(capture: Capture) -> tuple[Point, ...]:
     return tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in capture.points)
 
 
-def live_bytes(values: tuple[Value, ...], op_ticks: tuple[int, ...], tick_count: int, unit_bytes: int) -> np.ndarray:
-    """Bytes live at each tick of the in-core step, each value rounded up to ``unit_bytes``; int64, (tick_count,)."""
-    change = np.zeros(tick_count + 1, dtype=np.int64)
-    for value in values:
-        size_bytes = -(-value.size_bytes // unit_bytes) * unit_bytes
-        change[op_ticks[value.born] if value.born >= 0 else 0] += size_bytes
+def live_bytes(profile: Profile) -> np.ndarray:
+    """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,)."""
+    ticks = profile.op_ticks
+    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
+    for value in profile.values:
+        size_bytes = profile.rounded_bytes(value.size_bytes)
+        change[ticks[value.born] if value.born >= 0 else 0] += size_bytes
         change[value.freed + 1] -= size_bytes
-    return np.cumsum(change[:-1])
+    live = np.cumsum(change[:-1])
+    for op, tick in zip(profile.ops, ticks, strict=True):
+        live[tick] += profile.rounded_bytes(op.workspace_bytes)
+    return live
 
 
 def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tuple[Value, ...]) -> str:

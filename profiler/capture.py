@@ -8,7 +8,6 @@ during capture is about that of the in-core step.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,8 @@ from ..runtime.modes import ToggledMode, around_compiled, before_forward, uncomp
 from ..runtime.operators import covers_storage, traits
 from ..runtime.recorder import statistics_of, written_tensors
 from ..runtime.signature import input_signature
-from ..runtime.storages import Geometry, has_storage, is_plain, storage_key
+from ..runtime.storages import Geometry, has_storage, is_host_scalar, is_plain, storage_key
+from .clock import clock_of, workspace_of
 from .layers import LayerTracker
 from .schema import Phase, PointKind
 
@@ -42,6 +42,7 @@ class CapturedOp:
         "phase",
         "random",
         "uninitialised",
+        "workspace_bytes",
         "writes",
     )
 
@@ -50,6 +51,7 @@ class CapturedOp:
         self.layer = layer
         self.phase = phase
         self.duration_s = 0.0
+        self.workspace_bytes = 0
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.writes: list[int] = []
@@ -143,6 +145,10 @@ class Capture(ToggledMode):
         self._clone_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
+        self._clock = clock_of(torch.device(device_type))
+        self._workspace = workspace_of(torch.device(device_type))
+        self._marks: list[tuple[CapturedOp, Any, Any]] = []
+        """Each op, between its two marks."""
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
@@ -158,6 +164,13 @@ class Capture(ToggledMode):
                 yield self
             finally:
                 self.switch_off()
+                self._read_clock()
+
+    def _read_clock(self) -> None:
+        self._clock.synchronize()
+        for op, begin, end in self._marks:
+            op.duration_s = self._clock.seconds(begin, end)
+        self._marks.clear()
 
     @property
     def last_tick(self) -> int:
@@ -187,7 +200,7 @@ class Capture(ToggledMode):
         op.random = facts.random
         statistics = list(statistics_of(facts, args).values())
         foreign = [tensor for tensor in statistics if storage_key(tensor) not in self._static]
-        op.opaque = not facts.trusted or any(not is_plain(leaf, self.device_type) for leaf in leaves) or bool(foreign)
+        op.opaque = not facts.trusted or bool(foreign) or not all(map(self._can_be_recorded, leaves))
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:
             op.inputs = []  # they give it a shape, and a replay knows that
@@ -196,16 +209,22 @@ class Capture(ToggledMode):
         # A replay gives the op throw-away statistics, so that these are no part of what it writes.
         declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
         op.writes = self._writes([*declared, *foreign])
-        outputs, op.duration_s = self._run(func, args, kwargs)
+        outputs = self._run(op, func, args, kwargs)
         self._born(op, outputs)
         self.ops.append(op)
         return outputs
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """The op's result and its seconds."""
-        start_s = time.perf_counter()
+    def _can_be_recorded(self, tensor: torch.Tensor) -> bool:
+        return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
+
+    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op's result; notes what it took."""
+        self._workspace.begin()
+        begin = self._clock.begin()
         outputs = func(*args, **kwargs)
-        return outputs, time.perf_counter() - start_s
+        self._marks.append((op, begin, self._clock.end()))
+        op.workspace_bytes = self._workspace.taken_bytes()
+        return outputs
 
     def _writes(self, written: list[torch.Tensor]) -> list[int]:
         values = list(
@@ -255,10 +274,8 @@ class Capture(ToggledMode):
             )
             before = [(x, x._version) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)]
             self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
-            start_s = time.perf_counter()
             with self.away():
-                outputs = call(*args, **kwargs)
-            op.duration_s = time.perf_counter() - start_s
+                outputs = self._run(op, call, args, kwargs)
             op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if x._version != version))
             self._pin_saved(op.writes)
             for output in pytree.tree_leaves(outputs):

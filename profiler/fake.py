@@ -34,7 +34,7 @@ from ..errors import StepError
 from ..runtime.modes import compiled_modules
 from ..runtime.operators import traits
 from ..runtime.storages import FakeMemory, Geometry
-from .capture import Capture
+from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
 from .roofline import Roofline, op_seconds
@@ -87,9 +87,10 @@ class FakeCapture(Capture):
         self._mode = mode
         self._roofline = roofline
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)
-        return outputs, op_seconds(self._roofline, func, args, kwargs, outputs)
+        op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
+        return outputs
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return torch.UntypedStorage(storage.nbytes(), device="meta")  # nothing to copy

@@ -15,10 +15,11 @@ import torch
 @contextlib.contextmanager
 def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Restores, after the block and on every path out of it: parameters, gradients, buffers, training flags, optimizer
-    state and groups, and the generators of torch, numpy and Python. Tensors keep their identity and storage.
+    state and groups, and the generators of torch, numpy and Python. Tensors keep their identity and storage. What they
+    held is kept in host memory, so that the device holds what it holds in training.
     """
     tensors = [_kept(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    gradients = [(p, p.grad, None if p.grad is None else _on_host(p.grad)) for p in model.parameters()]
     modules = [(module, dict(module._buffers), module.training) for module in model.modules()]
     optimizer_state = _optimizer_state(optimizer) if optimizer is not None else None
     generators = _generator_states()
@@ -41,20 +42,24 @@ def preserved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         _restore_generators(generators)
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _kept(tensor: torch.Tensor) -> Callable[[], object]:
     """A call that puts the tensor's content back. By storage, since elements of an expanded buffer overlap."""
     if tensor.layout is not torch.strided or tensor.is_nested:
-        content = tensor.detach().clone()
+        content = _on_host(tensor)
         return lambda: tensor.data.copy_(content)
     storage = tensor.untyped_storage()
-    saved = storage.clone()
+    saved = storage.clone() if storage.device.type == "cpu" else storage.cpu()
     return lambda: storage.copy_(saved)
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     state = {
         parameter: {
-            name: (value, value.detach().clone()) if isinstance(value, torch.Tensor) else (None, copy.deepcopy(value))
+            name: (value, _on_host(value)) if isinstance(value, torch.Tensor) else (None, copy.deepcopy(value))
             for name, value in entries.items()
         }
         for parameter, entries in optimizer.state.items()
@@ -81,7 +86,7 @@ def _restore_optimizer(
 
 
 def _generator_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 

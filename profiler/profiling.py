@@ -16,18 +16,20 @@ import torch
 
 from ..errors import StepError, UsageError
 from ..runtime.allocator import give_freed_memory_back
+from ..runtime.devices import model_device
 from ..runtime.signature import model_signature
 from ..runtime.storages import has_storage, static_keys
 from ..units import parse_rate
 from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
 from .capture import Capture
+from .clock import Clock, clock_of, current, library_bytes
 from .fake import FakeCapture, faked
 from .layers import LayerTracker
 from .link import measure_link
 from .preserve import preserved
 from .presets import preset_link
 from .roofline import DEVICES, Roofline, parse_roofline
-from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
+from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 from .timing import PhaseSeconds, reconcile, time_ops
 from .verification import verify
 
@@ -39,7 +41,7 @@ def profile(
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     mode: Literal["run", "fake"] = "run",
     roofline: str | None = None,
     workload: str = "",
@@ -58,7 +60,7 @@ def profile(
     step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer.
     model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
-    device: ``"cpu"``.
+    device: ``"cpu"`` or ``"cuda"``, where the model is; by default the one on which its parameters are.
     mode: ``"run"`` measures the real step; ``"fake"`` runs it without memory and without data, so that a step that fits
         nowhere can be planned. Then ``roofline`` gives the durations and the link, nothing is verified, and
         ``iterations``, ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
@@ -69,7 +71,7 @@ def profile(
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
     accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
     spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
-        direction is held to, here and later in the session.
+        direction is held to, here and later in the session; for the CPU device.
     link: take this link as measured instead of measuring it.
     progress: called with a line of text at each stage.
 
@@ -78,20 +80,20 @@ def profile(
     Raises
     ------
     StepError
-        ``step`` returns no scalar that requires gradients, calls backward itself, or the model is on another device;
+        ``step`` returns no scalar that requires gradients, or calls backward itself;
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
-        A parameter is not what it should be.
+        An argument is not what it should be, the model is not on the device, or there is no such device.
     SpillError
         The spill directory cannot be used.
     """
-    _check(model, device, iterations, warmup)
-    _check_mode(mode, roofline)
+    where = _check(model, device, iterations, warmup)
+    _check_mode(mode, roofline, where, throttle)
     say = progress or (lambda _: None)
     if mode == "fake":
         assert roofline is not None  # checked
         return _profile_fake(
-            _Runner(step, model, optimizer, accumulate),
+            _Runner(step, model, optimizer, accumulate, clock_of(where)),
             parse_roofline(roofline),
             workload=workload,
             warmup=warmup,
@@ -99,22 +101,23 @@ def profile(
             say=say,
         )
     throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
-    give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
-    runner = _Runner(step, model, optimizer, accumulate)
-    if link is None:
-        say("measuring the link")
-        link = measure_link(torch.device(device), spill_dir, throttle_bytes_per_s)
-    with preserved(model, optimizer):
+    if where.type == "cpu":
+        give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
+    runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
+    with preserved(model, optimizer), current(where):
+        if link is None:
+            say("measuring the link")
+            link = measure_link(where, spill_dir, throttle_bytes_per_s)
         say(f"warming up ({max(1, warmup)} steps)")
         for _ in range(max(1, warmup)):
             runner.one_step()
         say(f"timing {iterations} steps")
         measured = [runner.one_step() for _ in range(iterations)]
         say("capturing one step")
-        capture, kinds = _capture(runner, Capture(device, LayerTracker(), static_keys(model, device)))
+        capture, kinds = _capture(runner, Capture(where.type, LayerTracker(), static_keys(model, where.type)))
         say(f"timing {len(capture.ops)} ops over {iterations} steps")
         names = [op.name for op in capture.ops]
-        durations_s = time_ops(model, runner.one_step, names, iterations)
+        durations_s = time_ops(model, where, runner.one_step, names, iterations)
         notes = _notes(model)
         if durations_s is None:
             notes.append("steps differ in the ops they dispatch: op durations are of the captured step alone")
@@ -128,7 +131,8 @@ def profile(
             link=link,
             workload=workload,
             mode="run",
-            device=_device(),
+            device=_device(where),
+            library_bytes=library_bytes(where),
             notes=notes,
             accumulate=accumulate,
         )
@@ -184,11 +188,13 @@ class _Runner:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         accumulate: bool,
+        clock: Clock,
     ) -> None:
         self.step = step
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
+        self._clock = clock
         self.loss: torch.Tensor | None = None
         """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
 
@@ -197,41 +203,45 @@ class _Runner:
         if not self.accumulate:
             for parameter in self.model.parameters():
                 parameter.grad = None
-        times_s = [time.perf_counter()]
+        times_s = [self._time_s()]
         enter(Phase.FORWARD)
         self.loss = checked_loss(self.step())
-        times_s.append(time.perf_counter())
+        times_s.append(self._time_s())
         enter(Phase.BACKWARD)
         self.loss.backward()
-        times_s.append(time.perf_counter())
+        times_s.append(self._time_s())
         enter(Phase.OPTIMIZER)
         if self.optimizer is not None:
             self.optimizer.step()
-        times_s.append(time.perf_counter())
+        times_s.append(self._time_s())
         return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
 
+    def _time_s(self) -> float:
+        """Now, with all that was queued behind us."""
+        self._clock.synchronize()
+        return time.perf_counter()
 
-def _check(model: torch.nn.Module, device: str, iterations: int, warmup: int) -> None:
-    if device != "cpu":
-        raise UsageError(f'device: this release profiles on "cpu", found {device!r}')
+
+def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: int) -> torch.device:
+    """Where the model is; raises what :func:`profile` says."""
     if iterations < 1 or warmup < 0:
         raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != device:
-            raise StepError(
-                f"model: expected every parameter on {device}, found {name} on {parameter.device}; move the model there"
-            )
+    return model_device(model, device or next(model.parameters()).device.type)
 
 
-def _check_mode(mode: str, roofline: str | None) -> None:
+def _check_mode(mode: str, roofline: str | None, where: torch.device, throttle: str | float | None) -> None:
     if mode not in ("run", "fake"):
         raise UsageError(f'mode: expected "run" or "fake", found {mode!r}')
     if mode == "fake" and roofline is None:
         raise UsageError(f'roofline: mode "fake" needs one of {", ".join(DEVICES)}, or FLOPS,BYTES such as 50e12,2e12')
     if mode == "run" and roofline is not None:
         raise UsageError('roofline: mode "run" measures durations and takes none; drop it, or ask for mode "fake"')
+    if mode == "fake" and where.type != "cpu":
+        raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
+    if throttle is not None and where.type != "cpu":
+        raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
@@ -304,18 +314,23 @@ def _assemble(
     device: Device,
     notes: list[str],
     accumulate: bool,
+    library_bytes: int = 0,
 ) -> Profile:
     durations_s, times = reconcile([op.phase for op in capture.ops], durations_s, measured)
     ops, points = build_ops(capture, durations_s), build_points(capture)
-    values = build_values(capture, kinds, len(ops) + len(points) - 1)
+    last_tick = len(ops) + len(points) - 1
+    values = build_values(capture, kinds, last_tick)
+    fingerprint = ops_fingerprint(ops, points, values)
+    if library_bytes:
+        values = (*values, _library_value(library_bytes, last_tick))
     draft = Profile(
         workload=workload or type(model).__name__,
         mode=mode,
         device=device,
-        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        versions=_versions(device),
         model=model_signature(model),
         inputs=capture.inputs or (),
-        ops_fingerprint=ops_fingerprint(ops, points, values),
+        ops_fingerprint=fingerprint,
         times=times,
         in_core_peak_bytes=0,
         in_core_peak_layer="",
@@ -332,7 +347,7 @@ def _assemble(
 
 
 def _with_peak(draft: Profile) -> Profile:
-    curve = live_bytes(draft.values, draft.op_ticks, draft.tick_count, ALLOCATION_UNIT_BYTES)
+    curve = live_bytes(draft)
     peak_tick = int(np.argmax(curve))
     peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
     return msgspec.structs.replace(
@@ -350,7 +365,32 @@ def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
     }
 
 
-def _device() -> Device:
+def _library_value(size_bytes: int, last_tick: int) -> Value:
+    """What cuBLAS holds all step long: part of every peak, and nobody's to decide about."""
+    return Value(
+        name="before/cublas",
+        layer="",
+        kind=Kind.INPUT,
+        size_bytes=size_bytes,
+        dtype="uint8",
+        shape=(size_bytes,),
+        born=-1,
+        forward_death=last_tick,
+        freed=last_tick,
+    )
+
+
+def _versions(device: Device) -> dict[str, str]:
+    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+    if device.kind == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return versions
+
+
+def _device(where: torch.device) -> Device:
+    if where.type == "cuda":
+        facts = torch.cuda.get_device_properties(where)
+        return Device(kind="cuda", name=facts.name, memory_bytes=facts.total_memory)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         kind="cpu",

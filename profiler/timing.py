@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from ..runtime.modes import ToggledMode, around_compiled
 from ..runtime.operators import traits
 from .capture import COMPILED_REGION
+from .clock import Clock, clock_of
 from .schema import Phase, StepTimes
 
 PhaseSeconds = dict[Phase, float]
@@ -21,42 +21,45 @@ PhaseSeconds = dict[Phase, float]
 class OpTimer(ToggledMode):
     """Seconds of each op (pure views left out, as in the capture), in order of dispatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.durations_s: list[float] = []
+        self._clock = clock
+        self._marks: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view:
             return func(*args, **(kwargs or {}))
-        start_s = time.perf_counter()
-        outputs = func(*args, **(kwargs or {}))
-        self.durations_s.append(time.perf_counter() - start_s)
-        self.names.append(facts.name)
-        return outputs
+        return self._timed(facts.name, func, args, kwargs or {})
 
     def opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def region(*args: Any, **kwargs: Any) -> Any:
-            self.names.append(COMPILED_REGION)
-            self.durations_s.append(0.0)
-            position = len(self.names) - 1
             with self.away():
-                start_s = time.perf_counter()
-                outputs = call(*args, **kwargs)
-                self.durations_s[position] = time.perf_counter() - start_s
-            return outputs
+                return self._timed(COMPILED_REGION, call, args, kwargs)
 
         return region
 
+    def _timed(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        begin = self._clock.begin()
+        outputs = call(*args, **kwargs)
+        self._marks.append((begin, self._clock.end()))
+        self.names.append(name)
+        return outputs
+
+    def durations_s(self) -> list[float]:
+        """Seconds of each op so far."""
+        self._clock.synchronize()
+        return [self._clock.seconds(begin, end) for begin, end in self._marks]
+
 
 def time_ops(
-    model: torch.nn.Module, one_step: Callable[[], PhaseSeconds], names: list[str], iterations: int
+    model: torch.nn.Module, where: torch.device, one_step: Callable[[], PhaseSeconds], names: list[str], iterations: int
 ) -> list[float] | None:
     """Median seconds of each op over ``iterations`` steps; None when a step dispatched other ops than ``names``."""
     runs: list[list[float]] = []
     for _ in range(iterations):
-        timer = OpTimer()
+        timer = OpTimer(clock_of(where))
         with around_compiled(model, timer.opaque_region):
             timer.switch_on()
             try:
@@ -65,7 +68,7 @@ def time_ops(
                 timer.switch_off()
         if timer.names != names:
             return None
-        runs.append(timer.durations_s)
+        runs.append(timer.durations_s())
     return [float(value) for value in np.median(np.array(runs), axis=0)] if runs else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -40,6 +40,21 @@ class CudaStream:
         return 0.0
 
 
+@dataclass(frozen=True)
+class ComputeStream(CudaStream):
+    """One of the user's streams. What it waits for all of them wait for: a buffer that is let go returns to the stream
+    it was allocated on, which need not be the one that lets it go.
+    """
+
+    seen: set[torch.cuda.Stream] = field(compare=False)
+
+    def wait(self, event: Event) -> float:
+        assert isinstance(event, CudaEvent)
+        for stream in tuple(self.seen):
+            stream.wait_event(event.event)
+        return 0.0
+
+
 class CudaCopy:
     """One queued copy; ``error`` when there was no host memory for it."""
 
@@ -66,13 +81,13 @@ class CudaDevice:
         self._cupy = cupy_or_none()
         self._slab: PinnedMemory | None = None
         self._pieces: dict[int, PinnedMemory] = {}
-        self._seen: set[CudaStream] = set()
+        self._seen: set[torch.cuda.Stream] = set()
 
     @property
-    def compute(self) -> CudaStream:
-        stream = CudaStream(torch.cuda.current_stream(self.where))
+    def compute(self) -> ComputeStream:
+        stream = torch.cuda.current_stream(self.where)
         self._seen.add(stream)
-        return stream
+        return ComputeStream(stream, self._seen)
 
     # -- storages and copies ----------------------------------------------------------------------------------
 
@@ -89,6 +104,9 @@ class CudaDevice:
             memory, offset = self._place(host_offset, storage.nbytes())
         except OSError as error:
             return CudaCopy(error)
+        if len(self._seen) > 1:  # the value may be of another stream than the one that asks for its copy
+            for stream in tuple(self._seen):
+                self.outward.stream.wait_stream(stream)
         self._queue(storage, memory, offset, _TO_HOST, self.outward)
         return CudaCopy()
 
@@ -141,12 +159,12 @@ class CudaDevice:
     def replaying(self) -> Iterator[None]:
         """Inputs may be of any stream of forward, and go back to it: all wait for each other before and after."""
         now = self.compute
-        others = [stream for stream in self._seen if stream != now]
+        others = [stream for stream in tuple(self._seen) if stream != now.stream]
         for stream in others:
-            now.wait(stream.record())
+            now.stream.wait_stream(stream)
         yield
         for stream in others:
-            stream.wait(now.record())
+            stream.wait_stream(now.stream)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -160,7 +178,8 @@ class CudaDevice:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def start_peaks(self) -> None:
-        """Begins new peaks of the caching allocator."""
+        """Begins new peaks of the caching allocator, without what it keeps of earlier steps."""
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.where)
 
     def peaks(self) -> MemoryPeaks:

@@ -12,22 +12,36 @@ from .device import Device
 from .spill import choose_spill_dir
 
 
+def usable_device(name: str) -> torch.device:
+    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` where there is none."""
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f'device: expected "cpu", "cuda" or "cuda:N", found {name!r}')
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: expected a CUDA device, found none that torch can use; profile and plan for cpu")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
+    return where
+
+
 def model_device(model: torch.nn.Module, kind: str) -> torch.device:
     """The one device of that kind on which all of the model's parameters lie.
 
     Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere.
     """
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: expected a CUDA device, found none that torch can use; profile and plan for cpu")
-    where: torch.device | None = None
+    asked = usable_device(kind)
+    where = None if asked.index is None else asked
     for name, parameter in model.named_parameters():
         where = where or parameter.device
-        if parameter.device.type != kind or parameter.device != where:
-            wanted = kind if where.type != kind else str(where)
+        if parameter.device.type != asked.type or parameter.device != where:
+            wanted = kind if where.type != asked.type else str(where)
             raise UsageError(
                 f"model: expected every parameter on {wanted}, found {name} on {parameter.device}; move the model there"
             )
-    return where or torch.device(kind)
+    return where or asked
 
 
 def open_device(

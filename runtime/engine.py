@@ -178,6 +178,7 @@ class Engine:
             entry = slot.entry() if slot.entry is not None else None
             if entry is None or not entry.stands_for(tensor):
                 entry = self._new_entry(slot, tensor)  # Rule 1
+                entry.home = self.device.compute
             elif not self._astray:
                 self._expect_handle(entry.index, tensor)
             self._packs += 1

@@ -60,7 +60,7 @@ class Entry:
         self.size_bytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
         self.home: Stream | None = None
-        """The compute stream on which ``storage`` came back; None for the one that was saved."""
+        """The compute stream on which ``storage`` was saved or came back."""
         self.host_offset = -1
         self.out_copy: Copy | None = None
         self.in_copy: Copy | None = None

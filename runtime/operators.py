@@ -18,8 +18,8 @@ _OVERWRITING = frozenset(
 )
 # Fresh-looking outputs that lie on their input's storage without saying so in the schema.
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
-# Ask a tensor for a fact about it; dispatched for fake tensors only.
-_QUERIES = frozenset({"prim::device"})
+# Neither read nor write a tensor's content, whatever their schemas say.
+_NOT_COMPUTE = frozenset({"prim::device", "aten::record_stream"})
 # Change their running statistics without declaring it, or as a side effect of the forward.
 _BATCH_NORMS = frozenset(
     {
@@ -66,14 +66,14 @@ def traits(func: Any) -> Traits:
     written = [
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None and argument.alias_info.is_write and schema.name not in _NOT_COMPUTE
     ]
     aliases = bool(schema.returns) and all(
         result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
     )
     return Traits(
         name=str(func),
-        pure_view=not written and (aliases or base in _UNDECLARED_VIEWS or schema.name in _QUERIES),
+        pure_view=not written and (aliases or base in _UNDECLARED_VIEWS or schema.name in _NOT_COMPUTE),
         written=tuple(position for position, _ in written),
         written_names=frozenset(name for _, name in written),
         statistics=tuple(

@@ -12,6 +12,7 @@ import errno
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def cupy_or_none() -> Any:
@@ -49,6 +50,7 @@ class PinnedMemory:
         self.pointer = self.tensor.data_ptr()
         status = int(torch.cuda.cudart().cudaHostRegister(self.pointer, size_bytes, 0))
         if status != 0:
+            _forget_error()
             raise _not_to_be_had(size_bytes, f"CUDA error {status}")
         self._registered = True
 
@@ -59,6 +61,12 @@ class PinnedMemory:
             self._registered = False
         self._owner = None
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _forget_error() -> None:
+    """CUDA keeps the last failure, and torch would report it of the next kernel; here that is one of no use."""
+    with contextlib.suppress(RuntimeError), _disable_current_modes():
+        torch.zeros(1, device="cuda")
 
 
 def _not_to_be_had(size_bytes: int, reason: str) -> OSError:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .arguments import Layout, flatten, outputs_of
 from .modes import ToggledMode
 from .operators import Traits, covers_storage, traits
-from .storages import Geometry, is_plain, storage_key, version_probe
+from .storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -278,6 +278,8 @@ class Recorder(ToggledMode):
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if is_host_scalar(leaf, self._device_type):
+            return leaf.detach().clone()  # its number now; it may be another when a replay reads it
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
         slot = self.met(leaf)
@@ -303,6 +305,9 @@ class Recorder(ToggledMode):
             recorded.births.append((position, slot))
 
 
+CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
+"""The operator, and the positions of two of its arguments; its last is the state of its generator."""
+
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 
@@ -323,7 +328,10 @@ def statistics_of(facts: Traits, args: Any) -> dict[int, torch.Tensor]:
 
 
 def written_tensors(facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that the operator declares to write in place."""
+    """The tensors among the arguments that the operator writes in place."""
+    if facts.name == CUDNN_RNN:  # does not declare that dropout between its layers moves a generator on
+        drops = args[CUDNN_RNN_DROPOUT] > 0 and args[CUDNN_RNN_TRAIN]
+        return [args[-1]] if drops and isinstance(args[-1], torch.Tensor) else []
     if not facts.written:
         return []
     candidates = [args[position] for position in facts.written if position < len(args)]
@@ -335,6 +343,9 @@ def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:
     for leaf in flat:
         if isinstance(leaf, torch.Generator):
             return leaf
-    if device_type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device()]
-    return torch.default_generator
+    if device_type != "cuda":
+        return torch.default_generator
+    places = [leaf if isinstance(leaf, torch.device) else getattr(leaf, "device", None) for leaf in flat]
+    indices = [place.index for place in places if place is not None and place.type == "cuda"]
+    known = next((index for index in indices if index is not None), None)
+    return torch.cuda.default_generators[torch.cuda.current_device() if known is None else known]

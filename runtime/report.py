@@ -15,6 +15,11 @@ class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     """Taken from the device; what is over ``allocated_bytes`` is fragmentation."""
 
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved bytes that was never in use at once."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
 
 class StepReport(msgspec.Struct, kw_only=True):
     """One step, or the sum over steps (peaks: the largest)."""

@@ -21,7 +21,7 @@ from .devices import model_device, open_device
 from .engine import Engine
 from .meter import LiveBytesMeter
 from .modes import around_compiled, before_forward, uncompiled_hooks
-from .report import Report, StepReport
+from .report import MemoryPeaks, Report, StepReport
 from .signature import check_model, input_signature
 from .spill import choose_spill_dir
 from .storages import has_storage, static_keys
@@ -121,6 +121,7 @@ class Session:
         self._meter_when = meter
         self._meter = LiveBytesMeter(self._first.device, ALLOCATION_UNIT_BYTES)
         self._total = StepReport()
+        self._memory: MemoryPeaks | None = None
         self._state = "new"
         self._steps_are_announced = False
         self._gradients_checked = False
@@ -180,6 +181,7 @@ class Session:
         try:
             self.engine.end_step()
             self._take_peak(self.engine.stats)
+            self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
             self._state = "closed"
             self._stack.close()
@@ -242,7 +244,7 @@ class Session:
             predicted_peak_bytes=plan.prediction.peak_bytes,
             predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
             budget_bytes=plan.budget_bytes,
-            memory=self._device.peaks(),
+            memory=self._device.peaks() if self._state == "open" else self._memory,
         )
 
     # -- called by the engine and by torch --------------------------------------------------------------------

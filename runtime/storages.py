@@ -69,6 +69,11 @@ def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     )
 
 
+def is_host_scalar(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether it is one number in host memory among the tensors of another device, where an op may take it by value."""
+    return device_type != "cpu" and tensor.ndim == 0 and is_plain(tensor, "cpu")
+
+
 def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
     """Storage keys of the model's parameters and buffers: what no plan touches."""
     tensors = (*model.parameters(), *model.buffers())

@@ -31,6 +31,11 @@ def needs_depth(*, depth: int):
 def anything(**parameters):
     return linear(width=parameters["width"])
 
+def on_a_device(*, device: str = "cpu"):
+    workload = linear()
+    workload.model.to(device)
+    return workload
+
 def returns_a_model():
     return torch.nn.Linear(1, 1)
 
@@ -264,3 +269,15 @@ def test_a_file_is_read_afresh_each_time(folder: Path) -> None:
 @pytest.mark.parametrize("config", sorted((Path(__file__).parents[1] / "configs").glob("*.toml")), ids=lambda p: p.stem)
 def test_each_config_names_a_function_of_poochplan(config: Path) -> None:
     assert read_workload_file(config).workload.startswith("poochplan.workloads.")
+
+
+def test_a_device_goes_to_the_parameter_of_that_name(folder: Path) -> None:
+    loaded = load_workload("training.py:on_a_device", device="meta")
+    assert loaded.parameters == {"device": "meta"}
+    assert next(loaded.workload.model.parameters()).device.type == "meta"
+    assert load_workload("training.py:on_a_device", {"device": "cpu"}, "cpu").parameters == {"device": "cpu"}
+
+
+def test_a_model_that_is_not_on_the_device_asked_for_says_how_to_put_it_there(folder: Path) -> None:
+    with pytest.raises(UsageError, match="expected its model on meta, found it on cpu; give the function a parameter"):
+        load_workload("training.py:linear", device="meta")

@@ -1,6 +1,6 @@
 """poochplan: train a network that does not fit, by a measured plan of what to keep, swap and recompute.
 
->>> profile = poochplan.profile(step, model=model, optimizer=optimizer, device="cpu")
+>>> profile = poochplan.profile(step, model=model, optimizer=optimizer)
 >>> plan = poochplan.plan(profile, budget="60%")
 >>> with poochplan.apply(plan, model) as session:
 ...     loss = step(); loss.backward(); optimizer.step()

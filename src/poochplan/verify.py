@@ -22,13 +22,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
+from .planner.plan_set import PlanSet
 from .profiler.profiling import checked_loss
 from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
 
 if TYPE_CHECKING:
-    from .planner.plan_set import PlanSet
     from .planner.schema import Plan
     from .runtime.report import Report, StepReport
 
@@ -194,13 +194,14 @@ def run_planned(
     seed: int = 0,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
+    cap_bytes: int | None = None,
     record: bool = True,
     progress: Progress | None = None,
 ) -> Run:
     """Builds the workload from ``seed`` and runs it under ``plan``; raises what ``poochplan.apply`` raises."""
     seed_everything(seed)
     workload = build()
-    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence) as session:
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
 
@@ -213,13 +214,17 @@ def check(
     seed: int = 0,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
+    cap_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed: in
-    turn, in one session, on the planned run's model. So a machine that gets slower or faster meanwhile tells on both,
-    and both run under the one setting of the C library's allocator that a session makes; a step time is the median.
+    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed; a
+    step time is the median. A machine that gets slower or faster meanwhile tells on both:
+
+    * On the CPU they are timed in turn, in one session, on the planned run's model, so that both run under the one
+      setting of the C library's allocator that a session makes.
+    * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
 
     Raises
     ------
@@ -228,22 +233,36 @@ def check(
     """
     say = progress or (lambda text: None)
     builds = _Fresh(build)
+    in_turn = (plan.plans[0] if isinstance(plan, PlanSet) else plan).device == "cpu"
+
+    def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
+        run = run_in_core(
+            builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"{name}, {text}")
+        )
+        gc.collect()
+        return run
+
+    in_core = in_core_run(steps, 0 if in_turn else timed_steps, "in-core")
     seed_everything(seed)
     workload = builds()
-    in_core = run_steps(workload, steps, progress=lambda text: say(f"in-core, {text}"))
-    del workload
-    gc.collect()
-    seed_everything(seed)
-    workload = builds()
-    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence) as session:
-        planned = run_steps(workload, steps, session=session, progress=lambda text: say(f"under the plan, {text}"))
-        time_in_turn(workload, session, timed_steps, in_core, planned, say)
+    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
+        planned = run_steps(
+            workload,
+            steps,
+            timed_steps=0 if in_turn else timed_steps,
+            session=session,
+            progress=lambda text: say(f"under the plan, {text}"),
+        )
+        if in_turn:
+            time_in_turn(workload, session, timed_steps, in_core, planned, say)
     planned = dataclasses.replace(planned, report=session.report())
     del workload
     gc.collect()
+    if timed_steps and not in_turn:
+        in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:
-        again = run_in_core(builds, steps=steps, timed_steps=0, seed=seed, progress=lambda text: say(f"again, {text}"))
+        again = in_core_run(steps, 0, "again")
         unsteady = first_difference(in_core.records, again.records)
         if unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
@@ -279,8 +298,9 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
+    """In host memory, or they would take from the device what the steps to come need."""
     with _disable_current_modes():  # or a meter would count the copies as the step's own
-        return {name: tensor.detach().clone() for name, tensor in tensors}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 
 def _drop_gradients(workload: Workload) -> None:

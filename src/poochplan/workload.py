@@ -61,18 +61,20 @@ class LoadedWorkload:
     """The keyword parameters that were given (by the TOML or by overrides), after conversion; defaults are left out."""
 
 
-def load_workload(target: str, overrides: Mapping[str, str] | None = None) -> LoadedWorkload:
+def load_workload(target: str, overrides: Mapping[str, str] | None = None, device: str | None = None) -> LoadedWorkload:
     """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``.
 
     ``overrides`` are ``--set key=value`` pairs: each value is read as a TOML value and otherwise taken as text. They
     win over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
-    ``sys.path``, as ``python file.py`` and ``python -m module`` do.
+    ``sys.path``, as ``python file.py`` and ``python -m module`` do. ``device`` goes to the function's parameter of that
+    name, which puts the model and its data there, unless ``overrides`` give one.
 
     Raises
     ------
     UsageError
         The file, module or function does not exist or cannot be imported, the TOML is invalid, a parameter is unknown,
-        missing or of the wrong type, or the function returns something that is no :class:`Workload`.
+        missing or of the wrong type, or the function returns something that is no :class:`Workload`, or one that is
+        not on ``device``.
     PoochError
         The user's own code raised; the original exception is its ``__cause__``.
     """
@@ -83,6 +85,8 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None) -> Lo
         file = read_workload_file(path)
         python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
     function, found_at = _find_function(python_target, folder, asked=target)
+    if device is not None and "device" not in (overrides or {}) and _takes_device(function):
+        parameters["device"] = device
     arguments = _arguments(function, parameters, overrides or {}, what=found_at)
     try:
         workload = function(**arguments)
@@ -91,7 +95,10 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None) -> Lo
     except (Exception, SystemExit) as error:  # a script's sys.exit() must not end the command without a word
         raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
     short_name = name or python_target.rpartition(":")[2]
-    return LoadedWorkload(short_name, _checked(workload, found_at), target, arguments)
+    checked = _checked(workload, found_at)
+    if device is not None:
+        _check_device(checked.model, device, found_at)
+    return LoadedWorkload(short_name, checked, target, arguments)
 
 
 def read_workload_file(path: Path) -> WorkloadFile:
@@ -288,6 +295,22 @@ def _arguments(
                 f"give it under [parameters] or by --set {key}=VALUE"
             )
     return values
+
+
+def _takes_device(function: Callable[..., object]) -> bool:
+    try:
+        return "device" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _check_device(model: torch.nn.Module, device: str, what: str) -> None:
+    found = next((parameter.device.type for parameter in model.parameters()), device)
+    if found != device.partition(":")[0]:
+        raise UsageError(
+            f"{what}: expected its model on {device}, found it on {found}; give the function a parameter `device` "
+            "that says where it puts model and data"
+        )
 
 
 def _annotations(function: Callable[..., object]) -> dict[str, Any]:

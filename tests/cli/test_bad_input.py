@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Pooch = Any
 
@@ -32,6 +33,7 @@ def edited(path: Path, target: Path, **changes: object) -> Path:
         (["profile", "w.toml", "--set", "batch"], "--set: expected name=value, such as batch_size=64, found 'batch'"),
         (["profile", "w.toml", "--set", "a=1", "--set", "a=2"], "--set: 'a' is given twice"),
         (["profile", "w.toml", "--throttle", "fast"], "--throttle: expected a rate such as 400MB/s"),
+        (["profile", "w.toml", "--device", "tpu"], 'device: expected "cpu", "cuda" or "cuda:N", found \'tpu\''),
         (["profile", "w.toml", "-o", "missing/p.json"], "the folder missing does not exist"),
         (["plan", "p.json", "--budget", "60%", "--timeline", "plan.jpg"], "expected a file name that ends in .png"),
     ],
@@ -40,6 +42,22 @@ def test_a_wrong_command_line_ends_with_code_2(pooch: Pooch, arguments: list[str
     result = pooch(*arguments)
     assert result.code == 2
     assert message in result.error
+
+
+def test_a_cap_is_for_cuda_and_a_margin_is_for_a_cap(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    capped = pooch("run", f"{workloads}:small", "--plan", plan_path, "--cap")
+    assert capped.code == 2
+    assert capped.error == "--cap: expected a plan for cuda, whose allocator takes a limit, found one for cpu"
+    alone = pooch("run", f"{workloads}:small", "--plan", plan_path, "--margin", "1GiB")
+    assert alone.code == 2
+    assert "--margin: expected --cap beside it" in alone.error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:small", "--device", "cuda")
+    assert result.code == 2
+    assert "expected a CUDA device, found none that torch can use" in result.error
 
 
 # -- workloads -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from poochplan.report.layers import (
     simulate_plan,
 )
 from poochplan.report.memory import in_core_bytes, in_core_curve, static_bytes
+from poochplan.report.runs import fragmentation_text
 from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
+from poochplan.runtime.report import MemoryPeaks
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +134,16 @@ def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profil
     prediction = plan.prediction
     assert frame["overhead_s"].sum() == pytest.approx(prediction.step_s - prediction.in_core_step_s, rel=1e-6)
     assert frame["overhead_s"].is_monotonic_decreasing
+
+
+@pytest.mark.parametrize(
+    ("reserved_bytes", "setting", "hint"),
+    [(1100, "", False), (2000, "", True), (2000, "expandable_segments:True", False)],
+)
+def test_much_fragmentation_names_the_setting_that_helps_unless_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, reserved_bytes: int, setting: str, hint: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    text = fragmentation_text(MemoryPeaks(allocated_bytes=1000, reserved_bytes=reserved_bytes))
+    assert ("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text) is hint

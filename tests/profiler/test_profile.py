@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
+from poochplan.profiler.build import live_bytes
 from poochplan.profiler.schema import Kind, Phase, PointKind, Profile
 
 
@@ -218,7 +220,7 @@ def test_a_model_with_nothing_to_train_is_told_so() -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(UsageError, match='profiles on "cpu", found'):
+    with pytest.raises(UsageError, match="expected a CUDA device, found none"):
         poochplan.profile(lambda: torch.zeros(()), model=Chain(), device="cuda")
 
 
@@ -252,6 +254,29 @@ def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Pa
     assert 0.3 <= link.duplex <= 1
     assert link.throttle_bytes_per_s == 50e6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_generator_is_afterwards_as_it_was_also_when_the_link_is_measured(tmp_path: Path) -> None:
+    model, batch = Chain(), torch.randn(32, 64)
+    state = torch.get_rng_state()
+    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, spill_dir=tmp_path, throttle="50MB/s")
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_an_op_takes_beside_its_outputs_is_part_of_the_peak(chain: Profile) -> None:
+    last = len(chain.ops) - 1
+    ops = (*chain.ops[:last], msgspec.structs.replace(chain.ops[last], workspace_bytes=1 << 30))
+    curve, raised = live_bytes(chain), live_bytes(msgspec.structs.replace(chain, ops=ops))
+    assert raised[chain.op_ticks[last]] - curve[chain.op_ticks[last]] == 1 << 30
+    assert int((raised != curve).sum()) == 1
+    assert chain.in_core_peak_bytes == curve.max()
+
+
+def test_the_device_is_by_default_where_the_model_is() -> None:
+    model, batch = Chain(), torch.randn(32, 64)
+    assert _profile(lambda: model(batch).sum(), model).device.kind == "cpu"
+    with pytest.raises(UsageError, match="found 'meta'"):
+        _profile(lambda: torch.zeros(()), Chain().to("meta"))
 
 
 def test_a_gradient_that_the_loss_of_the_step_before_holds_is_live_through_forward() -> None:

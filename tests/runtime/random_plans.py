@@ -23,7 +23,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         workload=profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
         budget_bytes=1 << 40,
-        device="cpu",
+        device=profile.device.kind,
         solve=Solve(
             policy="random", solver="none", status="none", objective_s=None, bound_s=None, gap=None, wall_s=0, rounds=0
         ),

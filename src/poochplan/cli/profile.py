@@ -32,6 +32,7 @@ class ProfileVerb(Verb):
     examples = """\
   pooch profile configs/unet3d.toml -o profile.json
   pooch profile train.py:workload --set batch_size=64 --top 10
+  pooch profile configs/gpt2.toml --device cuda -o gpu.json
   pooch profile configs/gpt2.toml --set layers=48 --mode fake --roofline v100
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
 """
@@ -41,6 +42,9 @@ class ProfileVerb(Verb):
         parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
         parser.add_argument("-o", "--output", metavar="FILE", help="profile to write (default: NAME.profile.json)")
         add_workload_arguments(parser)
+        parser.add_argument(
+            "--device", metavar="NAME", help="cpu, cuda or cuda:N: the workload's parameter `device` (default: its own)"
+        )
         parser.add_argument(
             "--mode",
             choices=MODES,
@@ -158,11 +162,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> LoadedWorkload:
     """The seeded workload that the options name; raises what ``load_workload`` raises."""
     overrides = parse_overrides(options.settings)
+    from ..runtime.devices import usable_device
     from ..verify import seed_everything
     from ..workload import load_workload
 
+    if options.device is not None:
+        usable_device(options.device)
     seed_everything(options.seed)
-    return load_workload(options.workload, overrides)
+    return load_workload(options.workload, overrides, options.device)
 
 
 def profile_data(profile: Profile, path: Path) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputFileError, PoochError, UsageError
+from ..units import parse_bytes
 from .base import Verb, at_least, parse_overrides
+from .machine import DEFAULT_MARGIN
 from .plan import draw
 from .profile import add_workload_arguments
 
@@ -35,6 +38,7 @@ class RunVerb(Verb):
   pooch run configs/unet3d.toml --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
+  pooch run configs/gpt2.toml --plan gpu-plan.json --check --cap --margin 256MiB
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
@@ -55,6 +59,12 @@ class RunVerb(Verb):
         )
         parser.add_argument("--check", action="store_true", help="run in-core too, and compare bit by bit")
         add_workload_arguments(parser)
+        parser.add_argument(
+            "--cap", action="store_true", help="on CUDA: let the allocator take no more than the budget"
+        )
+        parser.add_argument(
+            "--margin", metavar="SIZE", help=f"with --cap: and so much more (default: {DEFAULT_MARGIN})"
+        )
         parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
         parser.add_argument(
             "--on-divergence",
@@ -70,10 +80,14 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
+        from ..planner.plan_set import PlanSet
+
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
-        build = self._builder()
         plans = self._plans()
+        every = plans.plans if isinstance(plans, PlanSet) else (plans,)
+        build = self._builder(every[0].device)
+        self._cap_bytes = self._cap(every)
         profile = self._profile(plans) if picture is not None else None
         plan, summary = self._measure(plans, build)
         self._show(plan, summary)
@@ -91,11 +105,27 @@ class RunVerb(Verb):
             )
         return data
 
-    def _builder(self) -> Build:
+    def _builder(self, device: str) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
         from ..workload import load_workload
 
-        return lambda: load_workload(options.workload, overrides).workload
+        return lambda: load_workload(options.workload, overrides, device).workload
+
+    def _cap(self, plans: Sequence[Plan]) -> int | None:
+        """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
+        options = self.options
+        if not options.cap:
+            if options.margin is not None:
+                raise UsageError("--margin: expected --cap beside it, found none; add --cap, or leave --margin out")
+            return None
+        if plans[0].device != "cuda":
+            raise UsageError(
+                f"--cap: expected a plan for cuda, whose allocator takes a limit, found one for {plans[0].device}"
+            )
+        margin = options.margin or DEFAULT_MARGIN
+        return max(plan.budget_bytes for plan in plans) + (
+            0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
+        )
 
     def _plans(self) -> Plan | PlanSet:
         from ..planner.plan_set import PlanSet
@@ -148,6 +178,7 @@ class RunVerb(Verb):
             "seed": options.seed,
             "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
             "on_divergence": options.on_divergence,
+            "cap_bytes": self._cap_bytes,
         }
         with self.progress("running") as say:
             if options.check:

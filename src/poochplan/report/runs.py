@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ from ..units import format_bytes, format_seconds
 from .tables import Rows, overhead_text, swapped_text
 
 if TYPE_CHECKING:
-    from ..runtime.report import StepReport
+    from ..runtime.report import MemoryPeaks, StepReport
     from ..verify import Comparison, Run
+
+MUCH_FRAGMENTATION = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class RunSummary:
     compared_steps: int
     compared_tensors: int
     difference: str | None
+    memory: MemoryPeaks | None = None
+    """The allocator's peaks (CUDA)."""
 
     @classmethod
     def of(cls, planned: Run, *, in_core: Run | None = None, comparison: Comparison | None = None) -> RunSummary:
@@ -58,6 +63,7 @@ class RunSummary:
             compared_steps=0 if comparison is None else comparison.compared_steps,
             compared_tensors=0 if comparison is None else comparison.compared_tensors,
             difference=None if comparison is None else comparison.difference,
+            memory=planned.report.memory,
         )
 
     def overhead(self, plan: Plan) -> float:
@@ -85,6 +91,11 @@ class RunSummary:
             "stall": f"{format_seconds(self.stall_s)} a step",
             "gradients bitwise equal": self._equal_text(),
         }
+        if self.memory is not None:
+            rows["allocated peak"] = (
+                f"{format_bytes(self.memory.allocated_bytes)} (the allocator's, workspaces included)"
+            )
+            rows["reserved peak"] = f"{format_bytes(self.memory.reserved_bytes)}{fragmentation_text(self.memory)}"
         if self.fallbacks:
             rows["fallbacks"] = f"{self.fallbacks}: {'; '.join(self.fallback_reasons)}"
         return rows
@@ -126,7 +137,18 @@ class RunSummary:
             "fallback_reasons": list(self.fallback_reasons),
             "bitwise_equal": (self.difference is None) if self.checked else None,
             "difference": self.difference,
+            "allocated_peak_bytes": None if self.memory is None else self.memory.allocated_bytes,
+            "reserved_peak_bytes": None if self.memory is None else self.memory.reserved_bytes,
         }
+
+
+def fragmentation_text(memory: MemoryPeaks) -> str:
+    """What of the reserved bytes was never in use, and the setting that helps where it is much and not set."""
+    text = f" ({memory.fragmentation:.0%} fragmentation)"
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if memory.fragmentation > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
+        return f"{text}; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to have less"
+    return text
 
 
 def _median_bytes(steps: list[StepReport], field: str) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..runtime.devices import usable_device
 from ..workload import Workload
 from .common import make_optimizer, seeded
 
@@ -47,11 +48,12 @@ def seq2seq(
     optimizer: str = "adamw",
     lr: float = 1e-3,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """:class:`Seq2Seq` learns to write a random sequence backwards, with teacher forcing and cross entropy."""
-    data = seeded(seed)
-    model = Seq2Seq(vocabulary, width, layers, heads, dropout).train()
-    source = torch.randint(_START_TOKEN + 1, vocabulary, (batch_size, sequence_length), generator=data)
+    where, data = usable_device(device), seeded(seed)
+    model = Seq2Seq(vocabulary, width, layers, heads, dropout).train().to(where)
+    source = torch.randint(_START_TOKEN + 1, vocabulary, (batch_size, sequence_length), generator=data).to(where)
     target = source.flip(1)
     previous = torch.nn.functional.pad(target[:, :-1], (1, 0), value=_START_TOKEN)
 
@@ -88,6 +90,7 @@ def char_rnn(
     optimizer: str = "adamw",
     lr: float = 2e-3,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """:class:`CharRNN` on excerpts of the Python language reference, which Python ships as ``pydoc_data.topics``.
 
@@ -98,7 +101,7 @@ def char_rnn(
     UsageError
         The text is not installed, or is shorter than one excerpt.
     """
-    data = seeded(seed)
+    where, data = usable_device(device), seeded(seed)
     text = _reference_text()
     if len(text) <= sequence_length:
         raise UsageError(
@@ -106,9 +109,9 @@ def char_rnn(
         )
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     encoded = torch.tensor([alphabet[character] for character in text])
-    model = CharRNN(len(alphabet), width, layers, dropout).train()
+    model = CharRNN(len(alphabet), width, layers, dropout).train().to(where)
     starts = torch.randint(len(text) - sequence_length, (batch_size, 1), generator=data)
-    excerpts = encoded[starts + torch.arange(sequence_length + 1)]
+    excerpts = encoded[starts + torch.arange(sequence_length + 1)].to(where)
     inputs, target = excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()
 
     def step() -> torch.Tensor:

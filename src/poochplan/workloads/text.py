@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime.devices import usable_device
 from ..workload import Workload
 from .common import make_optimizer, require, seeded
 
@@ -25,10 +26,11 @@ def gpt2(
     optimizer: str = "adamw",
     lr: float = 3e-4,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """GPT-2 as a causal language model: each token predicts the next; ``width`` is the size of the embedding."""
     transformers = require("transformers")
-    data = seeded(seed)
+    where, data = usable_device(device), seeded(seed)
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
         n_positions=sequence_length,
@@ -42,9 +44,9 @@ def gpt2(
         eos_token_id=0,
         use_cache=False,  # a cache would hold every layer's keys and values beyond the forward pass
     )
-    model = transformers.GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).train().to(where)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, as GPT-2's class name lacks it
-    tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=data)
+    tokens = torch.randint(vocabulary, (batch_size, sequence_length), generator=data).to(where)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
@@ -66,10 +68,11 @@ def bert(
     optimizer: str = "adamw",
     lr: float = 3e-4,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """BERT as a masked language model: ``masked_share`` of the tokens are hidden and must be predicted."""
     transformers = require("transformers")
-    data = seeded(seed)
+    where, data = usable_device(device), seeded(seed)
     config = transformers.BertConfig(
         vocab_size=vocabulary,
         max_position_embeddings=sequence_length,
@@ -80,13 +83,13 @@ def bert(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    model = transformers.BertForMaskedLM(config).train()
+    model = transformers.BertForMaskedLM(config).train().to(where)
     mask_token = vocabulary - 1
     tokens = torch.randint(1, mask_token, (batch_size, sequence_length), generator=data)  # 0 is the padding token
     hidden = torch.rand(tokens.shape, generator=data) < masked_share
     hidden[:, 0] = True  # at least one label per sequence, or the loss of a tiny batch would be 0/0
-    inputs = tokens.masked_fill(hidden, mask_token)
-    labels = tokens.masked_fill(~hidden, _IGNORED_LABEL)
+    inputs = tokens.masked_fill(hidden, mask_token).to(where)
+    labels = tokens.masked_fill(~hidden, _IGNORED_LABEL).to(where)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=inputs, labels=labels).loss

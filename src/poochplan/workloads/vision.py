@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..runtime.devices import usable_device
 from ..workload import Workload
 from .common import make_optimizer, require, seeded
 
@@ -20,14 +21,15 @@ def resnet50(
     optimizer: str = "sgd",
     lr: float = 0.01,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """ResNet-50 (or another depth or width) with cross entropy, on random square images of ``image_size`` pixels."""
     transformers = require("transformers")
-    data = seeded(seed)
+    where, data = usable_device(device), seeded(seed)
     config = transformers.ResNetConfig(hidden_sizes=list(hidden_sizes), depths=list(depths), num_labels=classes)
-    model = transformers.ResNetForImageClassification(config).train()
-    images = torch.randn(batch_size, config.num_channels, image_size, image_size, generator=data)
-    labels = torch.randint(classes, (batch_size,), generator=data)
+    model = transformers.ResNetForImageClassification(config).train().to(where)
+    images = torch.randn(batch_size, config.num_channels, image_size, image_size, generator=data).to(where)
+    labels = torch.randint(classes, (batch_size,), generator=data).to(where)
 
     def step() -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(pixel_values=images).logits, labels)

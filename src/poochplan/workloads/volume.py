@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UsageError
+from ..runtime.devices import usable_device
 from ..workload import Workload
 from .common import make_optimizer, require, seeded
 
@@ -26,6 +27,7 @@ def unet3d(
     optimizer: str = "adamw",
     lr: float = 1e-3,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Workload:
     """MONAI's ``BasicUNet`` in 3D with batch norm and ``DiceCELoss``, on cubes of ``side`` voxels.
 
@@ -43,14 +45,15 @@ def unet3d(
     if len(features) != 6:
         raise UsageError(f"features: expected 6 channel counts, found {len(features)}; see MONAI's BasicUNet")
     nets, losses = require("monai.networks.nets"), require("monai.losses")
-    data = seeded(seed)
+    where, data = usable_device(device), seeded(seed)
     model = nets.BasicUNet(
         spatial_dims=3, in_channels=1, out_channels=classes, features=tuple(features), norm="batch"
     ).train()
+    model = model.to(where)
     volumes = brain_volumes(side)
     clean = volumes[torch.arange(batch_size) % len(volumes)]
-    target = intensity_classes(clean, classes)
-    images = standardised(clean) + noise * torch.randn(clean.shape, generator=data)
+    target = intensity_classes(clean, classes).to(where)
+    images = (standardised(clean) + noise * torch.randn(clean.shape, generator=data)).to(where)
     criterion = losses.DiceCELoss(to_onehot_y=True, softmax=True)
 
     def step() -> torch.Tensor:

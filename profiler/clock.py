@@ -1,0 +1,139 @@
+"""How an op is measured: its seconds, and the workspace it takes. One way for each kind of device.
+
+On the CPU an op has ended when its call returns. On CUDA the call only queues it: events before and after it tell its
+time on the device, read once for the whole step, so that no op is followed by a wait.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond of a GPU."""
+
+
+class Clock(Protocol):
+    """Seconds between two marks, told after :meth:`synchronize`."""
+
+    def begin(self) -> Any:
+        """A mark before an op."""
+
+    def end(self) -> Any:
+        """A mark behind it."""
+
+    def synchronize(self) -> None:
+        """Holds the calling thread until all marks have been passed."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that have been passed."""
+
+
+class CpuClock:
+    """The time of the calling thread."""
+
+    def begin(self) -> float:
+        return time.perf_counter()
+
+    def end(self) -> float:
+        return time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing to do: ops run as they are called."""
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class CudaClock:
+    """Events on the calling thread's current stream.
+
+    A device that has nothing to do would reach the first event before the op is queued, and the time of queueing would
+    pass for the op's. So it is kept busy for a millisecond whenever it has caught up, and the ops queue up behind that.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._last: torch.cuda.Event | None = None
+
+    def begin(self) -> torch.cuda.Event:
+        if self._last is None or self._last.query():
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+        return self._mark()
+
+    def end(self) -> torch.cuda.Event:
+        self._last = self._mark()
+        return self._last
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._where))
+        return event
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._where)
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def current(where: torch.device) -> AbstractContextManager[object]:
+    """Has events and peaks be those of that device where no other is named."""
+    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
+
+
+def clock_of(where: torch.device) -> Clock:
+    """The clock of that device."""
+    return CudaClock(where) if where.type == "cuda" else CpuClock()
+
+
+class Workspace(Protocol):
+    """Bytes that an op takes and gives back."""
+
+    def begin(self) -> None:
+        """Before the op."""
+
+    def taken_bytes(self) -> int:
+        """Behind it, while its outputs live."""
+
+
+class NoWorkspace:
+    """The CPU's allocator keeps no peaks."""
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def taken_bytes(self) -> int:
+        return 0
+
+
+class CudaWorkspace:
+    """The caching allocator's peak during the op, less what is allocated behind it."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._where)
+
+    def taken_bytes(self) -> int:
+        taken = torch.cuda.memory_stats(self._where)
+        return int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
+
+
+def workspace_of(where: torch.device) -> Workspace:
+    """The meter of workspaces of that device."""
+    return CudaWorkspace(where) if where.type == "cuda" else NoWorkspace()
+
+
+def library_bytes(where: torch.device) -> int:
+    """Bytes that cuBLAS holds between ops, given back hereby; the next op takes them anew. 0 on the CPU."""
+    if where.type != "cuda":
+        return 0
+    torch.cuda.synchronize(where)
+    before_bytes = torch.cuda.memory_allocated(where)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before_bytes - torch.cuda.memory_allocated(where)

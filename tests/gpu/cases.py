@@ -1,0 +1,146 @@
+"""Small networks for a GPU. ``POOCH_GPU_TESTS_DEVICE=cpu`` has them run on the CPU, to try the tests' own code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import torch
+from nets import Case, Recurrent, Residual
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+WHERE = torch.device(os.environ.get("POOCH_GPU_TESTS_DEVICE", "cuda"))
+Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
+
+
+class Heads(nn.Module):
+    """Two layers of attention with dropout in the kernel, by one back end."""
+
+    def __init__(
+        self, backend: SDPBackend, dtype: torch.dtype, dropout: float, heads: int = 2, width: int = 64
+    ) -> None:
+        super().__init__()
+        self.backend, self.dtype, self.heads, self.dropout = backend, dtype, heads, dropout
+        self.norm = nn.LayerNorm(heads * width)
+        self.qkv = nn.Linear(heads * width, 3 * heads * width)
+        self.out = nn.Linear(heads * width, heads * width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        for _ in range(2):
+            query, key, value = (
+                part.view(batch, length, self.heads, -1).transpose(1, 2).to(self.dtype)
+                for part in self.qkv(self.norm(hidden)).chunk(3, dim=-1)
+            )
+            with sdpa_kernel([self.backend]):
+                attended = nn.functional.scaled_dot_product_attention(
+                    query, key, value, dropout_p=self.dropout, is_causal=True
+                )
+            joined = attended.to(hidden.dtype).transpose(1, 2).reshape(batch, length, width)
+            hidden = hidden + nn.functional.gelu(self.out(joined))
+        return hidden
+
+
+class Words(nn.Module):
+    """An embedding with a padding token, whose weight is the output's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64, padding_idx=0)
+        self.mix = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.embed(tokens)) @ self.embed.weight.t()
+
+
+class Checkpointed(Residual):
+    """The residual network, its blocks checkpointed by the user."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            images = images + checkpoint(block, images, use_reentrant=False)
+        return self.head(images.mean((2, 3)))
+
+
+class TwoStreams(Residual):
+    """The residual network, every other block on a stream of its own."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            aside = number % 2 and images.is_cuda
+            images = images + (self._aside(block, images) if aside else block(images))
+        return self.head(images.mean((2, 3)))
+
+    def _aside(self, block: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(images.device), _side_stream(images.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            out = block(images)
+        images.record_stream(side)
+        main.wait_stream(side)
+        out.record_stream(main)
+        return out
+
+
+_SIDE: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(where: torch.device) -> torch.cuda.Stream:
+    if where not in _SIDE:
+        _SIDE[where] = torch.cuda.Stream(where)
+    return _SIDE[where]
+
+
+def _images(
+    model: nn.Module, cast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+) -> Made:
+    images, labels = torch.randn(4, 8, 32, 32).to(WHERE), torch.randint(0, 5, (4,)).to(WHERE)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        with cast():
+            return nn.functional.cross_entropy(model(images), labels)
+
+    return model.to(WHERE), loss_of
+
+
+def _channels_last() -> Made:
+    model, _ = _images(Residual())
+    images = torch.randn(4, 8, 32, 32).to(WHERE, memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last), lambda model: model(images).square().mean()
+
+
+def _recurrent() -> Made:
+    series = torch.randn(3, 20, 16).to(WHERE)
+    return Recurrent().to(WHERE), lambda model: model(series).square().mean()
+
+
+def _words() -> Made:
+    tokens = torch.randint(0, 50, (4, 32)).to(WHERE)
+    return Words().to(WHERE), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def _heads(backend: SDPBackend, dtype: torch.dtype, dropout: float) -> Case:
+    def make() -> Made:
+        hidden = torch.randn(2, 64, 128).to(WHERE)
+        return Heads(backend, dtype, dropout).to(WHERE), lambda model: model(hidden).square().mean()
+
+    return Case(make)
+
+
+CASES = {
+    "residual": Case(lambda: _images(Residual())),
+    "autocast": Case(lambda: _images(Residual(), lambda: torch.autocast(WHERE.type, torch.bfloat16))),
+    "channels_last": Case(_channels_last),
+    "recurrent": Case(_recurrent),
+    "embedding": Case(_words),
+    "checkpointed": Case(lambda: _images(Checkpointed())),
+    "two_streams": Case(lambda: _images(TwoStreams(depth=4))),
+    "sdpa_math": _heads(SDPBackend.MATH, torch.float32, 0.1),
+    "sdpa_efficient": _heads(SDPBackend.EFFICIENT_ATTENTION, torch.float32, 0.1),
+    "sdpa_flash": _heads(SDPBackend.FLASH_ATTENTION, torch.bfloat16, 0.1),
+    "sdpa_cudnn": _heads(SDPBackend.CUDNN_ATTENTION, torch.bfloat16, 0.1),
+}
+ON_CUDA_ALONE = {"sdpa_efficient", "sdpa_flash", "sdpa_cudnn"}

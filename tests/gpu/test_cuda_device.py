@@ -1,0 +1,205 @@
+"""Pinned memory at its exact size, copies beside compute, and buffers that nobody takes too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, WHERE
+from nets import equal, train
+from random_plans import random_plan
+
+from poochplan.runtime.cuda import CudaDevice, hard_cap
+from poochplan.runtime.pinned import PinnedMemory, cupy_or_none
+from poochplan.runtime.transfers import copy_in, copy_out
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+MIB = 1 << 20
+A_WHILE_CYCLES = 400_000_000  # some 0.2 s
+
+
+@pytest.fixture(params=[False, True], ids=["registered", "cupy"])
+def cupy(request: pytest.FixtureRequest) -> Any:
+    if request.param and cupy_or_none() is None:
+        pytest.skip("CuPy is not installed, or finds no CUDA runtime")
+    return cupy_or_none() if request.param else None
+
+
+@pytest.fixture
+def device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("poochplan.runtime.cuda.cupy_or_none", lambda: cupy)
+    opened = CudaDevice(WHERE)
+    yield opened
+    opened.close()
+
+
+def _tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def test_pinned_memory_has_the_size_asked_for_and_is_given_back(cupy: Any) -> None:
+    size_bytes = 96 * MIB + 4096  # torch's own allocator would take 128 MiB
+    torch.cuda.synchronize()
+    taken = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    memory = PinnedMemory(size_bytes, cupy)
+    assert memory.tensor.nbytes == memory.size_bytes == size_bytes
+    assert memory.tensor.is_pinned()
+    assert memory.tensor[-4096:].is_pinned()
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == taken
+    probe = memory.tensor if cupy is None else None
+    memory.free()
+    memory.free()
+    if probe is not None:
+        assert not probe.is_pinned()
+    else:
+        assert cupy.cuda.runtime.pointerGetAttributes(memory.pointer).type == 0  # known to nobody
+
+
+def test_more_than_there_is_raises_an_os_error(cupy: Any) -> None:
+    with pytest.raises(OSError, match="could not be pinned"):
+        PinnedMemory(1 << 46, cupy)
+
+
+def test_bytes_come_back_as_they_went(device: CudaDevice) -> None:
+    device.reserve_host(8 * MIB)
+    for offset, size_bytes in ((0, 1), (4096, 3 * MIB + 7), (4 * MIB, 4 * MIB), (64 * MIB, 1000)):  # the last: a piece
+        content = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device=WHERE)
+        copy_out(device, content.untyped_storage(), offset).wait()
+        back = device.allocate(size_bytes)
+        copy_in(device, back, offset).wait()
+        assert torch.equal(_tensor(back), content)
+
+
+def test_a_copy_out_waits_for_compute_and_the_host_waits_for_neither(device: CudaDevice) -> None:
+    device.reserve_host(64 * MIB)
+    storage = device.allocate(64 * MIB)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE_CYCLES)
+    copy = copy_out(device, storage, 0)
+    copy.wait()  # of the compute stream, not of this thread
+    assert not copy.done()
+    torch.cuda.synchronize()
+    assert copy.done()
+
+
+def test_compute_goes_on_beside_a_copy_that_nobody_waits_for(device: CudaDevice) -> None:
+    device.reserve_host(64 * MIB)
+    storage = device.allocate(64 * MIB)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device.outward.stream):
+        torch.cuda._sleep(A_WHILE_CYCLES)
+    copy = copy_out(device, storage, 0)
+    computed = torch.ones(1000, device=WHERE).sum()
+    device.compute.stream.synchronize()
+    assert computed.item() == 1000
+    assert not copy.done()
+    copy.wait()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waited for", "dropped"])
+def test_the_buffer_of_an_unfinished_copy_out_is_not_taken(device: CudaDevice, waits: bool) -> None:
+    size_bytes, count = 2 * MIB, 50
+    device.reserve_host(size_bytes * count)
+    for index in range(count):
+        storage = device.allocate(size_bytes)
+        _tensor(storage).fill_(index)
+        with torch.cuda.stream(device.outward.stream):
+            torch.cuda._sleep(A_WHILE_CYCLES // 100)
+        copy = copy_out(device, storage, index * size_bytes)
+        if waits:
+            copy.wait()
+        del copy, storage
+        for _ in range(3):  # whoever gets the block writes into it
+            torch.full((size_bytes,), 255, dtype=torch.uint8, device=WHERE)
+    for index in range(count):
+        back = device.allocate(size_bytes)
+        copy_in(device, back, index * size_bytes).wait()
+        assert bool((_tensor(back) == index).all()), index
+
+
+def test_the_buffer_of_an_unfinished_copy_in_is_not_taken(device: CudaDevice) -> None:
+    size_bytes = 2 * MIB
+    device.reserve_host(size_bytes)
+    copy_out(device, torch.zeros(size_bytes, dtype=torch.uint8, device=WHERE).untyped_storage(), 0).wait()
+    for index in range(1, 50):
+        with torch.cuda.stream(device.inward.stream):
+            torch.cuda._sleep(A_WHILE_CYCLES // 100)
+        copy_in(device, device.allocate(size_bytes), 0)  # dropped at once
+        other = torch.full((size_bytes,), index, dtype=torch.uint8, device=WHERE)
+        device.inward.stream.synchronize()
+        assert bool((other == index).all()), index
+
+
+def test_a_buffer_released_on_another_stream_is_not_taken_on_its_own(device: CudaDevice) -> None:
+    size_bytes = 2 * MIB
+    device.reserve_host(size_bytes)
+    side = torch.cuda.Stream(WHERE)
+    for index in range(50):
+        storage = device.allocate(size_bytes)
+        _tensor(storage).fill_(index)
+        with torch.cuda.stream(device.outward.stream):
+            torch.cuda._sleep(A_WHILE_CYCLES // 100)
+        copy = copy_out(device, storage, 0)
+        with torch.cuda.stream(side):
+            copy.wait()
+        del copy, storage
+        torch.full((size_bytes,), 255, dtype=torch.uint8, device=WHERE)
+        back = device.allocate(size_bytes)
+        copy_in(device, back, 0).wait()
+        assert bool((_tensor(back) == index).all()), index
+
+
+def test_more_than_the_cap_is_out_of_memory_and_afterwards_it_is_not() -> None:
+    torch.cuda.empty_cache()
+    with hard_cap(WHERE, torch.cuda.memory_reserved(WHERE) + 64 * MIB):
+        assert torch.empty(16 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 16 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE)
+    assert torch.empty(512 * MIB, dtype=torch.uint8, device=WHERE).nbytes == 512 * MIB
+
+
+def test_a_session_within_its_cap_trains_exactly() -> None:
+    case = CASES["residual"]
+    profile = case.profile()
+    plan = random_plan(profile, 0, (0, 1, 0))
+    reference, _ = train(case, 2)
+    planned, _ = train(case, 2, plan, cap_bytes=profile.in_core_peak_bytes + 512 * MIB)
+    assert equal(reference, planned)
+
+
+def test_without_cupy_a_plan_trains_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poochplan.runtime.cuda.cupy_or_none", lambda: None)
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    assert equal(train(case, 2)[0], train(case, 2, plan)[0])
+
+
+def test_an_ops_workspace_is_in_the_profile() -> None:
+    from poochplan.profiler.clock import CudaWorkspace
+
+    meter = CudaWorkspace(WHERE)
+    meter.begin()
+    held = torch.empty(4 * MIB, dtype=torch.uint8, device=WHERE)
+    del held
+    kept = torch.empty(MIB, dtype=torch.uint8, device=WHERE)
+    assert 2 * MIB <= meter.taken_bytes() <= 4 * MIB
+    del kept
+
+
+def test_events_tell_the_time_of_the_device_not_of_queueing() -> None:
+    from poochplan.profiler.clock import CudaClock
+
+    clock = CudaClock(WHERE)
+    marks = []
+    for _ in range(20):
+        begin = clock.begin()
+        torch.cuda._sleep(2_000_000)
+        marks.append((begin, clock.end()))
+    clock.synchronize()
+    seconds = sorted(clock.seconds(begin, end) for begin, end in marks)
+    assert 0.5e-3 < seconds[10] < 5e-3

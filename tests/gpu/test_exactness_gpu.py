@@ -1,0 +1,139 @@
+"""On a GPU too gradients are bitwise those of in-core training, whatever a plan decides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES, ON_CUDA_ALONE, WHERE
+from nets import Case, equal, metered_peaks, train
+from random_plans import random_plan
+
+import poochplan
+from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.schema import Profile
+
+pytestmark = pytest.mark.gpu
+WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}
+
+
+def _case(name: str) -> Case:
+    if WHERE.type != "cuda" and name in ON_CUDA_ALONE:
+        pytest.skip("this back end is CUDA's")
+    if name in ON_CUDA_ALONE:
+        try:
+            CASES[name].fresh()[1]()
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            pytest.skip("this back end refuses such inputs on this device")
+    return CASES[name]
+
+
+def _reference(case: Case, steps: int) -> list[list[torch.Tensor]]:
+    reference, again = train(case, steps)[0], train(case, steps)[0]
+    if not equal(reference, again):
+        pytest.skip("two runs in-core differ: this back end has no deterministic backward")
+    return reference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None:
+    case = _case(name)
+    profile = case.profile()
+    assert profile.device.kind == WHERE.type
+    reference = _reference(case, 3)
+    for kind, weights in WEIGHTS.items():
+        for seed in range(2):
+            planned, report = train(case, 3, random_plan(profile, seed, weights))
+            assert equal(reference, planned), (kind, seed)
+            assert report is not None
+            assert report.total.fallbacks == 0, report.total.fallback_reasons
+            if kind == "swap":
+                assert report.last_step.out_bytes == report.last_step.in_bytes > 0
+
+
+def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state() -> None:
+    case = _case("sdpa_flash")
+    profile = case.profile()
+    attention = [op for op in profile.ops if "flash_attention.default" in op.name]
+    assert attention
+    assert all(op.random for op in attention)
+    plan = random_plan(profile, 0, WEIGHTS["replay"])
+    (in_core, *_), (planned, *_) = train(case, 1)[0], train(case, 1, plan)[0]
+    assert torch.equal(in_core[0], planned[0])
+
+
+@pytest.mark.parametrize("name", ["residual", "recurrent", "sdpa_math"])
+def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(name: str) -> None:
+    case = _case(name)
+    profile = case.profile()
+    smallest = smallest_budget(profile)
+    for share in (0.1, 0.5):
+        budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+        plan = poochplan.plan(profile, budget, time_limit_s=5)
+        assert plan.prediction.peak_bytes <= budget
+        assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes
+        _, report = train(case, 3, plan)
+        assert report is not None
+        assert (report.memory is None) == (WHERE.type != "cuda")
+        if report.memory is not None:
+            assert report.total.peak_bytes is not None
+            assert report.memory.reserved_bytes >= report.memory.allocated_bytes >= report.total.peak_bytes
+
+
+def _both(name: str, use: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], None]) -> None:
+    case = _case(name)
+    plan = random_plan(case.profile(), 1, WEIGHTS["mixed"])
+    seen = []
+    for is_planned in (False, True):
+        model, step, _ = case.fresh()
+        with poochplan.apply(plan, model) if is_planned else contextlib.nullcontext():
+            use(model, step)
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert equal([seen[0]], [seen[1]])
+
+
+@pytest.mark.parametrize("name", ["residual", "two_streams"])
+def test_backward_twice_with_retain_graph(name: str) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
+        loss = step()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    _both(name, use)
+
+
+@pytest.mark.parametrize("name", ["residual", "two_streams"])
+def test_an_exception_between_forward_and_backward_then_another_step(name: str) -> None:
+    def use(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
+        with contextlib.suppress(KeyError):
+            loss = step()
+            raise KeyError
+        del loss
+        step().backward()
+
+    _both(name, use)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return CASES["residual"].profile()
+
+
+def test_ops_take_time_and_add_up_to_the_step(profile: Profile) -> None:
+    assert all(op.duration_s >= 0 for op in profile.ops)
+    assert sum(op.duration_s for op in profile.ops) == pytest.approx(profile.times.step_s)
+
+
+def test_a_profile_leaves_model_and_generators_as_they_were() -> None:
+    model, step, optimizer = CASES["residual"].fresh()
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    state = torch.cuda.get_rng_state(WHERE) if WHERE.type == "cuda" else torch.get_rng_state()
+    poochplan.profile(step, model=model, optimizer=optimizer, iterations=1)
+    after = torch.cuda.get_rng_state(WHERE) if WHERE.type == "cuda" else torch.get_rng_state()
+    assert torch.equal(state, after)
+    assert equal([before], [[*model.parameters(), *model.buffers()]])
+    assert not optimizer.state

@@ -1,0 +1,54 @@
+"""The suite's own code, tried on the CPU with tiny networks; and the arithmetic of overlap."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from gpu_overlap import overlap, shared_s, total_s, united  # noqa: E402
+
+
+def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None:
+    assert united([(2, 3), (0, 1), (0.5, 2)]) == [(0, 3)]
+    assert total_s([(0, 2), (1, 3), (5, 6)]) == 4
+    assert shared_s([(0, 2), (4, 6)], [(1, 5)]) == 2
+    assert overlap([(0, 2), (1, 3)], [(2.5, 4)]) == pytest.approx(1 - 0.5 / 3)
+    assert overlap([(0, 2)], [(2, 3)]) == 1
+    assert overlap([], [(0, 1)]) is None
+
+
+@pytest.mark.slow
+def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), "--device", "cpu", "--tiny"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+    def results(*more: str) -> dict:
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path), *more], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((tmp_path / "gpu-suite.json").read_text())
+
+    found = results("--minutes", "30", "--tests", "any_decisions and embedding")
+    assert found["failed"] == found["skipped"] == []
+    assert "1 passed" in found["tests"]["summary"]
+    ways = {"a third", "a fifth", "swap-all", "checkpoint", "save_on_cpu", "a fifth, deterministic"}
+    for net in ("resnet50", "unet3d", "gpt2"):
+        rows = {row["way"]: row for row in found["rows"] if row["net"] == net}
+        assert rows.keys() == ways
+        for label in ("a third", "a fifth"):
+            assert rows[label]["metered_peak_bytes"] <= rows[label]["predicted_peak_bytes"]
+            assert rows[label]["predicted_peak_bytes"] <= rows[label]["budget_bytes"]
+            assert rows[label]["fallbacks"] == 0
+        assert rows["a fifth, deterministic"]["bitwise_equal"] is True
+        assert rows["a fifth, deterministic"]["fallbacks"] == 0
+    late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
+    assert late["skipped"] == ["gpt2: profile"]
+    assert late["rows"] == []

@@ -1,0 +1,64 @@
+"""What the runtime knows of devices that this machine need not have; the meta device stands in for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from poochplan.errors import UsageError
+from poochplan.runtime.devices import model_device, usable_device
+from poochplan.runtime.operators import traits
+from poochplan.runtime.recorder import Recorder, written_tensors
+from poochplan.runtime.report import MemoryPeaks
+from poochplan.runtime.storages import storage_key
+
+pytestmark = pytest.mark.cpu_device
+
+
+def test_a_number_in_host_memory_is_recorded_by_value() -> None:
+    recorder = Recorder("meta")
+    field, factor = torch.ones(4, device="meta"), torch.tensor(2.0)
+    recorder.switch_on()
+    scaled = field * factor
+    with_host_tensor = torch.empty(1, device="meta").copy_(torch.ones(1))
+    recorder.switch_off()
+    factor.fill_(3.0)
+    birth = recorder.slot_of(scaled).birth
+    assert birth is not None
+    assert birth.usable
+    assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]
+    assert not recorder.registry[storage_key(with_host_tensor)].is_known
+
+
+def test_dropout_between_the_layers_of_cudnns_rnn_writes_the_state_of_its_generator() -> None:
+    facts, state = traits(torch.ops.aten._cudnn_rnn.default), torch.zeros(8)
+    inputs = torch.zeros(2, 1, 4)
+
+    def written(dropout: float, train: bool, state: torch.Tensor | None) -> list[torch.Tensor]:
+        sizes = (2, 4, 0, 2)  # LSTM, hidden, no projection, layers
+        arguments = (inputs, [inputs], 4, None, inputs, inputs, *sizes, False, dropout, train, False, [], state)
+        assert len(arguments) == len(torch.ops.aten._cudnn_rnn.default._schema.arguments)
+        return written_tensors(facts, arguments, {})
+
+    assert [tensor is state for tensor in written(0.5, True, state)] == [True]
+    assert written(0.0, True, state) == written(0.5, False, state) == written(0.5, True, None) == []
+
+
+def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:
+    facts = traits(torch.ops.aten.record_stream.default)
+    assert facts.pure_view
+    assert facts.written == ()
+
+
+def test_a_device_must_be_known_and_hold_the_whole_model() -> None:
+    assert usable_device("cpu") == torch.device("cpu")
+    with pytest.raises(UsageError, match='expected "cpu", "cuda" or "cuda:N", found \'meta\''):
+        usable_device("meta")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"expected every parameter on cpu, found 1\.weight on meta"):
+        model_device(model, "cpu")
+
+
+def test_fragmentation_is_what_was_reserved_and_never_used() -> None:
+    assert MemoryPeaks(allocated_bytes=75, reserved_bytes=100).fragmentation == 0.25
+    assert MemoryPeaks(allocated_bytes=0, reserved_bytes=0).fragmentation == 0.0
