@@ -26,8 +26,8 @@ class LinkVerb(Verb):
         "device, disk, throttle and torch version, and is shown from there the next time."
     )
     examples = """\
-  pooch link
-  pooch link --spill-dir /scratch --refresh
+  pooch link --spill-dir /scratch
+  pooch link --device cuda --refresh
   pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
 """
 
