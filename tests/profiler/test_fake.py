@@ -236,7 +236,7 @@ def test_a_compiled_model_is_refused() -> None:
         ({"mode": "fake", "roofline": "nan,1e12"}, "found 'nan,1e12'"),
         ({"mode": "fake"}, 'mode "fake" needs one of v100, a100, h200'),
         ({"mode": "run", "roofline": "v100"}, 'mode "run" measures durations and takes none'),
-        ({"mode": "dry"}, 'expected "run" or "fake", found \'dry\''),
+        ({"mode": "dry"}, "expected one of run, swap-all, auto, fake, found 'dry'"),
     ],
 )
 def test_a_wrong_mode_or_roofline_is_one_clear_line(options: dict[str, str], message: str) -> None:

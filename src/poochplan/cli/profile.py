@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..profiler.schema import Profile
     from ..workload import LoadedWorkload
 
-MODES = ("run", "fake")
+MODES = ("auto", "run", "swap-all", "fake")
 
 
 class ProfileVerb(Verb):
@@ -24,9 +24,10 @@ class ProfileVerb(Verb):
     name = "profile"
     summary = "measure a training step: ops, saved values, memory, and the link to the host tier"
     description = (
-        "Runs the workload's training step a few times in-core and writes a profile: every op with its time, every "
-        "saved value with its lifetime, the peak, and what the link costs in both directions. WORKLOAD is a TOML, "
-        "package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
+        "Runs the workload's training step a few times and writes a profile: every op with its time, every saved value "
+        "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "
+        "in-core swaps every saved value meanwhile. WORKLOAD is a TOML, package.module:function or "
+        "path/to/file.py:function. With --mode fake the step runs without memory and "
         "data, so that one that fits no machine can be planned; durations and link are then those of --roofline."
     )
     examples = """\
@@ -48,8 +49,10 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--mode",
             choices=MODES,
-            default="run",
-            help="run: the real step, in-core; fake: without memory, durations by --roofline (default: run)",
+            default="auto",
+            help="run: the real step, in-core; swap-all: the real step, every saved value on the host, for one "
+            "that does not fit; auto: run where it fits, else swap-all; "
+            "fake: without memory, by --roofline (default: auto)",
         )
         parser.add_argument(
             "--roofline", metavar="DEVICE", help="for --mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
@@ -104,7 +107,7 @@ class ProfileVerb(Verb):
 
             parse_roofline(options.roofline)
         elif options.roofline is not None:
-            raise UsageError("--roofline: mode run measures durations; drop it, or add --mode fake")
+            raise UsageError(f"--roofline: mode {options.mode} measures durations; drop it, or add --mode fake")
 
     def _load(self) -> LoadedWorkload:
         if self.options.mode != "fake":
