@@ -30,9 +30,10 @@ from .fitting import available_bytes, fitting_mode
 from .hosted import HostedCapture, HostStore, SwapAll
 from .layers import LayerTracker
 from .link import measure_link
+from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
-from .roofline import DEVICES, Roofline, parse_roofline
+from .roofline import Roofline, parse_roofline
 from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 from .timing import PhaseSeconds, reconcile, time_ops
 from .verification import verify
@@ -70,9 +71,10 @@ def profile(
     mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host, for
         a step that does not fit; step times are those of swapping steps, less the time of swapping. ``"auto"`` is
         ``"run"`` where the in-core step fits and else ``"swap-all"``.
-        ``"fake"`` runs the step without memory and without data, so that one that fits nowhere can be planned. Then
-        ``roofline`` gives the durations and the link, nothing is verified, and ``iterations``, ``spill_dir`` and
-        ``throttle`` have no part. A model too large to build is built inside
+        ``"fake"`` runs the step without memory and without data, so that one that fits nowhere can be planned; nothing
+        is verified, and ``iterations`` has no part. Each distinct op is timed by itself on tensors of its own (and
+        remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
+        ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
         :func:`poochplan.profiler.fake.building`.
     roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` only.
     workload: a name to find the profile by.
@@ -99,16 +101,6 @@ def profile(
     where = _check(model, device, iterations, warmup)
     _check_mode(mode, roofline, where, throttle)
     say = progress or (lambda _: None)
-    if mode == "fake":
-        assert roofline is not None  # checked
-        return _profile_fake(
-            _Runner(step, model, optimizer, accumulate, clock_of(where)),
-            parse_roofline(roofline),
-            workload=workload,
-            warmup=warmup,
-            link=link,
-            say=say,
-        )
     options = _Options(
         workload=workload,
         iterations=iterations,
@@ -118,6 +110,13 @@ def profile(
         link=link,
         say=say,
     )
+    if mode == "fake":
+        return _profile_fake(
+            _Runner(step, model, optimizer, accumulate, clock_of(where)),
+            None if roofline is None else parse_roofline(roofline),
+            where,
+            options,
+        )
     if where.type == "cpu":
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
 
@@ -236,17 +235,17 @@ def _assembler(
     return draft
 
 
-def _profile_fake(
-    runner: _Runner, roofline: Roofline, *, workload: str, warmup: int, link: Link | None, say: Progress
-) -> Profile:
+def _profile_fake(runner: _Runner, roofline: Roofline | None, where: torch.device, options: _Options) -> Profile:
     """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
-    model = runner.model
+    model, say = runner.model, options.say
     with faked(model, runner.optimizer) as fakes:
-        say(f"warming up without memory ({max(1, warmup)} steps)")
-        for _ in range(max(1, warmup)):
+        say(f"warming up without memory ({options.warmup} steps)")
+        for _ in range(options.warmup):
             runner.one_step()
         say("capturing one step without memory")
-        capture, kinds = _capture(runner, FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline))
+        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+        capture, kinds = _capture(runner, fake)
+    device, link, note = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
         phase_seconds[op.phase] += op.duration_s
@@ -256,18 +255,39 @@ def _profile_fake(
         [op.duration_s for op in capture.ops],
         [phase_seconds],
         model=model,
-        link=link or preset_link(roofline.link),
-        workload=workload,
+        link=link,
+        workload=options.workload,
         mode="fake",
-        device=Device(kind="cpu", name=f"{roofline.name} (roofline)", memory_bytes=roofline.memory_bytes),
+        device=device,
         notes=[
             *_notes(model),
-            f"durations are a roofline's ({roofline.name}), nothing was run",
+            note,
             "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
         ],
         accumulate=runner.accumulate,
     )
     return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+
+
+def _machine_of(
+    capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: _Options
+) -> tuple[Device, Link, str]:
+    """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
+    if roofline is not None:
+        device = Device(kind="cpu", name=f"{roofline.name} (roofline)", memory_bytes=roofline.memory_bytes)
+        note = f"durations are a roofline's ({roofline.name}), nothing was run"
+        return device, options.link or preset_link(roofline.link), note
+    link = options.link
+    if link is None:
+        options.say("measuring the link")
+        link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
+    give_freed_memory_back()
+    device = _device(where)
+    bench = OpBench(device)
+    for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
+        op.duration_s = duration_s
+    counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
+    return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
 
 
 def _notes(model: torch.nn.Module) -> list[str]:
@@ -336,8 +356,6 @@ def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: 
 def _check_mode(mode: str, roofline: str | None, where: torch.device, throttle: str | float | None) -> None:
     if mode not in MODES:
         raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
-    if mode == "fake" and roofline is None:
-        raise UsageError(f'roofline: mode "fake" needs one of {", ".join(DEVICES)}, or FLOPS,BYTES such as 50e12,2e12')
     if mode != "fake" and roofline is not None:
         raise UsageError(f'roofline: mode "{mode}" measures durations and takes none; drop it, or ask for mode "fake"')
     if mode == "fake" and where.type != "cpu":

@@ -234,7 +234,6 @@ def test_a_compiled_model_is_refused() -> None:
         ({"mode": "fake", "roofline": "50e12"}, "found '50e12'"),
         ({"mode": "fake", "roofline": "50e12,-1"}, "found '50e12,-1'"),
         ({"mode": "fake", "roofline": "nan,1e12"}, "found 'nan,1e12'"),
-        ({"mode": "fake"}, 'mode "fake" needs one of v100, a100, h200'),
         ({"mode": "run", "roofline": "v100"}, 'mode "run" measures durations and takes none'),
         ({"mode": "dry"}, "expected one of run, swap-all, auto, fake, found 'dry'"),
     ],

@@ -28,7 +28,8 @@ class ProfileVerb(Verb):
         "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "
         "in-core swaps every saved value meanwhile. WORKLOAD is a TOML, package.module:function or "
         "path/to/file.py:function. With --mode fake the step runs without memory and "
-        "data, so that one that fits no machine can be planned; durations and link are then those of --roofline."
+        "data, so that one that fits no machine can be planned; each distinct op is then timed by itself on this "
+        "machine, or durations and link are those of --roofline."
     )
     examples = """\
   pooch profile configs/unet3d.toml -o profile.json
@@ -52,7 +53,7 @@ class ProfileVerb(Verb):
             default="auto",
             help="run: the real step, in-core; swap-all: the real step, every saved value on the host, for one "
             "that does not fit; auto: run where it fits, else swap-all; "
-            "fake: without memory, by --roofline (default: auto)",
+            "fake: without memory, each op timed by itself or by --roofline (default: auto)",
         )
         parser.add_argument(
             "--roofline", metavar="DEVICE", help="for --mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
@@ -97,12 +98,10 @@ class ProfileVerb(Verb):
     def _check_mode(self) -> None:
         """Tells before torch is loaded and a model is built."""
         options = self.options
-        if options.mode == "fake":
-            if options.roofline is None:
-                raise UsageError("--mode fake: expected --roofline v100, a100, h200 or FLOPS,BYTES; name the device")
+        if options.mode == "fake" and options.roofline is not None:
             for name, value in (("--throttle", options.throttle), ("--spill-dir", options.spill_dir)):
                 if value is not None:
-                    raise UsageError(f"{name}: mode fake moves no bytes, its link is the roofline's; drop {name}")
+                    raise UsageError(f"{name}: a roofline moves no bytes, its link is a preset; drop {name}")
             from ..profiler.roofline import parse_roofline
 
             parse_roofline(options.roofline)
