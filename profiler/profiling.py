@@ -34,7 +34,7 @@ from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
 from .roofline import Roofline, parse_roofline
-from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
+from .schema import ALLOCATION_UNIT_BYTES, ROOFLINE, Device, Kind, Link, Phase, Profile, Value
 from .timing import PhaseSeconds, reconcile, time_ops
 from .verification import verify
 
@@ -274,7 +274,7 @@ def _machine_of(
 ) -> tuple[Device, Link, str]:
     """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
     if roofline is not None:
-        device = Device(kind="cpu", name=f"{roofline.name} (roofline)", memory_bytes=roofline.memory_bytes)
+        device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
         note = f"durations are a roofline's ({roofline.name}), nothing was run"
         return device, options.link or preset_link(roofline.link), note
     link = options.link

@@ -47,7 +47,7 @@ def trial_plan(
             host_bytes=0,
         ),
         link=link,
-        record_from_start=True,
+        record_from_start=bool(values),
         model=model,
         values=values,
         handles=handles,
