@@ -300,6 +300,8 @@ def planned(suite: Suite, net: Net, plan: Plan) -> dict[str, Any]:
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
+        "arena_bytes": prediction.arena_bytes,
+        "arena_live_bytes": prediction.arena_live_bytes,
         "predicted_step_s": prediction.step_s,
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,

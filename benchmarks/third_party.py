@@ -1,8 +1,9 @@
 """Gradients bitwise equal and the peak as predicted: every third-party network of the tests under random plans.
 
 Decisions, points and budgets are drawn at random (``tests/runtime/third_party.py``); each plan is trained for three
-steps from the same start as in-core training. Loss, gradients, buffers, parameters and generators are compared bitwise
-after each step; the peak is that of the session's meter, the prediction the simulator's.
+steps from the same start as in-core training, on the CPU device and on the hostile one of the tests. Loss, gradients,
+buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's meter, the
+prediction the simulator's.
 
     python benchmarks/third_party.py [--networks gpt2,vit] [--plans 5] [-o benchmarks/results/third_party.json]
 """
@@ -10,6 +11,7 @@ after each step; the peak is that of the session's meter, the prediction the sim
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -21,19 +23,33 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests" / folder) for folder in ("runtime", "planner")]
 
+import torch  # noqa: E402
+from adversarial import AdversarialDevice, OpClock  # noqa: E402 - the tests' own device
 from facts import PACKAGES, facts_of_run  # noqa: E402
 from nets import Case, equal, train  # noqa: E402 - the list and its helpers are the tests'
 from plans import plan_with  # noqa: E402
 from third_party import NETWORKS, random_schedule  # noqa: E402
 
 from poochplan.planner.problem import build_problem  # noqa: E402
+from poochplan.planner.schema import Plan  # noqa: E402
 from poochplan.planner.simulate import simulate  # noqa: E402
+from poochplan.runtime.report import Report  # noqa: E402
 
 STEPS = 3
+DEVICES = "cpu", "adversarial"
+
+
+def trained(case: Case, plan: Plan, device: str) -> tuple[list[list[torch.Tensor]], Report, list[str]]:
+    """What the steps left behind, the report, and what the hostile device had to complain of."""
+    hostile = AdversarialDevice(OpClock()) if device == "adversarial" else None
+    with hostile.clock if hostile else contextlib.nullcontext():
+        seen, report = train(case, STEPS, plan, meter="always", device=(lambda: hostile) if hostile else None)
+    assert report is not None
+    return seen, report, hostile.violations if hostile else []
 
 
 def rows_of(name: str, case: Case, plans: int) -> list[dict[str, Any]]:
-    """One row for each random plan of a network."""
+    """One row for each random plan of a network, on each device."""
     reference, _ = train(case, STEPS)
     profile = case.profile()
     problem = build_problem(profile)
@@ -41,30 +57,31 @@ def rows_of(name: str, case: Case, plans: int) -> list[dict[str, Any]]:
     for seed in range(plans):
         schedule = random_schedule(profile, problem, seed)
         predicted_bytes = simulate(problem, schedule).peak_bytes
-        planned, report = train(case, STEPS, plan_with(profile, schedule), meter="always")
-        assert report is not None
-        rows.append(
-            {
-                "network": name,
-                "seed": seed,
-                "decisions": dict(Counter(map(str, schedule.decisions))),
-                "saved_values": problem.value_count,
-                "replayed_values": report.last_step.replayed_values,
-                "swapped_in_bytes": report.last_step.in_bytes,
-                "bitwise": equal(reference, planned),
-                "in_core_peak_bytes": profile.in_core_peak_bytes,
-                "predicted_peak_bytes": predicted_bytes,
-                "metered_peak_bytes": report.total.peak_bytes,
-                "within_predicted": (report.total.peak_bytes or 0) <= predicted_bytes,
-                "fallbacks": report.total.fallbacks,
-                "fallback_reasons": report.total.fallback_reasons,
-            }
-        )
+        for device in DEVICES:
+            planned, report, violations = trained(case, plan_with(profile, schedule), device)
+            rows.append(
+                {
+                    "network": name,
+                    "seed": seed,
+                    "device": device,
+                    "decisions": dict(Counter(map(str, schedule.decisions))),
+                    "saved_values": problem.value_count,
+                    "replayed_values": report.last_step.replayed_values,
+                    "swapped_in_bytes": report.last_step.in_bytes,
+                    "bitwise": equal(reference, planned),
+                    "in_core_peak_bytes": profile.in_core_peak_bytes,
+                    "predicted_peak_bytes": predicted_bytes,
+                    "metered_peak_bytes": report.total.peak_bytes,
+                    "within_predicted": (report.total.peak_bytes or 0) <= predicted_bytes,
+                    "fallbacks": report.total.fallbacks,
+                    "complaints": [*report.total.fallback_reasons, *violations],
+                }
+            )
     return rows
 
 
 def passed(row: dict[str, Any]) -> bool:
-    return bool(row["bitwise"] and row["within_predicted"] and not row["fallbacks"])
+    return bool(row["bitwise"] and row["within_predicted"] and not row["fallbacks"] and not row["complaints"])
 
 
 def main() -> int:

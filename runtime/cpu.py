@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from .allocator import give_freed_memory_back
 from .device import Event, Stream
 from .spill import SpillFile, choose_spill_dir
 
@@ -203,7 +202,6 @@ class CpuDevice:
     where = torch.device("cpu")
 
     def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
-        give_freed_memory_back()
         self.compute = CallingThread()
         with contextlib.ExitStack() as stack:  # undone when one of these fails
             self.file = file = SpillFile(choose_spill_dir(directory))

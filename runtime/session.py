@@ -14,8 +14,9 @@ import torch
 
 from ..errors import UsageError
 from ..planner.plan_set import PlanSet
-from ..planner.schema import Plan
+from ..planner.schema import Decision, Plan
 from ..profiler.schema import ALLOCATION_UNIT_BYTES
+from .allocator import give_freed_memory_back
 from .device import Device
 from .devices import model_device, open_device
 from .engine import Engine
@@ -97,9 +98,15 @@ def apply(
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
+        if where.type == "cpu" and _gives_anything_up(first, *others):
+            give_freed_memory_back()
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
 
     return Session(plan, model, device or opened, on_divergence=on_divergence, meter=meter, cap_bytes=cap_bytes)
+
+
+def _gives_anything_up(*plans: Plan) -> bool:
+    return any(value.decision is not Decision.KEEP for plan in plans for value in plan.values)
 
 
 class Session:

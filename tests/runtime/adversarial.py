@@ -120,10 +120,10 @@ class HostileCompute:
     """The calling thread. To wait for an event is what makes copies run."""
 
     def __init__(self, clock: OpClock) -> None:
-        self._clock = clock
+        self.clock = clock
 
     def record(self) -> ComputeEvent:
-        return ComputeEvent(self._clock.now)
+        return ComputeEvent(self.clock.now)
 
     def wait(self, event: Any) -> float:
         if isinstance(event, QueuedEvent):
@@ -143,7 +143,7 @@ class AdversarialDevice:
         self.compute = HostileCompute(clock)
         self.outward, self.inward = LazyStream(), LazyStream()
         self.violations: list[str] = []
-        self._clock = clock
+        self.clock = clock
         self.failing_reads, self.failing_writes = failing_reads, failing_writes
         self._host = bytearray()
         self._born: dict[int, int] = {}
@@ -156,14 +156,14 @@ class AdversarialDevice:
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         storage = torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
         ctypes.memset(storage.data_ptr(), POISON, size_bytes)
-        self._born[storage._cdata] = self._clock.now
+        self._born[storage._cdata] = self.clock.now
         return storage
 
     def reserve_host(self, size_bytes: int) -> None:
         self.host_bytes(0, size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
-        if self.outward.knows_compute_until < self._clock.now:
+        if self.outward.knows_compute_until < self.clock.now:
             self.violations.append("a copy out could start before the value was computed")
         ctypes.memset(self.host_bytes(host_offset, storage.nbytes()), POISON, storage.nbytes())
         self.failing_writes -= 1

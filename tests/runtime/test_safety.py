@@ -222,12 +222,12 @@ def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
     assert threading.active_count() == threads
 
 
-def test_a_snapshot_holds_loss_gradients_buffers_and_parameters() -> None:
+def test_a_snapshot_holds_loss_gradients_buffers_parameters_and_the_generators_state() -> None:
     model, step, _ = CASE.fresh()
     loss = step()
     loss.backward()
     parameters = list(model.parameters())
-    assert len(snapshot(model, loss)) == 1 + 2 * len(parameters) + len(list(model.buffers()))
+    assert len(snapshot(model, loss)) == 1 + 2 * len(parameters) + len(list(model.buffers())) + 1
 
 
 def test_in_core_training_repeats_itself_bitwise() -> None:

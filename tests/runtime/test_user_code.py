@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import queue
 import subprocess
@@ -16,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from data_parallel import Shared
-from nets import LINK, Case, equal, snapshot
+from nets import LINK, Case, equal, snapshot, train
 from random_plans import random_plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.runtime.session import Session
 
 WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
 
@@ -52,26 +52,24 @@ def _checkpointed(reentrant: bool) -> tuple[nn.Module, Callable[[nn.Module], tor
     return Checkpointed(reentrant=reentrant), lambda model: model(batch).square().sum()
 
 
-def _train(case: Case, plan: poochplan.Plan | None, steps: int = 2) -> list[list[torch.Tensor]]:
-    model, step, optimizer = case.fresh()
-    seen: list[list[torch.Tensor]] = []
+Use = Callable[[nn.Module, Callable[[], torch.Tensor], "Session | None"], None]
 
-    def go() -> None:
-        for _ in range(steps):
-            optimizer.zero_grad(set_to_none=True)
-            loss = step()
-            loss.backward()
-            seen.append(snapshot(model, loss))
-            optimizer.step()
 
-    torch.manual_seed(1)
-    if plan is None:
-        go()
-        return seen
-    with poochplan.apply(plan, model) as session:
-        go()
-    assert session.report().total.fallbacks == 0
-    return seen
+def follow(case: Case, weights: tuple[float, float, float], use: Use) -> None:
+    """``use(model, step, session)`` leaves the same gradients in-core and under a plan, which it never leaves."""
+    plan = random_plan(case.profile(), 0, weights)
+    found = []
+    for given in (None, plan):
+        model, step, _ = case.fresh()
+        torch.manual_seed(3)
+        if given is None:
+            use(model, step, None)
+        else:
+            with poochplan.apply(given, model) as session:
+                use(model, step, session)
+            assert session.report().total.fallbacks == 0
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert equal(found[:1], found[1:])
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -82,8 +80,10 @@ def _train(case: Case, plan: poochplan.Plan | None, steps: int = 2) -> list[list
 )
 def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
     case = Case(make)  # type: ignore[arg-type]
-    plan = random_plan(case.profile(), 0, weights)
-    assert equal(_train(case, None), _train(case, plan))
+    planned, report = train(case, 2, random_plan(case.profile(), 0, weights))
+    assert equal(train(case, 2)[0], planned)
+    assert report is not None
+    assert report.total.fallbacks == 0
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -127,7 +127,7 @@ def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, floa
 def test_another_thread_that_trains_another_model_is_left_alone() -> None:
     case = Case(_shared)
     plan = random_plan(case.profile(), 0, (0, 1, 1))
-    reference = _train(case, None)
+    reference, _ = train(case, 2)
 
     def elsewhere() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
@@ -221,64 +221,41 @@ def test_a_forward_without_backward_leaks_nothing() -> None:
         with poochplan.apply(plan, model) as session:
             for _ in range(3):
                 step()
-            assert session.engine.live_handles == 0
+            assert not session.engine.holds_values
     finally:
         gc.enable()
 
 
 def test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points() -> None:
-    case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 1, 1))
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        for _ in range(2):
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
+        del loss
+        step().backward()  # type: ignore[no-untyped-call]
 
-    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
-        model, step, _ = case.fresh()
-        torch.manual_seed(3)
-        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
-            loss = step()
-            for _ in range(2):
-                loss.backward(retain_graph=True)
-            torch.manual_seed(3)
-            model.zero_grad(set_to_none=True)
-            del loss
-            step().backward()
-            assert session is None or session.report().total.fallbacks == 0
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    assert equal([gradients(None)], [gradients(plan)])
+    follow(Case(_shared), (0, 1, 1), use)
 
 
 def test_what_backward_itself_saves_is_outside_the_plan() -> None:
-    case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 1, 1))
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call] # neither saves anything
 
-    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
-        model, step, _ = case.fresh()
-        torch.manual_seed(3)
-        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
-            weights = [p for p in model.parameters() if p.ndim > 1]
-            sums = [g.sum() for g in torch.autograd.grad(step(), weights, create_graph=True)]
-            torch.stack(sums).sum().backward()  # neither saves anything
-            assert session is None or session.report().total.fallbacks == 0
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    assert equal([gradients(None)], [gradients(plan)])
+    follow(Case(_shared), (0, 1, 1), use)
 
 
 def test_backward_inside_autocast() -> None:
     """A replay must not be cast, whatever is on around it."""
-    case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 0, 1))
 
-    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
-        model, step, _ = case.fresh()
-        torch.manual_seed(3)
-        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext():
-            loss = step()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        loss = step()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()  # type: ignore[no-untyped-call]
 
-    assert equal([gradients(None)], [gradients(plan)])
+    follow(Case(_shared), (0, 0, 1), use)
 
 
 def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
@@ -299,19 +276,12 @@ def test_a_model_checkpointed_as_a_whole_counts_each_step_once() -> None:
 
 
 def test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart() -> None:
-    case = Case(_shared)
-    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    def use(model: nn.Module, step: Callable[[], torch.Tensor], session: Session | None) -> None:
+        losses = []
+        for _ in range(2):
+            if session is not None:
+                session.step()
+            losses.append(step())
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
-    def gradients(session_plan: poochplan.Plan | None) -> list[torch.Tensor]:
-        model, step, _ = case.fresh()
-        torch.manual_seed(3)
-        with poochplan.apply(session_plan, model) if session_plan else contextlib.nullcontext() as session:
-            losses = []
-            for _ in range(2):
-                if session is not None:
-                    session.step()
-                losses.append(step())
-            sum(losses).backward()  # type: ignore[union-attr]
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    assert equal([gradients(None)], [gradients(plan)])
+    follow(Case(_shared), (0, 1, 0), use)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planner.schema import Plan
 from ..units import format_bytes, format_seconds
-from .tables import Rows, overhead_text, swapped_text
+from .tables import Rows, arena_row, overhead_text, swapped_text
 
 if TYPE_CHECKING:
     from ..runtime.report import MemoryPeaks, StepReport
@@ -96,6 +96,7 @@ class RunSummary:
                 f"{format_bytes(self.memory.allocated_bytes)} (the allocator's, workspaces included)"
             )
             rows["reserved peak"] = f"{format_bytes(self.memory.reserved_bytes)}{fragmentation_text(self.memory)}"
+            rows |= arena_row(prediction)  # what an allocator that knew the plan would need
         if self.fallbacks:
             rows["fallbacks"] = f"{self.fallbacks}: {'; '.join(self.fallback_reasons)}"
         return rows
@@ -139,6 +140,8 @@ class RunSummary:
             "difference": self.difference,
             "allocated_peak_bytes": None if self.memory is None else self.memory.allocated_bytes,
             "reserved_peak_bytes": None if self.memory is None else self.memory.reserved_bytes,
+            "arena_bytes": prediction.arena_bytes,
+            "arena_live_bytes": prediction.arena_live_bytes,
         }
 
 
