@@ -169,6 +169,7 @@ def _plan_of(
         device=profile.device.kind,
         estimate=profile.mode == "fake" or bool(profile.assumed),
         assumed=profile.assumed,
+        roofline=profile.roofline,
         gradients_live_through_forward=profile.gradients_live_through_forward,
         solve=_solve_record(problem, found, wall_s),
         prediction=_prediction(profile, problem, best, host_bytes),

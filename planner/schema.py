@@ -114,6 +114,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Made from a profile that was not measured on the real device."""
     assumed: tuple[str, ...] = ()
     """What its profile assumed in place of a measurement: another link, memory or compute."""
+    roofline: str = ""
+    """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
     gradients_live_through_forward: bool = False
     solve: Solve
     prediction: Prediction

@@ -130,7 +130,7 @@ class Clone:
 
     __slots__ = ("__weakref__", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
         self.storage = storage
 
 
@@ -327,9 +327,8 @@ class Capture(ToggledMode):
             value.pinned_because = "written in place after it was saved"
             clone = None
         if clone is None:
-            clone = Clone(self._copy(tensor.untyped_storage()))
+            clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
-            self._follow_clone(clone.storage, number)
         handle = CapturedHandle(self, number, ordinal, Geometry.of(tensor), clone)
         self.handles.append((number, handle.layer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         self._live_handles[number] = self._live_handles.get(number, 0) + 1
@@ -357,9 +356,20 @@ class Capture(ToggledMode):
             self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))
         self._paused = True
         try:
-            return self._on(handle.holder.storage, handle.geometry)
+            return self._on(self._storage_of(handle.holder, handle.value), handle.geometry)
         finally:
             self._paused = False
+
+    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
+        """A copy of the value ``number``, which lies in ``storage``."""
+        copy = self._copy(storage)
+        self._follow_clone(copy, number)
+        return Clone(copy)
+
+    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
+        """Where the copy of the value ``number`` is to be read."""
+        assert clone.storage is not None
+        return clone.storage
 
     def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
         """A tensor of that geometry on a clone."""

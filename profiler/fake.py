@@ -1,7 +1,8 @@
 """A step without memory: its model, its inputs and its capture under a fake-tensor mode.
 
 Fake tensors have a device, a shape and a storage with an identity and a size, and no bytes; ops on them compute shapes.
-So the capture is that of a real step (``capture.py``), and durations come from a roofline.
+So the capture is that of a real step (``capture.py``); durations come from a roofline, or from running each distinct op
+by itself (``op_bench.py``).
 
 What is fake and what stays real:
 
@@ -37,6 +38,7 @@ from ..runtime.storages import FakeMemory, Geometry
 from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
+from .op_bench import OpSpec
 from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
@@ -80,16 +82,21 @@ def _small(leaves: list[Any]) -> bool:
 
 
 class FakeCapture(Capture):
-    """The capture of a step on fake tensors; an op takes the seconds of a roofline."""
+    """The capture of a step on fake tensors; an op takes the seconds of a roofline, or is described in ``specs``."""
 
-    def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline) -> None:
+    def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
         super().__init__("cpu", tracker, static)
         self._mode = mode
         self._roofline = roofline
+        self.specs: list[OpSpec] = []
+        """Of each op, where there is no roofline."""
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)
-        op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
+        if self._roofline is None:
+            self.specs.append(OpSpec(func, args, kwargs, outputs))
+        else:
+            op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
         return outputs
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:

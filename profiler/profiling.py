@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,16 +26,21 @@ from .build import build_handles, build_ops, build_points, build_values, live_by
 from .capture import Capture
 from .clock import Clock, clock_of, current, library_bytes
 from .fake import FakeCapture, faked
+from .fitting import available_bytes, fitting_mode
+from .hosted import HostedCapture, HostStore, SwapAll
 from .layers import LayerTracker
 from .link import measure_link
+from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
-from .roofline import DEVICES, Roofline, parse_roofline
-from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
+from .roofline import Roofline, parse_roofline
+from .schema import ALLOCATION_UNIT_BYTES, ROOFLINE, Device, Kind, Link, Phase, Profile, Value
 from .timing import PhaseSeconds, reconcile, time_ops
 from .verification import verify
 
 Progress = Callable[[str], None]
+RealMode = Literal["run", "swap-all"]
+MODES = ("run", "swap-all", "auto", "fake")
 
 
 def profile(
@@ -42,7 +49,7 @@ def profile(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     device: str | None = None,
-    mode: Literal["run", "fake"] = "run",
+    mode: Literal["run", "swap-all", "auto", "fake"] = "run",
     roofline: str | None = None,
     workload: str = "",
     iterations: int = 5,
@@ -61,9 +68,13 @@ def profile(
     model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
     device: ``"cpu"`` or ``"cuda"``, where the model is; by default the one on which its parameters are.
-    mode: ``"run"`` measures the real step; ``"fake"`` runs it without memory and without data, so that a step that fits
-        nowhere can be planned. Then ``roofline`` gives the durations and the link, nothing is verified, and
-        ``iterations``, ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
+    mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host, for
+        a step that does not fit; step times are those of swapping steps, less the time of swapping. ``"auto"`` is
+        ``"run"`` where the in-core step fits and else ``"swap-all"``.
+        ``"fake"`` runs the step without memory and without data, so that one that fits nowhere can be planned; nothing
+        is verified, and ``iterations`` has no part. Each distinct op is timed by itself on tensors of its own (and
+        remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
+        ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
         :func:`poochplan.profiler.fake.building`.
     roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` only.
     workload: a name to find the profile by.
@@ -90,65 +101,149 @@ def profile(
     where = _check(model, device, iterations, warmup)
     _check_mode(mode, roofline, where, throttle)
     say = progress or (lambda _: None)
+    options = _Options(
+        workload=workload,
+        iterations=iterations,
+        warmup=max(1, warmup),
+        spill_dir=spill_dir,
+        throttle_bytes_per_s=None if throttle is None else parse_rate(throttle, "throttle"),
+        link=link,
+        say=say,
+    )
     if mode == "fake":
-        assert roofline is not None  # checked
         return _profile_fake(
             _Runner(step, model, optimizer, accumulate, clock_of(where)),
-            parse_roofline(roofline),
-            workload=workload,
-            warmup=warmup,
-            link=link,
-            say=say,
+            None if roofline is None else parse_roofline(roofline),
+            where,
+            options,
         )
-    throttle_bytes_per_s = None if throttle is None else parse_rate(throttle, "throttle")
     if where.type == "cpu":
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
-    runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
-    with preserved(model, optimizer), current(where):
+
+    def real(mode: RealMode | Literal["auto"], note: str = "") -> Profile:
+        runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
+        return _profile_real(runner, where, mode, options, [note] if note else [])
+
+    if mode != "auto" or where.type == "cpu":
+        return real(mode)
+    try:
+        return real("run", "mode auto chose run: the in-core step fits the device")
+    except torch.OutOfMemoryError:
+        note = "mode auto chose swap-all: in-core the step ran out of the device's memory"
+    gc.collect()  # the failed step's values, which the error's frames held
+    torch.cuda.empty_cache()
+    say(note)
+    return real("swap-all", note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What :func:`profile` was asked for, of a real step."""
+
+    workload: str
+    iterations: int
+    warmup: int
+    spill_dir: str | Path | None
+    throttle_bytes_per_s: float | None
+    link: Link | None
+    say: Progress
+
+
+def _profile_real(
+    runner: _Runner, where: torch.device, mode: RealMode | Literal["auto"], options: _Options, notes: list[str]
+) -> Profile:
+    """The profile of a step that runs, in-core or swapping; ``auto`` swaps until it knows what in-core would take."""
+    model, say = runner.model, options.say
+    with preserved(model, runner.optimizer), current(where), contextlib.ExitStack() as stack:
+        link = options.link
         if link is None:
             say("measuring the link")
-            link = measure_link(where, spill_dir, throttle_bytes_per_s)
-        say(f"warming up ({max(1, warmup)} steps)")
-        for _ in range(max(1, warmup)):
+            link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
+        store = None
+        if mode != "run":
+            runner.swap_all = SwapAll(model, where, options.spill_dir, link, clock_of(where))
+            stack.callback(runner.swap_all.close)
+            store = HostStore(where, options.spill_dir)
+            stack.callback(store.close)
+        say(f"warming up ({options.warmup} steps{', swapping' if store else ''})")
+        for _ in range(options.warmup):
             runner.one_step()
-        say(f"timing {iterations} steps")
-        measured = [runner.one_step() for _ in range(iterations)]
         say("capturing one step")
-        capture, kinds = _capture(runner, Capture(where.type, LayerTracker(), static_keys(model, where.type)))
-        say(f"timing {len(capture.ops)} ops over {iterations} steps")
-        times = time_ops(model, where, runner.one_step, capture.ops, iterations)
-        notes = [*_notes(model), *([times.note] if times.note else [])]
+        capture, kinds = _capture(runner, _new_capture(model, where, store))
+        if store is not None:
+            store.close()  # its threads take address space
+        draft = _assembler(capture, kinds, runner, where, link, options.workload)
+        chosen: RealMode = "run" if mode == "run" else "swap-all"
+        if mode == "auto":
+            trial = draft("swap-all", [op.duration_s for op in capture.ops], [dict.fromkeys(Phase, 0.0)], [])
+            chosen, why = fitting_mode(trial, available_bytes())
+            say(why)
+            notes = [*notes, why]
+            if chosen == "run":
+                runner.swap_all = None
+                runner.one_step()  # in-core for the first time
+        say(f"timing {options.iterations} steps")
+        measured = [runner.one_step() for _ in range(options.iterations)]
+        say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
+        times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
+        notes = [*notes, *([times.note] if times.note else [])]
         durations_s = times.durations_s or [op.duration_s for op in capture.ops]
-        unverified = _assemble(
+        if chosen == "swap-all":
+            notes = [*notes, SWAPPED]
+        unverified = draft(chosen, durations_s, measured, [*_notes(model), *notes])
+        del capture, draft
+        stack.close()
+        say("verifying replays")
+        return verify(unverified, model, runner.bare_step, options.spill_dir)
+
+
+SWAPPED = (
+    "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
+    "less the time in which they swapped"
+)
+
+
+def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> Capture:
+    tracker, static = LayerTracker(), static_keys(model, where.type)
+    return Capture(where.type, tracker, static) if store is None else HostedCapture(where.type, tracker, static, store)
+
+
+def _assembler(
+    capture: Capture, kinds: dict[int, Kind], runner: _Runner, where: torch.device, link: Link, workload: str
+) -> Callable[[RealMode, list[float], list[PhaseSeconds], list[str]], Profile]:
+    """:func:`_assemble` for the captured step, given mode, durations, measured steps and notes."""
+    held_bytes = library_bytes(where)
+
+    def draft(mode: RealMode, durations_s: list[float], measured: list[PhaseSeconds], notes: list[str]) -> Profile:
+        return _assemble(
             capture,
             kinds,
             durations_s,
             measured,
-            model=model,
+            model=runner.model,
             link=link,
             workload=workload,
-            mode="run",
+            mode=mode,
             device=_device(where),
-            library_bytes=library_bytes(where),
+            library_bytes=held_bytes,
             notes=notes,
-            accumulate=accumulate,
+            accumulate=runner.accumulate,
         )
-        del capture
-        say("verifying replays")
-        return verify(unverified, model, runner.one_step, spill_dir)
+
+    return draft
 
 
-def _profile_fake(
-    runner: _Runner, roofline: Roofline, *, workload: str, warmup: int, link: Link | None, say: Progress
-) -> Profile:
+def _profile_fake(runner: _Runner, roofline: Roofline | None, where: torch.device, options: _Options) -> Profile:
     """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
-    model = runner.model
+    model, say = runner.model, options.say
     with faked(model, runner.optimizer) as fakes:
-        say(f"warming up without memory ({max(1, warmup)} steps)")
-        for _ in range(max(1, warmup)):
+        say(f"warming up without memory ({options.warmup} steps)")
+        for _ in range(options.warmup):
             runner.one_step()
         say("capturing one step without memory")
-        capture, kinds = _capture(runner, FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline))
+        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+        capture, kinds = _capture(runner, fake)
+    device, link, note = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
         phase_seconds[op.phase] += op.duration_s
@@ -158,18 +253,39 @@ def _profile_fake(
         [op.duration_s for op in capture.ops],
         [phase_seconds],
         model=model,
-        link=link or preset_link(roofline.link),
-        workload=workload,
+        link=link,
+        workload=options.workload,
         mode="fake",
-        device=Device(kind="cpu", name=f"{roofline.name} (roofline)", memory_bytes=roofline.memory_bytes),
+        device=device,
         notes=[
             *_notes(model),
-            f"durations are a roofline's ({roofline.name}), nothing was run",
+            note,
             "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
         ],
         accumulate=runner.accumulate,
     )
     return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+
+
+def _machine_of(
+    capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: _Options
+) -> tuple[Device, Link, str]:
+    """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
+    if roofline is not None:
+        device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
+        note = f"durations are a roofline's ({roofline.name}), nothing was run"
+        return device, options.link or preset_link(roofline.link), note
+    link = options.link
+    if link is None:
+        options.say("measuring the link")
+        link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
+    give_freed_memory_back()
+    device = _device(where)
+    bench = OpBench(device)
+    for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
+        op.duration_s = duration_s
+    counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
+    return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
 
 
 def _notes(model: torch.nn.Module) -> list[str]:
@@ -192,11 +308,18 @@ class _Runner:
         self.optimizer = optimizer
         self.accumulate = accumulate
         self._clock = clock
+        self.swap_all: SwapAll | None = None
+        """What takes saved values to the host in :meth:`one_step`; None when they stay."""
         self.loss: torch.Tensor | None = None
         """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
 
     def one_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
-        """Runs it; ``enter`` is told each phase as it begins."""
+        """Runs it, swapping where it is to; ``enter`` is told each phase as it begins."""
+        with self.swap_all.step() if self.swap_all is not None else contextlib.nullcontext():
+            return self.bare_step(enter)
+
+    def bare_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
+        """Runs it under nothing but what the caller has put around it."""
         if not self.accumulate:
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -214,9 +337,9 @@ class _Runner:
         return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
 
     def _time_s(self) -> float:
-        """Now, with all that was queued behind us."""
+        """Now, with all that was queued behind us, on a clock that stands still while values are swapped."""
         self._clock.synchronize()
-        return time.perf_counter()
+        return time.perf_counter() - (self.swap_all.seconds if self.swap_all is not None else 0.0)
 
 
 def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: int) -> torch.device:
@@ -229,12 +352,10 @@ def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: 
 
 
 def _check_mode(mode: str, roofline: str | None, where: torch.device, throttle: str | float | None) -> None:
-    if mode not in ("run", "fake"):
-        raise UsageError(f'mode: expected "run" or "fake", found {mode!r}')
-    if mode == "fake" and roofline is None:
-        raise UsageError(f'roofline: mode "fake" needs one of {", ".join(DEVICES)}, or FLOPS,BYTES such as 50e12,2e12')
-    if mode == "run" and roofline is not None:
-        raise UsageError('roofline: mode "run" measures durations and takes none; drop it, or ask for mode "fake"')
+    if mode not in MODES:
+        raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
+    if mode != "fake" and roofline is not None:
+        raise UsageError(f'roofline: mode "{mode}" measures durations and takes none; drop it, or ask for mode "fake"')
     if mode == "fake" and where.type != "cpu":
         raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
     if throttle is not None and where.type != "cpu":
@@ -277,7 +398,7 @@ def _capture(runner: _Runner, capture: Capture) -> tuple[Capture, dict[int, Kind
         note((value for state in optimizer.state.values() for value in state.values()), Kind.OPTIMIZER_STATE)
     note((p.grad for p in model.parameters() if runner.accumulate), Kind.GRADIENT)
     with capture.running(model):
-        runner.one_step(enter)
+        runner.bare_step(enter)
     return capture, kinds
 
 
@@ -307,7 +428,7 @@ def _assemble(
     model: torch.nn.Module,
     link: Link,
     workload: str,
-    mode: Literal["run", "fake"],
+    mode: Literal["run", "swap-all", "fake"],
     device: Device,
     notes: list[str],
     accumulate: bool,

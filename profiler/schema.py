@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 ALLOCATION_UNIT_BYTES = 512
+ROOFLINE = " (roofline)"
+"""Behind the name of a device that is not there."""
 
 
 class Phase(StrEnum):
@@ -212,6 +214,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     values: tuple[Value, ...]
     handles: tuple[Handle, ...]
     points: tuple[Point, ...]
+
+    @property
+    def roofline(self) -> str:
+        """Name of the device whose roofline gave the durations; empty when they were measured."""
+        named = self.device.name.endswith(ROOFLINE)
+        return self.device.name.removesuffix(ROOFLINE) if self.mode == "fake" and named else ""
 
     @cached_property
     def op_ticks(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ with the reason, and no plan recomputes it.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..planner.schema import Decision, Plan, PlannedValue, Prediction, Solve
+from ..planner.schema import Decision, Plan, PlannedValue, PointActions
 from ..runtime.device import Device
 from ..runtime.devices import model_device, open_device
 from ..runtime.engine import Engine
@@ -25,7 +26,9 @@ from ..runtime.modes import around_compiled, uncompiled_hooks
 from ..runtime.recorder import Slot
 from ..runtime.replay import NotReplayable, Recipe
 from ..runtime.storages import static_keys
+from .hosted import HostStore
 from .schema import PointKind, Profile
+from .trial import trial_plan
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
@@ -35,9 +38,12 @@ UNVERIFIED = "its replay could not be verified: steps differ in what they save"
 
 
 class VerifyingEngine(Engine):
-    """Follows a plan that recomputes all it may; keeps a copy of each value and compares when the replay is back."""
+    """Follows a plan that recomputes all it may; keeps a copy of each value and compares when the replay is back.
 
-    def __init__(self, plan: Plan, device: Device, model: torch.nn.Module) -> None:
+    ``store``: where the copies are; None for in memory.
+    """
+
+    def __init__(self, plan: Plan, device: Device, model: torch.nn.Module, store: HostStore | None = None) -> None:
         super().__init__(plan, device, lambda: static_keys(model, device.kind))
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
@@ -47,18 +53,27 @@ class VerifyingEngine(Engine):
         """Save points of values whose replay gave the same bits."""
         self.parting = ""
         """Where and how the step left its own profile; empty while it has not."""
-        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._copies: dict[int, Callable[[], torch.UntypedStorage]] = {}
+        self._store = store
 
     def _forget(self, entry: Entry, slot: Slot) -> None:
         assert entry.storage is not None
         assert entry.index is not None
         with _disable_current_modes():  # or recording would meet the storage through the tensors that copy it
-            copy = entry.storage.clone()
+            copy = self._copied(entry.storage)
         super()._forget(entry, slot)
         if entry.waits_for_replay:
             self._copies[entry.index] = copy
         else:
             self.refused[entry.index] = _refusal(entry, slot)
+
+    def _copied(self, storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage]:
+        """A call that gives a copy of what is there now."""
+        if self._store is None:
+            copy = storage.clone()
+            return lambda: copy
+        store, offset, size_bytes = self._store, self._store.put(storage), storage.nbytes()
+        return lambda: store.get(offset, size_bytes)
 
     def _replay(self, entry: Entry) -> None:
         super()._replay(entry)
@@ -67,7 +82,7 @@ class VerifyingEngine(Engine):
                 self._compare(index, found.storage)
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
-        wanted = self._copies.pop(index)
+        wanted = self._copies.pop(index)()
         if torch.equal(_bytes(wanted), _bytes(found)):
             self.verified.add(index)
         else:
@@ -97,22 +112,25 @@ def verify(
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
 
     Runs one step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
-    later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture.
+    later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
+    of a profile of mode ``swap-all`` two steps try half of the values each, and memory is about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
     step has verified is not recomputed. A note says where steps part.
     """
+    parts = 2 if profile.mode == "swap-all" else 1
     parting = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
         for _ in range(MOST_TRIES):
-            engine = _try_all(profile, model, one_step, spill_dir)
-            parting = parting or engine.parting
-            verified |= engine.verified
-            if not engine.has_left_the_plan:
+            engines = [_try_all(_try_plan(profile, part, parts), model, one_step, spill_dir) for part in range(parts)]
+            parting = parting or next((engine.parting for engine in engines if engine.parting), "")
+            verified = verified.union(*(engine.verified for engine in engines))
+            left = any(engine.has_left_the_plan for engine in engines)
+            if not left:
                 break
-        left = engine.has_left_the_plan
-        differing = sorted(engine.differing)[: None if remaining == 0 or left else 1]
-        profile = _marked(profile, engine.refused | dict.fromkeys(differing, DIFFERS))
+        differing = sorted(index for engine in engines for index in engine.differing)
+        refused = {index: reason for engine in engines for index, reason in engine.refused.items()}
+        profile = _marked(profile, refused | dict.fromkeys(differing[: None if remaining == 0 or left else 1], DIFFERS))
         if left:
             profile = _marked(profile, dict.fromkeys(_recomputed(profile) - verified, UNVERIFIED))
         if left or not differing:
@@ -127,22 +145,24 @@ def verify(
 
 
 def _try_all(
-    profile: Profile, model: torch.nn.Module, one_step: Callable[[], Any], spill_dir: str | Path | None
+    plan: Plan, model: torch.nn.Module, one_step: Callable[[], Any], spill_dir: str | Path | None
 ) -> VerifyingEngine:
-    device = open_device(model_device(model, profile.device.kind), spill_dir)
-    engine = VerifyingEngine(_recompute_all(profile), device, model)
-    try:
-        with (
-            warnings.catch_warnings(),
-            around_compiled(model, lambda _, call: _quietly(engine, call)),
-            uncompiled_hooks(engine.pack, engine.unpack),
-        ):
-            warnings.simplefilter("ignore", RuntimeWarning)
-            engine.begin_step()
-            one_step()
-    finally:
-        engine.end_step()
-        device.close()
+    where = model_device(model, plan.device)
+    swaps = any(value.decision is Decision.SWAP for value in plan.values)
+    with contextlib.ExitStack() as stack:
+        device = open_device(where, spill_dir)
+        stack.callback(device.close)
+        store = HostStore(where, spill_dir) if swaps else None
+        if store is not None:
+            stack.callback(store.close)
+        engine = VerifyingEngine(plan, device, model, store)
+        stack.callback(engine.end_step)
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(around_compiled(model, lambda _, call: _quietly(engine, call)))
+        stack.enter_context(uncompiled_hooks(engine.pack, engine.unpack))
+        warnings.simplefilter("ignore", RuntimeWarning)
+        engine.begin_step()
+        one_step()
     return engine
 
 
@@ -170,64 +190,42 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _recomputed(profile: Profile) -> set[int]:
-    """Save points of the values that :func:`_recompute_all` recomputes."""
-    planned = _recompute_all(profile).values
+    """Save points of the values that may be recomputed."""
+    planned = _try_plan(profile, 0, 1).values
     return {index for index, value in enumerate(planned) if value.decision is Decision.RECOMPUTE}
 
 
-def _recompute_all(profile: Profile) -> Plan:
-    """A plan that recomputes every value that may be, each when it is first used."""
+def _try_plan(profile: Profile, part: int, parts: int) -> Plan:
+    """A plan that recomputes every ``parts``-th value that may be, each when it is first used.
+
+    In one part the others are kept. In several each other value is swapped, so that a replay begins at values that
+    come back one by one, and memory stays about that of swapping everything.
+    """
     saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
     position = {value: index for index, value in enumerate(saves)}
     planned = []
-    for number in saves:
+    for index, number in enumerate(saves):
         value = profile.values[number]
-        free = not value.pinned and not value.unreplayable
+        decision = Decision.SWAP if parts > 1 and not value.pinned else Decision.KEEP
+        if index % parts == part and not value.pinned and not value.unreplayable:
+            decision = Decision.RECOMPUTE
         planned.append(
             PlannedValue(
                 name=value.name,
                 layer=value.layer,
-                decision=Decision.RECOMPUTE if free else Decision.KEEP,
+                decision=decision,
                 size_bytes=value.size_bytes,
                 dtype=value.dtype,
                 shape=value.shape,
             )
         )
-    peak_bytes, step_s = profile.in_core_peak_bytes, profile.times.step_s
-    return Plan(
-        workload=profile.workload,
-        profile_fingerprint=profile.ops_fingerprint,
-        budget_bytes=peak_bytes,
-        device=profile.device.kind,
-        solve=Solve(
-            policy="recompute all",
-            solver="none",
-            status="not needed",
-            objective_s=None,
-            bound_s=None,
-            gap=None,
-            wall_s=0.0,
-            rounds=0,
-        ),
-        prediction=Prediction(
-            peak_bytes=peak_bytes,
-            first_step_peak_bytes=peak_bytes,
-            in_core_peak_bytes=peak_bytes,
-            in_core_step_s=step_s,
-            step_s=step_s,
-            overhead=0.0,
-            stall_s=0.0,
-            replay_s=0.0,
-            interference_s=0.0,
-            out_bytes=0,
-            in_bytes=0,
-            host_bytes=0,
-        ),
-        link=profile.link,
-        record_from_start=True,
-        model=profile.model,
+    swapped = [index for index, value in enumerate(planned) if value.decision is Decision.SWAP]
+    return trial_plan(
+        profile.device.kind,
+        profile.link,
+        profile.model,
         values=tuple(planned),
         handles=tuple(position[handle.value] for handle in profile.handles),
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
-        schedule=(),
+        schedule=tuple(PointActions(at="save", index=index, swap_out=(index,), release=(index,)) for index in swapped),
     )

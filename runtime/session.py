@@ -40,6 +40,7 @@ def apply(
     meter: Literal["first-steps", "always", "never"] = "first-steps",
     cap_bytes: int | None = None,
     device: Callable[[], Device] | None = None,
+    force: bool = False,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -58,6 +59,7 @@ def apply(
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
         what would break the promise is an out-of-memory error then.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
+    force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
     Warns when the plan was made for another machine (``plan.assumed``).
 
@@ -66,7 +68,7 @@ def apply(
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The model is not on the plan's device, or there is no such device.
+        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's.
     SpillError
         The spill directory cannot be used.
     """
@@ -77,6 +79,12 @@ def apply(
     first, *others = plan.plans if isinstance(plan, PlanSet) else (plan,)  # a set is for one model and one device
     check_model(first.model, model, "plan")
     where = model_device(model, first.device)
+    roofline = next((one.roofline for one in (first, *others) if one.roofline), "")
+    if roofline and not force:
+        raise UsageError(
+            f"plan: expected one for this device, found one whose times are a roofline's ({roofline}); profile here, "
+            "in mode fake without a roofline if the step does not fit, or pass force=True (pooch run --force)"
+        )
     assumed = dict.fromkeys(what for one in (first, *others) for what in one.assumed)
     if assumed:
         warnings.warn(

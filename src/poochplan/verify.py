@@ -195,13 +195,16 @@ def run_planned(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     cap_bytes: int | None = None,
+    force: bool = False,
     record: bool = True,
     progress: Progress | None = None,
 ) -> Run:
     """Builds the workload from ``seed`` and runs it under ``plan``; raises what ``poochplan.apply`` raises."""
     seed_everything(seed)
     workload = build()
-    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
+    with apply(
+        plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes, force=force
+    ) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
 
@@ -215,6 +218,7 @@ def check(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     cap_bytes: int | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
@@ -245,7 +249,9 @@ def check(
     in_core = in_core_run(steps, 0 if in_turn else timed_steps, "in-core")
     seed_everything(seed)
     workload = builds()
-    with apply(plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes) as session:
+    with apply(
+        plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes, force=force
+    ) as session:
         planned = run_steps(
             workload,
             steps,

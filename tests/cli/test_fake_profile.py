@@ -26,14 +26,24 @@ def test_a_workload_larger_than_memory_is_profiled_and_planned(pooch: Pooch, wor
     assert (result.code, result.err) == (0, "")
 
 
+def test_a_plan_with_a_roofline_s_times_runs_only_when_forced(pooch: Pooch, workloads: Path) -> None:
+    pooch("profile", f"{workloads}:small", "--mode", "fake", "--roofline", "v100", "-o", "v100.json")
+    pooch("plan", "v100.json", "--budget", "100%", "-o", "plan.json")
+    refused = pooch("run", f"{workloads}:small", "--plan", "plan.json", "--steps", "1", "--timed", "1")
+    assert refused.code == 2
+    assert "or pass force=True (pooch run --force)" in refused.error
+    assert (
+        pooch("run", f"{workloads}:small", "--plan", "plan.json", "--steps", "1", "--timed", "1", "--force").code == 0
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "fake"], "--mode fake: expected --roofline v100, a100, h200 or FLOPS,BYTES; name the device"),
         (["--mode", "fake", "--roofline", "v1000"], "roofline: expected v100, a100, h200 or FLOPS,BYTES per second"),
         (["--mode", "fake", "--roofline", "1e12"], "such as 50e12,2e12, found '1e12'"),
-        (["--roofline", "v100"], "--roofline: mode run measures durations; drop it, or add --mode fake"),
-        (["--mode", "fake", "--roofline", "v100", "--throttle", "1GB/s"], "--throttle: mode fake moves no bytes"),
+        (["--roofline", "v100"], "--roofline: mode auto measures durations; drop it, or add --mode fake"),
+        (["--mode", "fake", "--roofline", "v100", "--throttle", "1GB/s"], "--throttle: a roofline moves no bytes"),
         (["--mode", "dry"], "invalid choice: 'dry'"),
     ],
 )

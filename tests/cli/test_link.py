@@ -67,7 +67,7 @@ def test_the_profile_takes_the_cached_link(pooch: Pooch, workloads: Path, cache:
     assert link.throttle_bytes_per_s == 50e6
     result = pooch("profile", target, "--mode", "fake", "--roofline", "v100", "--cached-link")
     assert result.code == 2
-    assert result.error == "--cached-link: mode fake takes the roofline's link; drop --cached-link"
+    assert result.error == "--cached-link: a roofline's link is a preset; drop --cached-link"
 
 
 def test_another_throttle_or_torch_is_another_link(monkeypatch: pytest.MonkeyPatch) -> None:

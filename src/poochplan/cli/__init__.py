@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         verb.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="data as JSON on stdout, everything else on stderr")
-        sub.add_argument("--force", action="store_true", help="overwrite output files that exist")
+        sub.add_argument("--force", action="store_true", help=verb.force_help)
         sub.add_argument("-v", "--verbose", action="store_true", help="show tracebacks and the details of warnings")
         sub.set_defaults(verb=verb)
     return parser

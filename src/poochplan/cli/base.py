@@ -33,6 +33,7 @@ class Verb(ABC):
     summary: ClassVar[str]
     description: ClassVar[str]
     examples: ClassVar[str]
+    force_help: ClassVar[str] = "overwrite output files that exist"
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

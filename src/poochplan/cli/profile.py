@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..profiler.schema import Profile
     from ..workload import LoadedWorkload
 
-MODES = ("run", "fake")
+MODES = ("auto", "run", "swap-all", "fake")
 
 
 class ProfileVerb(Verb):
@@ -24,10 +24,12 @@ class ProfileVerb(Verb):
     name = "profile"
     summary = "measure a training step: ops, saved values, memory, and the link to the host tier"
     description = (
-        "Runs the workload's training step a few times in-core and writes a profile: every op with its time, every "
-        "saved value with its lifetime, the peak, and what the link costs in both directions. WORKLOAD is a TOML, "
-        "package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
-        "data, so that one that fits no machine can be planned; durations and link are then those of --roofline."
+        "Runs the workload's training step a few times and writes a profile: every op with its time, every saved value "
+        "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "
+        "in-core swaps every saved value meanwhile. WORKLOAD is a TOML, package.module:function or "
+        "path/to/file.py:function. With --mode fake the step runs without memory and "
+        "data, so that one that fits no machine can be planned; each distinct op is then timed by itself on this "
+        "machine, or durations and link are those of --roofline."
     )
     examples = """\
   pooch profile configs/unet3d.toml -o profile.json
@@ -48,8 +50,10 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--mode",
             choices=MODES,
-            default="run",
-            help="run: the real step, in-core; fake: without memory, durations by --roofline (default: run)",
+            default="auto",
+            help="run: the real step, in-core; swap-all: the real step, every saved value on the host, for one "
+            "that does not fit; auto: run where it fits, else swap-all; "
+            "fake: without memory, each op timed by itself or by --roofline (default: auto)",
         )
         parser.add_argument(
             "--roofline", metavar="DEVICE", help="for --mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
@@ -103,19 +107,17 @@ class ProfileVerb(Verb):
     def _check_mode(self) -> None:
         """Tells before torch is loaded and a model is built."""
         options = self.options
-        if options.mode == "fake":
-            if options.roofline is None:
-                raise UsageError("--mode fake: expected --roofline v100, a100, h200 or FLOPS,BYTES; name the device")
+        if options.mode == "fake" and options.roofline is not None:
             for name, value in (("--throttle", options.throttle), ("--spill-dir", options.spill_dir)):
                 if value is not None:
-                    raise UsageError(f"{name}: mode fake moves no bytes, its link is the roofline's; drop {name}")
+                    raise UsageError(f"{name}: a roofline moves no bytes, its link is a preset; drop {name}")
             if options.cached_link:
-                raise UsageError("--cached-link: mode fake takes the roofline's link; drop --cached-link")
+                raise UsageError("--cached-link: a roofline's link is a preset; drop --cached-link")
             from ..profiler.roofline import parse_roofline
 
             parse_roofline(options.roofline)
         elif options.roofline is not None:
-            raise UsageError("--roofline: mode run measures durations; drop it, or add --mode fake")
+            raise UsageError(f"--roofline: mode {options.mode} measures durations; drop it, or add --mode fake")
 
     def _load(self) -> LoadedWorkload:
         if self.options.mode != "fake":

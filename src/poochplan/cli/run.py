@@ -34,6 +34,7 @@ class RunVerb(Verb):
         "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
         "times are medians over --timed further steps, which are neither metered nor compared."
     )
+    force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
   pooch run configs/unet3d.toml --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
@@ -179,6 +180,7 @@ class RunVerb(Verb):
             "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
             "on_divergence": options.on_divergence,
             "cap_bytes": self._cap_bytes,
+            "force": options.force,
         }
         with self.progress("running") as say:
             if options.check:

@@ -1,0 +1,194 @@
+"""Durations of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
+
+Two ops are the same when operator, arguments and the layout of every tensor are. What cannot be run by itself
+(operators of other namespaces, ops too large for the memory there is, ops that fail on made-up contents) is estimated:
+the bytes it reads and writes at the rate of a copy. Seconds are kept in a file of the user's cache folder, one for each
+version of torch, device and thread count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+
+from ..runtime.operators import traits
+from ..runtime.storages import Geometry, has_storage
+from .fitting import available_bytes
+from .roofline import op_bytes
+from .schema import Device
+
+REPEATS = 5
+LONG_S = 0.2
+"""An op that takes longer is run no more often than it has to: twice."""
+_COPIED_BYTES = 64 << 20
+
+
+class TensorSpec(NamedTuple):
+    """A tensor argument: its layout, and which of the op's storages it lies on."""
+
+    geometry: Geometry
+    storage: int
+    storage_bytes: int
+
+
+class OpSpec:
+    """One call of an operator, without its tensors."""
+
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        self.func = func
+        storages: dict[int, int] = {}
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.leaves = [_spec_of(leaf, storages) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.bytes = op_bytes(func, args, kwargs, outputs)
+        self.key = hashlib.sha256(f"{func}|{self.leaves}|{self._spec}".encode()).hexdigest()[:24]
+        simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        self.runnable = traits(func).trusted and all(
+            leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
+        )
+
+    def made_up(self) -> tuple[Any, dict[str, Any]]:
+        """Arguments on real tensors: floats between a half and one, integers zero, booleans true."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, TensorSpec):
+                if leaf.storage not in storages:
+                    storages[leaf.storage] = _filled(leaf)
+                leaf = leaf.geometry.on(storages[leaf.storage])
+            leaves.append(leaf)
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str:
+    if not has_storage(tensor, "cpu"):
+        return TensorSpec(Geometry.of(tensor), -1, 0) if tensor.numel() == 0 else "a tensor of another kind"
+    storage = tensor.untyped_storage()
+    return TensorSpec(Geometry.of(tensor), storages.setdefault(storage._cdata, len(storages)), storage.nbytes())
+
+
+def _filled(spec: TensorSpec) -> torch.UntypedStorage:
+    dtype = spec.geometry.dtype
+    flat = torch.empty(spec.storage_bytes // dtype.itemsize, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        flat.fill_(1.0)
+        if dtype in (torch.float32, torch.float64):
+            flat.uniform_(0.5, 1.0)
+    else:
+        flat.fill_(dtype is torch.bool)
+    return flat.untyped_storage()
+
+
+class OpBench:
+    """Seconds of ops, measured or remembered. ``counts`` says how many distinct ones came from where."""
+
+    def __init__(self, device: Device) -> None:
+        self._path = cache_path(device)
+        self._known = _read(self._path)
+        self.counts = {"measured": 0, "cached": 0, "estimated": 0}
+        self._copy_bytes_per_s = 0.0
+
+    def seconds(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[float]:
+        """Seconds of each, in order; what is new is written to the cache."""
+        found: dict[str, float] = {}
+        distinct = {spec.key: spec for spec in specs}
+        say(f"running {len(distinct)} distinct ops by themselves")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for key, spec in distinct.items():
+                found[key] = self._one(spec)
+        _write(self._path, self._known)
+        return [found[spec.key] for spec in specs]
+
+    def _one(self, spec: OpSpec) -> float:
+        if spec.key in self._known:
+            self.counts["cached"] += 1
+            return self._known[spec.key]
+        measured_s = _measured(spec) if spec.runnable and 2 * spec.bytes < available_bytes() else None
+        if measured_s is None:
+            self.counts["estimated"] += 1
+            return spec.bytes / self._copy_rate()
+        self.counts["measured"] += 1
+        self._known[spec.key] = measured_s
+        return measured_s
+
+    def _copy_rate(self) -> float:
+        """Bytes per second that a copy reads and writes."""
+        if not self._copy_bytes_per_s:
+            source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+            took_s = _median_s(lambda: source.clone, lambda clone: clone())
+            self._copy_bytes_per_s = 2 * _COPIED_BYTES / took_s
+        return self._copy_bytes_per_s
+
+
+def _measured(spec: OpSpec) -> float | None:
+    """Median seconds of the op; None when it fails on made-up contents."""
+    writes = bool(traits(spec.func).written)
+    try:
+        shared = None if writes else spec.made_up()
+        return _median_s(
+            lambda: spec.made_up() if shared is None else shared,  # what is written in place is made anew
+            lambda arguments: spec.func(*arguments[0], **arguments[1]),
+        )
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return None
+
+
+def _median_s(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> float:
+    """Of several runs behind a first that is thrown away, each with fresh outputs."""
+    times_s: list[float] = []
+    for _ in range(1 + REPEATS):
+        argument = prepare()
+        start_s = time.perf_counter()
+        run(argument)
+        times_s.append(time.perf_counter() - start_s)
+        if len(times_s) > 1 and times_s[-1] > LONG_S:
+            break
+    return median(times_s[1:])
+
+
+def cache_path(device: Device) -> Path:
+    """The file of durations for this torch, device and thread count, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+    machine = f"{torch.__version__}|{device.kind}|{device.name}|{_cpu_model()}|{device.threads}"
+    return folder / "poochplan" / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _read(path: Path) -> dict[str, float]:
+    """What the file knows; nothing when there is none, or it is broken."""
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return {key: value for key, value in known.items() if math.isfinite(value) and value >= 0}
+
+
+def _write(path: Path, known: dict[str, float]) -> None:
+    """Whole or not at all; a cache that cannot be written is none."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(msgspec.json.encode(known))
+        scratch.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink()

@@ -1,0 +1,125 @@
+"""The ops of a step without memory are timed one by one on this machine, and remembered."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from nets import CASES, LINK
+from torch import nn
+
+import poochplan
+from poochplan.profiler.op_bench import OpBench, OpSpec, cache_path
+from poochplan.profiler.schema import Device, Profile
+
+aten = torch.ops.aten
+HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num_threads())
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def counts(profile: Profile) -> list[int]:
+    """Distinct ops measured, from the cache, and estimated, by the profile's note."""
+    note = next(note for note in profile.notes if "run by themselves" in note)
+    found = re.search(r"(\d+) measured, (\d+) cached, (\d+) estimated", note)
+    assert found is not None
+    return [int(number) for number in found.groups()]
+
+
+def spec(func: object, *args: object, **kwargs: object) -> OpSpec:
+    return OpSpec(func, args, kwargs, torch.empty(0))
+
+
+def test_the_second_profile_takes_every_duration_from_the_cache() -> None:
+    first, second = (CASES["residual"].profile(mode="fake") for _ in range(2))
+    measured, cached, estimated = counts(first)
+    assert measured > 20
+    assert cached == 0
+    assert counts(second) == [0, measured, estimated]
+    assert second.device.name == CASES["residual"].profile().device.name
+
+
+def test_all_but_the_seconds_is_as_with_a_roofline() -> None:
+    measured = CASES["attention"].profile(mode="fake")
+    roofline = CASES["attention"].profile(mode="fake", roofline="v100")
+    assert measured.ops_fingerprint == roofline.ops_fingerprint
+    assert measured.values == roofline.values
+    assert poochplan.plan(measured, budget="80%", time_limit_s=2).estimate
+
+
+def test_an_op_with_more_work_takes_longer() -> None:
+    small, large = torch.empty(16, 16), torch.empty(1024, 1024)
+    short_s, long_s = OpBench(HERE).seconds([spec(aten.mm.default, x, x) for x in (small, large)])
+    assert short_s < long_s
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\xfe", b'{"x": 1e999}'])
+def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
+    path = cache_path(HERE)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
+    bench = OpBench(HERE)
+    bench.seconds([add])
+    assert bench.counts["measured"] == 1
+    assert add.key in msgspec.json.decode(path.read_bytes())
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert OpBench(HERE).seconds([spec(aten.relu.default, torch.empty(8))])[0] > 0
+
+
+def test_durations_are_kept_apart_by_thread_count_and_device() -> None:
+    others = [msgspec.structs.replace(HERE, threads=HERE.threads + 1), msgspec.structs.replace(HERE, name="another")]
+    assert len({cache_path(device) for device in (HERE, *others)}) == 3
+
+
+def test_ops_differ_by_shapes_strides_dtypes_scalars_and_shared_storage() -> None:
+    x = torch.empty(8, 8)
+    keys = [
+        spec(aten.add.Tensor, *arguments).key
+        for arguments in [
+            (x, x),
+            (x, x.clone()),
+            (x, x.t()),
+            (x, 1.0),
+            (x, 2.0),
+            (x.double(), x.double()),
+            (x[:4], 1.0),
+        ]
+    ]
+    assert len(set(keys)) == len(keys)
+    assert spec(aten.add.Tensor, x.clone(), 1.0).key == keys[3]
+
+
+def test_what_cannot_be_run_by_itself_is_estimated_and_never_cached() -> None:
+    out_of_range = spec(aten.mm.default, torch.empty(2, 3), torch.empty(2, 3))  # fails
+    bench = OpBench(HERE)
+    assert bench.seconds([out_of_range])[0] >= 0
+    assert bench.counts == {"measured": 0, "cached": 0, "estimated": 1}
+    assert out_of_range.key not in msgspec.json.decode(cache_path(HERE).read_bytes())
+
+
+def test_the_step_s_tensors_and_generators_are_left_alone() -> None:
+    state, written = torch.get_rng_state(), torch.ones(8)
+    OpBench(HERE).seconds([spec(aten.add_.Tensor, written, 1.0), spec(aten.uniform_.default, written)])
+    assert torch.equal(written, torch.ones(8))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_integers_that_index_are_within_range() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+    tokens = torch.randint(0, 10, (4, 6))
+    profile = poochplan.profile(
+        lambda: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
+        model=model, mode="fake", link=LINK,
+    )  # fmt: skip
+    assert counts(profile)[2] == 0
