@@ -1,6 +1,6 @@
 """Gradients bitwise equal and the peak as predicted: every third-party network of the tests under random plans.
 
-Decisions, points and budgets are drawn at random (``tests/runtime/third_party.py``); each plan is trained for three
+Decisions, points and budgets are drawn at random (``tests/runtime/third_party_networks.py``); each plan is trained for three
 steps from the same start as in-core training, on the CPU device and on the hostile one of the tests. Loss, gradients,
 buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's meter, the
 prediction the simulator's.
@@ -28,7 +28,7 @@ from adversarial import AdversarialDevice, OpClock  # noqa: E402 - the tests' ow
 from facts import PACKAGES, facts_of_run  # noqa: E402
 from nets import Case, equal, train  # noqa: E402 - the list and its helpers are the tests'
 from plans import plan_with  # noqa: E402
-from third_party import NETWORKS, random_schedule  # noqa: E402
+from third_party_networks import NETWORKS, random_schedule  # noqa: E402
 
 from poochplan.planner.problem import build_problem  # noqa: E402
 from poochplan.planner.schema import Plan  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nets import Case, equal, train
 from plans import plan_with
-from third_party import NETWORKS, QUICK, random_schedule
+from third_party_networks import NETWORKS, QUICK, random_schedule
 
 from poochplan.planner.problem import build_problem
 from poochplan.planner.schema import Decision
