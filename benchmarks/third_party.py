@@ -1,9 +1,9 @@
 """Gradients bitwise equal and the peak as predicted: every third-party network of the tests under random plans.
 
-Decisions, points and budgets are drawn at random (``tests/runtime/third_party_networks.py``); each plan is trained for three
-steps from the same start as in-core training, on the CPU device and on the hostile one of the tests. Loss, gradients,
-buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's meter, the
-prediction the simulator's.
+Decisions, points and budgets are drawn at random (``tests/runtime/third_party_networks.py``); each plan is trained for
+three steps from the same start as in-core training, on the CPU device and on the hostile one of the tests. Loss,
+gradients, buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's
+meter, the prediction the simulator's.
 
     python benchmarks/third_party.py [--networks gpt2,vit] [--plans 5] [-o benchmarks/results/third_party.json]
 """
