@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 
 from ..errors import StepError, UsageError
 from ..runtime.allocator import give_freed_memory_back
 from ..runtime.devices import model_device
-from ..runtime.signature import model_signature
-from ..runtime.storages import has_storage, static_keys
+from ..runtime.storages import static_keys
 from ..units import parse_rate
-from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
+from .assembly import assemble, this_machine
 from .capture import Capture
-from .clock import Clock, clock_of, current, library_bytes
+from .clock import clock_of, current, library_bytes
 from .fake import FakeCapture, faked
 from .fitting import available_bytes, fitting_mode
 from .hosted import HostedCapture, HostStore, SwapAll
@@ -34,8 +29,9 @@ from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
 from .roofline import Roofline, parse_roofline
-from .schema import ALLOCATION_UNIT_BYTES, ROOFLINE, Device, Kind, Link, Phase, Profile, Value
-from .timing import PhaseSeconds, reconcile, time_ops
+from .runner import Runner, captured
+from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
+from .timing import PhaseSeconds, time_ops
 from .verification import verify
 
 Progress = Callable[[str], None]
@@ -112,7 +108,7 @@ def profile(
     )
     if mode == "fake":
         return _profile_fake(
-            _Runner(step, model, optimizer, accumulate, clock_of(where)),
+            Runner(step, model, optimizer, accumulate, clock_of(where)),
             None if roofline is None else parse_roofline(roofline),
             where,
             options,
@@ -121,7 +117,7 @@ def profile(
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
 
     def real(mode: RealMode | Literal["auto"], note: str = "") -> Profile:
-        runner = _Runner(step, model, optimizer, accumulate, clock_of(where))
+        runner = Runner(step, model, optimizer, accumulate, clock_of(where))
         return _profile_real(runner, where, mode, options, [note] if note else [])
 
     if mode != "auto" or where.type == "cpu":
@@ -150,7 +146,7 @@ class _Options:
 
 
 def _profile_real(
-    runner: _Runner, where: torch.device, mode: RealMode | Literal["auto"], options: _Options, notes: list[str]
+    runner: Runner, where: torch.device, mode: RealMode | Literal["auto"], options: _Options, notes: list[str]
 ) -> Profile:
     """The profile of a step that runs, in-core or swapping; ``auto`` swaps until it knows what in-core would take."""
     model, say = runner.model, options.say
@@ -169,7 +165,7 @@ def _profile_real(
         for _ in range(options.warmup):
             runner.one_step()
         say("capturing one step")
-        capture, kinds = _capture(runner, _new_capture(model, where, store))
+        capture, kinds = captured(runner, _new_capture(model, where, store))
         if store is not None:
             store.close()  # its threads take address space
         draft = _assembler(capture, kinds, runner, where, link, options.workload)
@@ -209,13 +205,13 @@ def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore |
 
 
 def _assembler(
-    capture: Capture, kinds: dict[int, Kind], runner: _Runner, where: torch.device, link: Link, workload: str
+    capture: Capture, kinds: dict[int, Kind], runner: Runner, where: torch.device, link: Link, workload: str
 ) -> Callable[[RealMode, list[float], list[PhaseSeconds], list[str]], Profile]:
-    """:func:`_assemble` for the captured step, given mode, durations, measured steps and notes."""
+    """:func:`assemble` for the captured step, given mode, durations, measured steps and notes."""
     held_bytes = library_bytes(where)
 
     def draft(mode: RealMode, durations_s: list[float], measured: list[PhaseSeconds], notes: list[str]) -> Profile:
-        return _assemble(
+        return assemble(
             capture,
             kinds,
             durations_s,
@@ -224,7 +220,7 @@ def _assembler(
             link=link,
             workload=workload,
             mode=mode,
-            device=_device(where),
+            device=this_machine(where),
             library_bytes=held_bytes,
             notes=notes,
             accumulate=runner.accumulate,
@@ -233,7 +229,7 @@ def _assembler(
     return draft
 
 
-def _profile_fake(runner: _Runner, roofline: Roofline | None, where: torch.device, options: _Options) -> Profile:
+def _profile_fake(runner: Runner, roofline: Roofline | None, where: torch.device, options: _Options) -> Profile:
     """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
     model, say = runner.model, options.say
     with faked(model, runner.optimizer) as fakes:
@@ -242,12 +238,12 @@ def _profile_fake(runner: _Runner, roofline: Roofline | None, where: torch.devic
             runner.one_step()
         say("capturing one step without memory")
         fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
-        capture, kinds = _capture(runner, fake)
+        capture, kinds = captured(runner, fake)
     device, link, note = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
         phase_seconds[op.phase] += op.duration_s
-    profile = _assemble(
+    profile = assemble(
         capture,
         kinds,
         [op.duration_s for op in capture.ops],
@@ -280,7 +276,7 @@ def _machine_of(
         options.say("measuring the link")
         link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
     give_freed_memory_back()
-    device = _device(where)
+    device = this_machine(where)
     bench = OpBench(device)
     for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
         op.duration_s = duration_s
@@ -290,56 +286,6 @@ def _machine_of(
 
 def _notes(model: torch.nn.Module) -> list[str]:
     return [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
-
-
-class _Runner:
-    """One training step, phase by phase, timed."""
-
-    def __init__(
-        self,
-        step: Callable[[], torch.Tensor],
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        accumulate: bool,
-        clock: Clock,
-    ) -> None:
-        self.step = step
-        self.model = model
-        self.optimizer = optimizer
-        self.accumulate = accumulate
-        self._clock = clock
-        self.swap_all: SwapAll | None = None
-        """What takes saved values to the host in :meth:`one_step`; None when they stay."""
-        self.loss: torch.Tensor | None = None
-        """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
-
-    def one_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
-        """Runs it, swapping where it is to; ``enter`` is told each phase as it begins."""
-        with self.swap_all.step() if self.swap_all is not None else contextlib.nullcontext():
-            return self.bare_step(enter)
-
-    def bare_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
-        """Runs it under nothing but what the caller has put around it."""
-        if not self.accumulate:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-        times_s = [self._time_s()]
-        enter(Phase.FORWARD)
-        self.loss = checked_loss(self.step())
-        times_s.append(self._time_s())
-        enter(Phase.BACKWARD)
-        self.loss.backward()
-        times_s.append(self._time_s())
-        enter(Phase.OPTIMIZER)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        times_s.append(self._time_s())
-        return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
-
-    def _time_s(self) -> float:
-        """Now, with all that was queued behind us, on a clock that stands still while values are swapped."""
-        self._clock.synchronize()
-        return time.perf_counter() - (self.swap_all.seconds if self.swap_all is not None else 0.0)
 
 
 def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: int) -> torch.device:
@@ -360,159 +306,3 @@ def _check_mode(mode: str, roofline: str | None, where: torch.device, throttle: 
         raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
     if throttle is not None and where.type != "cpu":
         raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")
-
-
-def checked_loss(loss: Any) -> torch.Tensor:
-    """What ``step()`` returned, if backward can start from it; raises ``StepError`` otherwise."""
-    if not isinstance(loss, torch.Tensor):
-        raise StepError(f"step(): expected the scalar loss, a tensor, found {type(loss).__name__}; return the loss")
-    if loss.numel() != 1:
-        raise StepError(f"step(): expected a scalar loss, found shape {list(loss.shape)}; reduce it, as with .mean()")
-    if not loss.requires_grad:
-        raise StepError(
-            "step(): expected a loss that requires gradients, found one that does not; "
-            "it must come from the model, outside torch.no_grad"
-        )
-    return loss
-
-
-def _capture(runner: _Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]]:
-    model, optimizer, device = runner.model, runner.optimizer, capture.device_type
-    gc.collect()  # a cycle that is collected in the middle of the step would move deaths
-    kinds: dict[int, Kind] = {}
-
-    def note(tensors: Any, kind: Kind) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and has_storage(tensor, device):
-                kinds.setdefault(capture.value_of(tensor), kind)
-
-    def enter(phase: Phase) -> None:
-        capture.phase = phase
-        if phase is Phase.OPTIMIZER:
-            note((p.grad for p in model.parameters()), Kind.GRADIENT)
-
-    note([runner.loss, *_gradients_held_by(runner.loss, set(model.parameters()))], Kind.INPUT)
-    note(model.parameters(), Kind.PARAMETER)
-    note(model.buffers(), Kind.BUFFER)
-    if optimizer is not None:
-        note((value for state in optimizer.state.values() for value in state.values()), Kind.OPTIMIZER_STATE)
-    note((p.grad for p in model.parameters() if runner.accumulate), Kind.GRADIENT)
-    with capture.running(model):
-        runner.bare_step(enter)
-    return capture, kinds
-
-
-def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of what the step before made a leaf of (as wav2vec2 its input): the graph of its loss keeps them."""
-    pending = [loss.grad_fn if loss is not None else None]
-    seen: set[torch.autograd.graph.Node] = set()
-    found: list[torch.Tensor] = []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf not in parameters and leaf.grad is not None:
-            found.append(leaf.grad)
-        pending += [following for following, _ in node.next_functions]
-    return found
-
-
-def _assemble(
-    capture: Capture,
-    kinds: dict[int, Kind],
-    durations_s: list[float],
-    measured: list[PhaseSeconds],
-    *,
-    model: torch.nn.Module,
-    link: Link,
-    workload: str,
-    mode: Literal["run", "swap-all", "fake"],
-    device: Device,
-    notes: list[str],
-    accumulate: bool,
-    library_bytes: int = 0,
-) -> Profile:
-    durations_s, times = reconcile([op.phase for op in capture.ops], durations_s, measured)
-    ops, points = build_ops(capture, durations_s), build_points(capture)
-    last_tick = len(ops) + len(points) - 1
-    values = build_values(capture, kinds, last_tick)
-    fingerprint = ops_fingerprint(ops, points, values)
-    if library_bytes:
-        values = (*values, _library_value(library_bytes, last_tick))
-    draft = Profile(
-        workload=workload or type(model).__name__,
-        mode=mode,
-        device=device,
-        versions=_versions(device),
-        model=model_signature(model),
-        inputs=capture.inputs or (),
-        ops_fingerprint=fingerprint,
-        times=times,
-        in_core_peak_bytes=0,
-        in_core_peak_layer="",
-        static_bytes=_static_bytes(values),
-        gradients_live_through_forward=accumulate,
-        link=link,
-        notes=tuple(notes),
-        ops=ops,
-        values=values,
-        handles=build_handles(capture),
-        points=points,
-    )
-    return _with_peak(draft)
-
-
-def _with_peak(draft: Profile) -> Profile:
-    curve = live_bytes(draft)
-    peak_tick = int(np.argmax(curve))
-    peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
-    return msgspec.structs.replace(
-        draft, in_core_peak_bytes=int(curve[peak_tick]), in_core_peak_layer=draft.ops[peak_op].layer
-    )
-
-
-def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
-    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
-    return {
-        str(kind): sum(
-            -(-v.size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for v in values if v.kind is kind
-        )
-        for kind in kinds
-    }
-
-
-def _library_value(size_bytes: int, last_tick: int) -> Value:
-    """What cuBLAS holds all step long: part of every peak, and nobody's to decide about."""
-    return Value(
-        name="before/cublas",
-        layer="",
-        kind=Kind.INPUT,
-        size_bytes=size_bytes,
-        dtype="uint8",
-        shape=(size_bytes,),
-        born=-1,
-        forward_death=last_tick,
-        freed=last_tick,
-    )
-
-
-def _versions(device: Device) -> dict[str, str]:
-    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-    if device.kind == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    return versions
-
-
-def _device(where: torch.device) -> Device:
-    if where.type == "cuda":
-        facts = torch.cuda.get_device_properties(where)
-        return Device(kind="cuda", name=facts.name, memory_bytes=facts.total_memory)
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device(
-        kind="cpu",
-        name=platform.processor() or platform.machine(),
-        memory_bytes=memory_bytes,
-        threads=torch.get_num_threads(),
-    )

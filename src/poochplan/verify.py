@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
 from .planner.plan_set import PlanSet
-from .profiler.profiling import checked_loss
+from .profiler.runner import checked_loss
 from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
