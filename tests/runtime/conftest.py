@@ -10,7 +10,8 @@ from adversarial import AdversarialDevice, OpClock
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("cpu_device") is None:
-        metafunc.fixturenames.append("running_on")
+        if "running_on" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("running_on")
         hostile = pytest.param("adversarial", marks=pytest.mark.slow)
         metafunc.parametrize("running_on", ["cpu", hostile], indirect=True)
 

