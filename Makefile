@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup  ## Check everything: lint, format, types, all tests, the notebooks
 	@$(MAKE) --no-print-directory lint types
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest  # the networks are small: two threads wait for each other
 	@$(MAKE) --no-print-directory notebooks
 	@echo "make test: lint, types, tests and notebooks all passed."
 
