@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ..errors import PoochError
-from ..files import write_struct
+from ..files import cache_folder, encode_readable, write_cache
 from ..runtime.spill import choose_spill_dir, file_system_type
 from .link import CURVE_SIZES_BYTES, measure_link
 from .schema import Link
@@ -27,9 +25,8 @@ class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_path() -> Path:
-    """``$XDG_CACHE_HOME/poochplan/links.json``, by default in ``~/.cache``; a relative path there is ignored."""
-    asked = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(asked) if Path(asked).is_absolute() else Path.home() / ".cache") / "poochplan" / "links.json"
+    """The file of links in the user's cache folder."""
+    return cache_folder() / "links.json"
 
 
 def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
@@ -60,7 +57,7 @@ def cached_link(
     if known is not None and not refresh:
         return known, True
     link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
-    _store({**_load(), key: link})
+    write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
     return link, False
 
 
@@ -70,9 +67,3 @@ def _load() -> dict[str, Link]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
     return found.links if found.version == VERSION else {}
-
-
-def _store(links: dict[str, Link]) -> None:
-    with contextlib.suppress(OSError, PoochError):  # a cache that cannot be written is no reason to fail
-        cache_path().parent.mkdir(parents=True, exist_ok=True)
-        write_struct(cache_path(), CachedLinks(version=VERSION, links=links), force=True)

@@ -8,10 +8,8 @@ version of torch, device and thread count.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
+from ..files import cache_folder, write_cache
 from ..runtime.operators import traits
 from ..runtime.storages import Geometry, has_storage
 from .fitting import available_bytes
@@ -107,7 +106,7 @@ class OpBench:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
-        _write(self._path, self._known)
+        write_cache(self._path, msgspec.json.encode(self._known))
         return [found[spec.key] for spec in specs]
 
     def _one(self, spec: OpSpec) -> float:
@@ -158,11 +157,9 @@ def _median_s(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> float:
 
 
 def cache_path(device: Device) -> Path:
-    """The file of durations for this torch, device and thread count, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
+    """The file of durations for this torch, device and thread count, in the user's cache folder."""
     machine = f"{torch.__version__}|{device.kind}|{device.name}|{_cpu_model()}|{device.threads}"
-    return folder / "poochplan" / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 
 def _cpu_model() -> str:
@@ -180,15 +177,3 @@ def _read(path: Path) -> dict[str, float]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
     return {key: value for key, value in known.items() if math.isfinite(value) and value >= 0}
-
-
-def _write(path: Path, known: dict[str, float]) -> None:
-    """Whole or not at all; a cache that cannot be written is none."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(msgspec.json.encode(known))
-        scratch.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            scratch.unlink()

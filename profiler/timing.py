@@ -124,15 +124,12 @@ def time_ops(
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:
     """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
-    for what in ("ops", "shapes"):
-        for index, (one, other) in enumerate(zip_longest(wanted, found)):
-            if (
-                one is None
-                or other is None
-                or (one if what == "shapes" else (one.name, one.layer))
-                != (other if what == "shapes" else (other.name, other.layer))
-            ):
-                return what, f"op {index}: {one or 'no op'}, then {other or 'no op'}"
+    for index, (one, other) in enumerate(zip_longest(wanted, found)):
+        if one is None or other is None or (one.name, one.layer) != (other.name, other.layer):
+            return "ops", f"op {index}: {one or 'no op'}, then {other or 'no op'}"
+    for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        if one != other:
+            return "shapes", f"op {index}: {one}, then {other}"
     return "", ""
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from .errors import InputFileError, OutputExistsError, UsageError
+from .errors import InputFileError, OutputExistsError, PoochError, UsageError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,6 +69,19 @@ def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
         with contextlib.suppress(FileNotFoundError):
             Path(scratch).unlink()
     return target
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/poochplan``, by default in ``~/.cache``; a relative path there is ignored."""
+    asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (asked if asked.is_absolute() else Path.home() / ".cache") / "poochplan"
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """Writes ``data`` whole or not at all; a cache that cannot be written is no reason to fail."""
+    with contextlib.suppress(OSError, PoochError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data, force=True)
 
 
 def write_struct(path: str | Path, value: msgspec.Struct, *, force: bool = False) -> Path:
