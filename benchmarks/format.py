@@ -63,6 +63,7 @@ def _op(op: Op, copy: int, step: Profile) -> Op:
         name=f"aten.{op.name}.default",
         layer=_path(op.layer, copy),
         duration_s=op.duration_s / 7,
+        spread_s=float(f"{op.duration_s / 70:.3g}"),
         inputs=tuple(value + shift for value in op.inputs),
         outputs=tuple(value + shift for value in op.outputs),
         writes=tuple(value + shift for value in op.writes),

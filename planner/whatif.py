@@ -12,7 +12,7 @@ import msgspec
 
 from ..errors import InfeasibleError, UsageError
 from ..profiler.presets import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
-from ..profiler.schema import Device, Kind, Link, LinkDirection, Profile
+from ..profiler.schema import Device, Kind, LayerTimes, Link, LinkDirection, Profile
 from ..units import format_bytes, format_rate, parse_bytes, parse_rate
 from .candidate import swap_all_on_demand
 from .problem import build_problem
@@ -131,10 +131,26 @@ def _at_speed(profile: Profile, scale: float) -> Profile:
         optimizer_s=times.optimizer_s * scale,
         step_s=times.step_s * scale,
         spread_s=times.spread_s * scale,
+        forward_spread_s=times.forward_spread_s * scale,
+        backward_spread_s=times.backward_spread_s * scale,
+        optimizer_spread_s=times.optimizer_spread_s * scale,
     )
-    ops = tuple(msgspec.structs.replace(op, duration_s=op.duration_s * scale) for op in profile.ops)
+    ops = tuple(
+        msgspec.structs.replace(op, duration_s=op.duration_s * scale, spread_s=op.spread_s * scale)
+        for op in profile.ops
+    )
+    layer_times = tuple(
+        LayerTimes(
+            layer=layer.layer,
+            forward_s=layer.forward_s * scale,
+            forward_spread_s=layer.forward_spread_s * scale,
+            backward_s=layer.backward_s * scale,
+            backward_spread_s=layer.backward_spread_s * scale,
+        )
+        for layer in profile.layer_times
+    )
     device = msgspec.structs.replace(profile.device, name=f"{profile.device.name} (x{scale:g})")
-    return msgspec.structs.replace(profile, ops=ops, times=scaled_times, device=device)
+    return msgspec.structs.replace(profile, ops=ops, times=scaled_times, layer_times=layer_times, device=device)
 
 
 def _with_memory(device: Device, memory_bytes: int) -> Device:

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from ..runtime.signature import model_signature
-from .build import build_handles, build_ops, build_points, build_values, live_bytes, ops_fingerprint
+from .build import build_handles, build_ops, build_points, build_values, ops_fingerprint
 from .capture import Capture
+from .live import live_bytes
+from .reconciliation import Floats, PhaseSeconds, reconcile
 from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Profile, Value
-from .timing import PhaseSeconds, reconcile
 
 
 def assemble(
     capture: Capture,
     kinds: dict[int, Kind],
-    durations_s: list[float],
+    runs: Floats,
     measured: list[PhaseSeconds],
     *,
     model: torch.nn.Module,
@@ -32,9 +33,11 @@ def assemble(
     accumulate: bool,
     library_bytes: int = 0,
 ) -> Profile:
-    """The profile: durations reconciled with the ``measured`` steps, and the in-core peak of its lifetimes."""
-    durations_s, times = reconcile([op.phase for op in capture.ops], durations_s, measured)
-    ops, points = build_ops(capture, durations_s), build_points(capture)
+    """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
+    its lifetimes.
+    """
+    seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
+    ops, points = build_ops(capture, seconds.durations_s, seconds.spreads_s), build_points(capture)
     last_tick = len(ops) + len(points) - 1
     values = build_values(capture, kinds, last_tick)
     fingerprint = ops_fingerprint(ops, points, values)
@@ -48,7 +51,8 @@ def assemble(
         model=model_signature(model),
         inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
-        times=times,
+        times=seconds.times,
+        layer_times=seconds.layer_times,
         in_core_peak_bytes=0,
         in_core_peak_layer="",
         static_bytes=_static_bytes(values),

@@ -1,18 +1,16 @@
-"""From what was captured and timed to a Profile: kinds, names, lifetimes, the in-core peak. Pure functions."""
+"""From what was captured and timed to a Profile: kinds, names, lifetimes. Pure functions."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 
-import numpy as np
-
 from .capture import Capture, CapturedOp, CapturedValue
-from .schema import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
+from .schema import Handle, Kind, Op, Phase, Point, PointKind, Value
 
 
-def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
-    """The ops with their reconciled durations. An allocation that is never written whole counts as opaque."""
+def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:
+    """The ops with their reconciled seconds. An allocation that is never written whole counts as opaque."""
     writers = _writers(capture)
 
     def opaque(op: CapturedOp) -> bool:
@@ -24,6 +22,7 @@ def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
             layer=op.layer,
             phase=op.phase,
             duration_s=duration_s,
+            spread_s=spread_s,
             inputs=tuple(op.inputs),
             outputs=tuple(op.outputs),
             writes=tuple(op.writes),
@@ -31,7 +30,7 @@ def build_ops(capture: Capture, durations_s: list[float]) -> tuple[Op, ...]:
             opaque=opaque(op),
             workspace_bytes=op.workspace_bytes,
         )
-        for op, duration_s in zip(capture.ops, durations_s, strict=True)
+        for op, duration_s, spread_s in zip(capture.ops, durations_s, spreads_s, strict=True)
     )
 
 
@@ -75,20 +74,6 @@ def build_handles(capture: Capture) -> tuple[Handle, ...]:
 
 def build_points(capture: Capture) -> tuple[Point, ...]:
     return tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in capture.points)
-
-
-def live_bytes(profile: Profile) -> np.ndarray:
-    """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,)."""
-    ticks = profile.op_ticks
-    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
-    for value in profile.values:
-        size_bytes = profile.rounded_bytes(value.size_bytes)
-        change[ticks[value.born] if value.born >= 0 else 0] += size_bytes
-        change[value.freed + 1] -= size_bytes
-    live = np.cumsum(change[:-1])
-    for op, tick in zip(profile.ops, ticks, strict=True):
-        live[tick] += profile.rounded_bytes(op.workspace_bytes)
-    return live
 
 
 def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tuple[Value, ...]) -> str:

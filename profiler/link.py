@@ -17,12 +17,15 @@ from ..runtime.devices import open_device
 from ..runtime.spill import choose_spill_dir
 from ..runtime.transfers import Copy, copy_in, copy_out
 from ..units import format_bytes, format_seconds
+from .link_fit import Curve, fit_line
 from .schema import Link, LinkDirection
 
 SIZES_BYTES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)
 CUDA_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
 CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
 """64 KiB to 1 GiB, for a full curve."""
+LARGEST_PAGEABLE_BYTES = 256 << 20
+"""Copies of pageable memory are measured up to here: they are there to compare, the runtime's are pinned."""
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
 
@@ -53,15 +56,24 @@ def measure_link(
         back = _curve(copy_in, device, sizes)
         return Link(
             name="spill" if where.type == "cpu" else "pinned",
-            outward=_fit(out),
-            inward=_fit(back),
+            outward=fit_line(out),
+            inward=fit_line(back),
             duplex=_duplex(device, sizes[-1], out[-1][1], back[-1][1]),
             interference_out=_interference(copy_out, device, sizes[-1]),
             interference_in=_interference(copy_in, device, sizes[-1]),
             throttle_bytes_per_s=throttle_bytes_per_s,
+            **_pageable(device, sizes),
         )
     finally:
         device.close()
+
+
+def _pageable(device: Device, sizes: tuple[int, ...]) -> dict[str, LinkDirection]:
+    """The two directions of pageable memory; none on the CPU, whose host tier is a file."""
+    if device.kind != "cuda":
+        return {}
+    out, back = pageable_curves(device, tuple(size for size in sizes if size <= LARGEST_PAGEABLE_BYTES) or sizes[:1])
+    return {"pageable_out": fit_line(out), "pageable_in": fit_line(back)}
 
 
 def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
@@ -113,18 +125,44 @@ def _buffer(device: Device, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...]) -> list[tuple[int, float]]:
+def _curve(copy: CopyCall, device: Device, sizes: tuple[int, ...]) -> Curve:
     curve = []
     for size_bytes in sizes:
         storage = _buffer(device, size_bytes)
-        times_s = []
-        for _ in range(_REPEATS):
-            device.synchronize()
-            start_s = time.perf_counter()
+
+        def one(storage: torch.UntypedStorage = storage) -> None:
             _checked(device, copy(device, storage, 0))
-            times_s.append(time.perf_counter() - start_s)
-        curve.append((size_bytes, median(times_s)))
+
+        curve.append((size_bytes, _median_s(device, one)))
     return curve
+
+
+def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
+    """Seconds of copies to ordinary host memory and back, which the driver stages in pinned memory of its own."""
+    out: Curve = []
+    back: Curve = []
+    for size_bytes in sizes:
+        on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device.where)
+        on_host = torch.ones(size_bytes, dtype=torch.uint8)
+        for curve, to, source in ((out, on_host, on_device), (back, on_device, on_host)):
+
+            def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
+                to.copy_(source)
+                device.synchronize()
+
+            curve.append((size_bytes, _median_s(device, copy)))
+    return out, back
+
+
+def _median_s(device: Device, run: Callable[[], object]) -> float:
+    """Of several runs, each begun when the device has nothing left to do; ``run`` waits for its own end."""
+    times_s = []
+    for _ in range(_REPEATS):
+        device.synchronize()
+        start_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s)
 
 
 def _checked(device: Device, *copies: Copy) -> None:
@@ -135,29 +173,15 @@ def _checked(device: Device, *copies: Copy) -> None:
             raise SpillError(f"the link test failed: {copy.error.strerror}; check the spill directory")
 
 
-def _fit(curve: list[tuple[int, float]]) -> LinkDirection:
-    """Least squares of ``latency + bytes / bandwidth``, each point weighted by its own size of error (relative)."""
-    sizes = np.array([size for size, _ in curve], dtype=float)
-    seconds = np.array([second for _, second in curve])
-    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
-    (latency_s, per_byte_s), *_ = np.linalg.lstsq(rows, np.ones(len(curve)), rcond=None)
-    if len(curve) == 1 or latency_s < 0 or per_byte_s <= 0:
-        latency_s, per_byte_s = 0.0, float(seconds[-1] / sizes[-1])
-    return LinkDirection(latency_s=float(latency_s), bandwidth_bytes_per_s=float(1 / per_byte_s), curve=tuple(curve))
-
-
 def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float) -> float:
     """Share of its rate that a direction keeps while both run."""
     outgoing, incoming = _buffer(device, size_bytes), _buffer(device, size_bytes)
-    times_s = []
-    for _ in range(_REPEATS):
-        device.synchronize()
-        start_s = time.perf_counter()
-        _checked(device, copy_out(device, outgoing, 0), copy_in(device, incoming, size_bytes))
-        times_s.append(time.perf_counter() - start_s)
+    both_s = _median_s(
+        device, lambda: _checked(device, copy_out(device, outgoing, 0), copy_in(device, incoming, size_bytes))
+    )
     # The shorter copy ends first, the longer runs its rest alone: total = long + short * (1 / share - 1).
     long_s, short_s = max(out_s, in_s), min(out_s, in_s)
-    slowed = 1 + (median(times_s) - long_s) / short_s
+    slowed = 1 + (both_s - long_s) / short_s
     return float(min(1.0, max(0.3, 1 / slowed))) if slowed > 0 else 1.0
 
 

@@ -14,7 +14,8 @@ from ..runtime.spill import choose_spill_dir, file_system_type
 from .link import CURVE_SIZES_BYTES, measure_link
 from .schema import Link
 
-VERSION = 1
+VERSION = 2
+"""Of the way links are measured and fitted; files of another one are measured anew."""
 
 
 class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from ..errors import StepError, UsageError
@@ -28,10 +29,11 @@ from .link import measure_link
 from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
+from .reconciliation import Floats, PhaseSeconds
 from .roofline import Roofline, parse_roofline
 from .runner import Runner, captured
 from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
-from .timing import PhaseSeconds, time_ops
+from .timing import time_ops
 from .verification import verify
 
 Progress = Callable[[str], None]
@@ -171,7 +173,7 @@ def _profile_real(
         draft = _assembler(capture, kinds, runner, where, link, options.workload)
         chosen: RealMode = "run" if mode == "run" else "swap-all"
         if mode == "auto":
-            trial = draft("swap-all", [op.duration_s for op in capture.ops], [dict.fromkeys(Phase, 0.0)], [])
+            trial = draft("swap-all", _one_run(capture), [dict.fromkeys(Phase, 0.0)], [])
             chosen, why = fitting_mode(trial, available_bytes())
             say(why)
             notes = [*notes, why]
@@ -183,10 +185,10 @@ def _profile_real(
         say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
         times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
         notes = [*notes, *([times.note] if times.note else [])]
-        durations_s = times.durations_s or [op.duration_s for op in capture.ops]
+        runs = times.runs if times.runs is not None else _one_run(capture)
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        unverified = draft(chosen, durations_s, measured, [*_notes(model), *notes])
+        unverified = draft(chosen, runs, measured, [*_notes(model), *notes])
         del capture, draft
         stack.close()
         say("verifying replays")
@@ -206,15 +208,15 @@ def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore |
 
 def _assembler(
     capture: Capture, kinds: dict[int, Kind], runner: Runner, where: torch.device, link: Link, workload: str
-) -> Callable[[RealMode, list[float], list[PhaseSeconds], list[str]], Profile]:
-    """:func:`assemble` for the captured step, given mode, durations, measured steps and notes."""
+) -> Callable[[RealMode, Floats, list[PhaseSeconds], list[str]], Profile]:
+    """:func:`assemble` for the captured step, given mode, seconds of the ops, measured steps and notes."""
     held_bytes = library_bytes(where)
 
-    def draft(mode: RealMode, durations_s: list[float], measured: list[PhaseSeconds], notes: list[str]) -> Profile:
+    def draft(mode: RealMode, runs: Floats, measured: list[PhaseSeconds], notes: list[str]) -> Profile:
         return assemble(
             capture,
             kinds,
-            durations_s,
+            runs,
             measured,
             model=runner.model,
             link=link,
@@ -246,7 +248,7 @@ def _profile_fake(runner: Runner, roofline: Roofline | None, where: torch.device
     profile = assemble(
         capture,
         kinds,
-        [op.duration_s for op in capture.ops],
+        _one_run(capture),
         [phase_seconds],
         model=model,
         link=link,
@@ -282,6 +284,11 @@ def _machine_of(
         op.duration_s = duration_s
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
+
+
+def _one_run(capture: Capture) -> Floats:
+    """Seconds of each op of the captured step itself, as a run of (1, ops)."""
+    return np.array([[op.duration_s for op in capture.ops]])
 
 
 def _notes(model: torch.nn.Module) -> list[str]:

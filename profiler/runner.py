@@ -15,8 +15,8 @@ from ..runtime.storages import has_storage
 from .capture import Capture
 from .clock import Clock
 from .hosted import SwapAll
+from .reconciliation import PhaseSeconds
 from .schema import Kind, Phase
-from .timing import PhaseSeconds
 
 
 class Runner:

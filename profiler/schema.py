@@ -67,6 +67,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     phase: Phase
     duration_s: float
     """Median seconds, reconciled so that all durations add up to the uninstrumented step."""
+    spread_s: float = 0.0
+    """Interquartile range over the timed steps, scaled as ``duration_s`` where that is scaled down; 0 where the op was
+    timed once or not at all."""
     inputs: tuple[int, ...] = ()
     """Values read, in argument order, each once (also those in ``writes``)."""
     outputs: tuple[int, ...] = ()
@@ -129,6 +132,7 @@ class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_s: float
     bandwidth_bytes_per_s: float
+    """Of the line that comes nearest to the curve (``profiler/link_fit.py``)."""
     curve: tuple[tuple[int, float], ...] = ()
     """Measured (bytes, seconds), from small to large."""
 
@@ -148,6 +152,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """The same while a copy in runs; while both run the two add up."""
     throttle_bytes_per_s: float | None = None
     """Rate that the copies were held to, so that the link is a known constant; the runtime holds them to it too."""
+    pageable_out: LinkDirection | None = None
+    """Copies to pageable host memory, on CUDA, to compare: the runtime's are pinned, as ``outward`` is."""
+    pageable_in: LinkDirection | None = None
+    """The same from pageable memory."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,12 +175,29 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_s: float
     step_s: float
     spread_s: float
-    """Interquartile range of ``step_s``."""
+    """Interquartile range of ``step_s``; the three below are those of its phases."""
+    forward_spread_s: float = 0.0
+    backward_spread_s: float = 0.0
+    optimizer_spread_s: float = 0.0
     iterations: int
     forward_scale: float
     """Factor that brought the summed op durations of forward to ``forward_s``; also for the two below."""
     backward_scale: float
     optimizer_scale: float
+
+
+class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Seconds of a layer's ops together, in each timed step: medians and interquartile ranges over the steps.
+
+    The phase's reconciliation is in them, so that they compare with the durations of ops.
+    """
+
+    layer: str
+    """Empty for the ops outside the model."""
+    forward_s: float = 0.0
+    forward_spread_s: float = 0.0
+    backward_s: float = 0.0
+    backward_spread_s: float = 0.0
 
 
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +223,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ops_fingerprint: str
     """Digest of the sequence of ops and points, without durations."""
     times: StepTimes
+    layer_times: tuple[LayerTimes, ...] = ()
+    """Of each layer; empty where the ops were not timed in several steps."""
     in_core_peak_bytes: int
     """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit."""
     in_core_peak_layer: str
@@ -253,12 +280,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         ``"layers"``: one row per layer with ops or saved values, most saved bytes first; the index is the layer's path.
             ``saved_bytes`` and ``values`` (how many) that autograd saves of it; ``free_bytes``, those of it that are
-            not pinned; ``forward_s`` and ``backward_s``, its ops; ``swap_s``, the free bytes out and back in over the
-            link, nothing hidden behind compute; ``recompute_s``, the ops that write its free values, each once, NaN
-            where one of the values cannot be recomputed or none is free; ``ratio``, swap over recompute.
-        ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``; ``inputs``,
-            ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs, ``workspace_bytes``,
-            ``random``, ``opaque``.
+            not pinned; ``forward_s`` and ``backward_s``, its ops; ``forward_median_s``, ``forward_spread_s``,
+            ``backward_median_s`` and ``backward_spread_s``, median and interquartile range of what its ops take
+            together in a step, NaN where they were not timed in several steps; ``swap_s``, the free bytes out and
+            back in over the link, nothing hidden behind compute; ``recompute_s``, the ops that write its free values,
+            each once, NaN where one of the values cannot be recomputed or none is free; ``ratio``, swap over recompute;
+            ``live_bytes``, the most that is live at one of its ops, forward or backward.
+        ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``, ``spread_s``;
+            ``inputs``, ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs, ``workspace_bytes``,
+            ``live_bytes`` while it runs, its outputs and workspace included; ``random``, ``opaque``.
         ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``; ``born``
             (op, or -1), ``forward_death`` and ``freed`` (ticks); ``saved``; ``swap_s``, ``recompute_s`` and ``ratio``
             as above, NaN where a value cannot be swapped or recomputed; ``pinned`` and ``unreplayable``, why.
@@ -268,6 +298,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         from .tables import profile_frame
 
         return profile_frame(self, kind)
+
+    def reconciliation(self, least: float = 0.0) -> dict[str, str]:
+        """How the ops' seconds were brought to those of the uninstrumented step, in words by phase: what its ops take
+        timed one by one, what the phase takes, and what was done about the difference.
+
+        Phases without ops, and those that differ by no more than the share ``least``, are left out; so are all where no
+        step was timed.
+        """
+        from .reconciliation import reconciliation
+
+        return reconciliation(self, least)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.files``."""

@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 from ..errors import UsageError
-from .schema import Phase, PointKind, Profile
+from .live import live_bytes
+from .schema import LayerTimes, Phase, PointKind, Profile
 
 OUTSIDE = "(outside the model)"
 
@@ -53,11 +54,14 @@ def swap_seconds(profile: Profile, size_bytes: int) -> float:
 
 
 def _layers(profile: Profile) -> pd.DataFrame:
-    columns = ("saved_bytes", "values", "free_bytes", "forward_s", "backward_s", "swap_s")
+    columns = ("saved_bytes", "values", "free_bytes", "forward_s", "backward_s", "swap_s", "live_bytes")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0))
-    for op in profile.ops:
+    live = live_bytes(profile)
+    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
         if op.phase is not Phase.OPTIMIZER:
-            rows[op.layer or OUTSIDE]["forward_s" if op.phase is Phase.FORWARD else "backward_s"] += op.duration_s
+            row = rows[op.layer or OUTSIDE]
+            row["forward_s" if op.phase is Phase.FORWARD else "backward_s"] += op.duration_s
+            row["live_bytes"] = max(row["live_bytes"], int(live[tick]))
     writers = writers_by_value(profile)
     own_writers: dict[str, set[int]] = defaultdict(set)
     lost: set[str] = set()
@@ -77,25 +81,42 @@ def _layers(profile: Profile) -> pd.DataFrame:
     for layer, row in rows.items():
         free = layer in own_writers and layer not in lost
         row["recompute_s"] = sum(profile.ops[op].duration_s for op in own_writers[layer]) if free else math.nan
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "recompute_s"]).rename_axis("layer")
-    frame = frame.astype(dict.fromkeys(("saved_bytes", "values", "free_bytes"), "int64"))
-    frame["ratio"] = frame["swap_s"] / frame["recompute_s"]
+        row["ratio"] = row["swap_s"] / row["recompute_s"] if row["recompute_s"] else math.nan
+    for times in profile.layer_times:
+        rows[times.layer or OUTSIDE].update(_spreads(times))
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(_LAYER_COLUMNS)).rename_axis("layer")
+    frame = frame.astype(dict.fromkeys(("saved_bytes", "values", "free_bytes", "live_bytes"), "int64"))
     return frame.sort_values("saved_bytes", ascending=False, kind="stable")
 
 
+_LAYER_COLUMNS = (
+    "saved_bytes", "values", "free_bytes", "forward_s", "forward_median_s", "forward_spread_s", "backward_s",
+    "backward_median_s", "backward_spread_s", "swap_s", "recompute_s", "ratio", "live_bytes",
+)  # fmt: skip
+
+
+def _spreads(times: LayerTimes) -> dict[str, float]:
+    return {
+        "forward_median_s": times.forward_s,
+        "forward_spread_s": times.forward_spread_s,
+        "backward_median_s": times.backward_s,
+        "backward_spread_s": times.backward_spread_s,
+    }
+
+
 def _ops(profile: Profile) -> pd.DataFrame:
-    ticks = profile.op_ticks
+    live = live_bytes(profile)
     rows = [
         (
-            op.name, op.layer or OUTSIDE, str(op.phase), ticks[index], op.duration_s, op.inputs, op.outputs, op.writes,
-            sum(profile.values[value].size_bytes for value in op.outputs),
-            op.workspace_bytes, op.random, op.opaque,
+            op.name, op.layer or OUTSIDE, str(op.phase), tick, op.duration_s, op.spread_s, op.inputs, op.outputs,
+            op.writes, sum(profile.values[value].size_bytes for value in op.outputs), op.workspace_bytes,
+            int(live[tick]), op.random, op.opaque,
         )
-        for index, op in enumerate(profile.ops)
+        for op, tick in zip(profile.ops, profile.op_ticks, strict=True)
     ]  # fmt: skip
     columns = (
-        "name", "layer", "phase", "tick", "duration_s", "inputs", "outputs", "writes", "born_bytes", "workspace_bytes",
-        "random", "opaque",
+        "name", "layer", "phase", "tick", "duration_s", "spread_s", "inputs", "outputs", "writes", "born_bytes",
+        "workspace_bytes", "live_bytes", "random", "opaque",
     )  # fmt: skip
     return pd.DataFrame(rows, columns=list(columns)).rename_axis("op")
 

@@ -1,11 +1,10 @@
-"""Timing: the uninstrumented step, the ops of the step one by one, and how the two are brought together."""
+"""Timing: the ops of the step one by one, over several steps that dispatch the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ from ..runtime.operators import traits
 from .capture import COMPILED_REGION, CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of
 from .layers import LayerTracker
-from .schema import Phase, StepTimes
-
-PhaseSeconds = dict[Phase, float]
+from .reconciliation import Floats, PhaseSeconds
+from .schema import Phase
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class DispatchedOp:
 class OpTimes:
     """What the timed steps say about the ops of the captured one."""
 
-    durations_s: list[float] | None
-    """Median seconds of each op; None when no step dispatched the same."""
+    runs: Floats | None
+    """Seconds of each op in each step that dispatched the same, (steps, ops); None when none did."""
     note: str
     """Where and how steps differ, and what the durations are then; empty when they do not."""
 
@@ -97,7 +95,7 @@ def time_ops(
     captured: list[CapturedOp],
     iterations: int,
 ) -> OpTimes:
-    """Median seconds of each captured op over those of ``iterations`` steps that dispatch the same ops.
+    """Seconds of each captured op in those of ``iterations`` steps that dispatch the same ops.
 
     Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
     """
@@ -118,8 +116,7 @@ def time_ops(
             differences.setdefault(what, difference)
         if what != "ops":
             runs.append(timer.durations_s())
-    durations_s = [float(value) for value in np.median(np.array(runs), axis=0)] if runs else None
-    return OpTimes(durations_s, _note(differences, len(runs), iterations))
+    return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations))
 
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:
@@ -140,40 +137,3 @@ def _note(differences: dict[str, str], used: int, iterations: int) -> str:
     if "shapes" in differences:
         return f"steps differ in shapes, first at {differences['shapes']}; op durations are medians over such steps"
     return ""
-
-
-def reconcile(
-    phases: list[Phase], durations_s: list[float], measured: list[PhaseSeconds]
-) -> tuple[list[float], StepTimes]:
-    """Durations that add up, phase by phase, to the median of the uninstrumented phases.
-
-    Where the ops' sum is smaller, the rest is the gap between launches and is spread over the phase's ops evenly; where
-    it is larger, the instruments slowed the ops, and all of the phase are scaled down.
-    """
-    target_s = {phase: median(run[phase] for run in measured) for phase in Phase}
-    sums_s = dict.fromkeys(Phase, 0.0)
-    counts = dict.fromkeys(Phase, 0)
-    for phase, duration_s in zip(phases, durations_s, strict=True):
-        sums_s[phase] += duration_s
-        counts[phase] += 1
-    reconciled = []
-    for phase, duration_s in zip(phases, durations_s, strict=True):
-        missing_s = target_s[phase] - sums_s[phase]
-        if missing_s >= 0:
-            reconciled.append(duration_s + missing_s / counts[phase])
-        else:
-            reconciled.append(duration_s * target_s[phase] / sums_s[phase])
-    scales = {phase: target_s[phase] / sums_s[phase] if sums_s[phase] > 0 else 1.0 for phase in Phase}
-    steps_s = [sum(run.values()) for run in measured]
-    low, high = np.percentile(steps_s, [25, 75])
-    return reconciled, StepTimes(
-        forward_s=target_s[Phase.FORWARD],
-        backward_s=target_s[Phase.BACKWARD],
-        optimizer_s=target_s[Phase.OPTIMIZER],
-        step_s=sum(target_s.values()),
-        spread_s=float(high - low),
-        iterations=len(measured),
-        forward_scale=scales[Phase.FORWARD],
-        backward_scale=scales[Phase.BACKWARD],
-        optimizer_scale=scales[Phase.OPTIMIZER],
-    )

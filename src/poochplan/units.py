@@ -96,6 +96,15 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds * 1e9:.3g} ns"
 
 
+def format_with_spread(seconds: float, spread_s: float) -> str:
+    """Text such as ``"37.2 ms ±0.4"``, the spread in the same unit; without it where it is not above 0."""
+    text = format_seconds(seconds)
+    if not spread_s > 0 or seconds <= 0:
+        return text
+    factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[text.split()[1]]
+    return f"{text} ±{spread_s / factor:.2g}"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Text such as ``"1.3 GB/s"`` (decimal units, as links are sold)."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import poochplan
 from poochplan.errors import ModelMismatchError, OutputExistsError
 from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.live import live_bytes
 from poochplan.profiler.schema import LinkDirection, Profile
 from poochplan.report.layers import (
     decision_totals,
@@ -19,7 +20,7 @@ from poochplan.report.layers import (
     overhead_by_layer,
     simulate_plan,
 )
-from poochplan.report.memory import in_core_bytes, in_core_curve, static_bytes
+from poochplan.report.memory import in_core_curve, static_bytes
 from poochplan.report.runs import fragmentation_text
 from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
 from poochplan.runtime.report import MemoryPeaks
@@ -44,14 +45,14 @@ def plan(profile: Profile) -> poochplan.Plan:
 
 
 def test_the_in_core_curve_peaks_where_the_profile_says(profile: Profile) -> None:
-    assert in_core_bytes(profile).max() == profile.in_core_peak_bytes
+    assert live_bytes(profile).max() == profile.in_core_peak_bytes
     assert in_core_curve(profile).peak_bytes == profile.in_core_peak_bytes
     assert in_core_curve(profile).times_s[-1] == pytest.approx(sum(op.duration_s for op in profile.ops))
 
 
 def test_what_is_always_live_is_the_least_that_is_live(profile: Profile) -> None:
     assert "gradient" not in static_bytes(profile)
-    assert sum(static_bytes(profile).values()) <= in_core_bytes(profile).min()
+    assert sum(static_bytes(profile).values()) <= live_bytes(profile).min()
 
 
 def test_the_timeline_covers_the_simulated_step(profile: Profile, plan: poochplan.Plan) -> None:

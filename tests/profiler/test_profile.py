@@ -16,7 +16,7 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
-from poochplan.profiler.build import live_bytes
+from poochplan.profiler.live import live_bytes
 from poochplan.profiler.schema import Kind, Phase, PointKind, Profile
 
 

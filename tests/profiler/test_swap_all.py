@@ -29,7 +29,7 @@ def without_seconds(profile: Profile) -> list[object]:
 
     That is luck where a kernel leaves bytes unwritten (the workspace of oneDNN's LSTM); a test below is about it.
     """
-    ops = [msgspec.structs.replace(op, duration_s=0.0) for op in profile.ops]
+    ops = [msgspec.structs.replace(op, duration_s=0.0, spread_s=0.0) for op in profile.ops]
     values = [
         msgspec.structs.replace(value, unreplayable="") if value.unreplayable == DIFFERS else value
         for value in profile.values

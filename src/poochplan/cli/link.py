@@ -12,7 +12,7 @@ from .base import Verb
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ..profiler.schema import Link
+    from ..profiler.schema import Link, LinkDirection
 
 
 class LinkVerb(Verb):
@@ -21,7 +21,8 @@ class LinkVerb(Verb):
     name = "link"
     summary = "measure the link between device and host tier"
     description = (
-        "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute. On the CPU device the "
+        "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute; on CUDA pinned "
+        "ones, and pageable ones to compare. On the CPU device the "
         "host tier is a spill file, which is written once before. The result is kept in the user's cache folder, by "
         "device, disk, throttle and torch version, and is shown from there the next time."
     )
@@ -55,17 +56,26 @@ class LinkVerb(Verb):
         source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"
         self.show(summary_table(f"Link ({link.name}), {source}", _rows(link)))
         headings = {"out_s": "out", "out_rate": "out GB/s", "in_s": "in", "in_rate": "in GB/s"}
-        self.show(frame_table("Copies alone, medians", _curve_frame(link), headings))
+        self.show(frame_table("Copies alone, medians", _curve_frame(link.outward, link.inward), headings))
+        if link.pageable_out is not None and link.pageable_in is not None:
+            pageable = _curve_frame(link.pageable_out, link.pageable_in)
+            self.show(frame_table("Copies of pageable memory, which no plan makes", pageable, headings))
         data: dict[str, Any] = msgspec.to_builtins(link)
         return data | {"cached": was_cached}
 
 
 def _rows(link: Link) -> dict[str, str]:
-    ways = {"out": link.outward, "in": link.inward}
+    ways = {
+        "out": link.outward,
+        "in": link.inward,
+        "out, pageable": link.pageable_out,
+        "in, pageable": link.pageable_in,
+    }
     held = {"held to": format_rate(link.throttle_bytes_per_s)} if link.throttle_bytes_per_s else {}
     return {
         name: f"{format_rate(way.bandwidth_bytes_per_s)} after {format_seconds(way.latency_s)}"
         for name, way in ways.items()
+        if way is not None
     } | {
         "both at once": f"each keeps {link.duplex:.0%} of its rate",
         "compute beside copies": f"{link.interference_out:+.0%} time beside copies out, {link.interference_in:+.0%} in",
@@ -73,12 +83,12 @@ def _rows(link: Link) -> dict[str, str]:
     }
 
 
-def _curve_frame(link: Link) -> pd.DataFrame:
+def _curve_frame(outward: LinkDirection, inward: LinkDirection) -> pd.DataFrame:
     import pandas as pd
 
     rows = {
         format_bytes(size): (out_s, size / out_s / 1e9, in_s, size / in_s / 1e9)
-        for (size, out_s), (_, in_s) in zip(link.outward.curve, link.inward.curve, strict=True)
+        for (size, out_s), (_, in_s) in zip(outward.curve, inward.curve, strict=True)
     }
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=["out_s", "out_rate", "in_s", "in_rate"])
     return frame.rename_axis("size")

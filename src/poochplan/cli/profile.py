@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..units import format_seconds, parse_rate
+from ..units import format_seconds, format_with_spread, parse_rate
 from .base import Verb, at_least, parse_overrides
 
 if TYPE_CHECKING:
@@ -163,13 +163,17 @@ class ProfileVerb(Verb):
         top = profile.to_frame("layers").head(self.options.top)
         headings = {
             "saved_bytes": "saved",
-            "forward_s": "forward",
-            "backward_s": "backward",
+            "forward": "forward",
+            "backward": "backward",
             "swap_s": "swap",
             "recompute_s": "recompute",
             "ratio": "swap/rec.",
         }
-        self.show(frame_table(f"The {len(top)} layers that save most", top, headings))
+        spread = {
+            phase: [format_with_spread(*pair) for pair in zip(top[f"{phase}_s"], top[f"{phase}_spread_s"], strict=True)]
+            for phase in ("forward", "backward")
+        }
+        self.show(frame_table(f"The {len(top)} layers that save most", top.assign(**spread), headings))
         return plain_rows(top)
 
 
@@ -209,6 +213,10 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
         "backward_s": times.backward_s,
         "optimizer_s": times.optimizer_s,
         "spread_s": times.spread_s,
+        "forward_spread_s": times.forward_spread_s,
+        "backward_spread_s": times.backward_spread_s,
+        "optimizer_spread_s": times.optimizer_spread_s,
+        "reconciliation": profile.reconciliation(),
         "static_bytes": profile.static_bytes,
         "saved_bytes": sum(value.size_bytes for value in profile.values if value.kind == "activation"),
         "out_bandwidth_bytes_per_s": link.outward.bandwidth_bytes_per_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..profiler.live import live_bytes
 from ..profiler.schema import Kind, Profile
 
 
@@ -33,24 +34,9 @@ class MemoryCurve:
         return float(self.times_s[index] + self.times_s[index + 1]) / 2
 
 
-def in_core_bytes(profile: Profile) -> npt.NDArray[np.int64]:
-    """Bytes live at each tick of the in-core step, every value rounded up to the allocation unit."""
-    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
-    for value in profile.values:
-        born = 0 if value.born < 0 else profile.op_ticks[value.born]
-        death = max(value.freed, value.forward_death)
-        size_bytes = profile.rounded_bytes(value.size_bytes)
-        change[born] += size_bytes
-        change[min(death, profile.tick_count - 1) + 1] -= size_bytes
-    live = np.cumsum(change)[:-1]
-    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
-        live[tick] += profile.rounded_bytes(op.workspace_bytes)
-    return live
-
-
 def in_core_curve(profile: Profile) -> MemoryCurve:
     """The in-core step's memory over time: ops one after another at their profiled durations."""
-    live = in_core_bytes(profile)
+    live = live_bytes(profile)
     ticks = np.asarray(profile.op_ticks, dtype=np.int64)
     durations_s = np.asarray([op.duration_s for op in profile.ops], dtype=np.float64)
     return MemoryCurve(times_s=np.concatenate([[0.0], np.cumsum(durations_s)]), size_bytes=live[ticks])

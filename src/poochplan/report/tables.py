@@ -12,11 +12,13 @@ from rich.table import Table
 from ..planner.schema import Plan, Prediction
 from ..profiler.schema import Profile
 from ..profiler.tables import OUTSIDE
-from ..units import format_bytes, format_rate, format_seconds
+from ..units import format_bytes, format_rate, format_seconds, format_with_spread
 from .layers import decision_totals
 from .memory import static_bytes
 
 Rows = Mapping[str, str]
+TELLING = 0.02
+"""Share of a phase below which what its ops were short of, or over, is not told."""
 _FORMATS = {"bytes": format_bytes, "s": format_seconds}
 
 
@@ -33,7 +35,8 @@ def summary_table(title: str, rows: Rows) -> Table:
 def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str]) -> Table:
     """The frame with its index as first column; ``headings`` are the columns to show, in order.
 
-    Columns whose name ends in ``_bytes`` or ``_s`` are written with their unit; so are decisions' bytes.
+    Columns whose name ends in ``_bytes`` or ``_s`` are written with their unit; so are decisions' bytes. Text
+    stays as it is.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column(str(frame.index.name or ""), overflow="fold")
@@ -53,7 +56,9 @@ def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _cell(column: str, value: float) -> str:
+def _cell(column: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     if value == 0:
         return "-"
     if not math.isfinite(value):
@@ -79,8 +84,14 @@ def profile_rows(profile: Profile) -> Rows:
         "in-core step": f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)}, "
         f"{times.iterations} iterations)",
         "forward / backward / optimizer": " / ".join(
-            format_seconds(seconds) for seconds in (times.forward_s, times.backward_s, times.optimizer_s)
+            format_with_spread(seconds, spread_s)
+            for seconds, spread_s in (
+                (times.forward_s, times.forward_spread_s),
+                (times.backward_s, times.backward_spread_s),
+                (times.optimizer_s, times.optimizer_spread_s),
+            )
         ),
+        **{f"{phase} ops": text for phase, text in profile.reconciliation(TELLING).items()},
         "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)}, in {profile.in_core_peak_layer or OUTSIDE}",
         "of that all step long": static or "nothing",
         "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
