@@ -119,9 +119,9 @@ def reconciliation(profile: Profile, least: float = 0.0) -> dict[str, str]:
             continue
         ops_s = phase_s / scale
         if scale > 1:
-            done = f"the gap of {format_seconds(phase_s - ops_s)} between launches is spread over the ops"
+            done = f"the gap of {format_seconds(phase_s - ops_s)} is spread over them"
         else:
-            done = f"timing slowed the ops, they are scaled down by {1 - scale:.0%}"
+            done = f"scaled down by {1 - scale:.0%}"
         told[str(phase)] = (
             f"{counts[phase]} ops take {format_seconds(ops_s)} timed one by one, "
             f"{format_seconds(phase_s)} uninstrumented: {done}"

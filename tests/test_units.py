@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poochplan.errors import UsageError
-from poochplan.units import format_bytes, format_rate, format_seconds, parse_budget, parse_bytes, parse_rate
+from poochplan.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_with_spread,
+    parse_budget,
+    parse_bytes,
+    parse_rate,
+)
 
 GIB = 2**30
 
@@ -109,6 +117,21 @@ def test_written_bytes_read_back_to_within_one_percent(size_bytes: int) -> None:
 )
 def test_seconds_are_written_with_a_unit(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread_s", "expected"),
+    [
+        (0.0372, 0.0004, "37.2 ms ±0.4"),
+        (1.254, 0.0312, "1.25 s ±0.031"),
+        (8.1e-6, 2.5e-4, "8.1 us ±2.5e+02"),
+        (0.0372, 0.0, "37.2 ms"),
+        (0.0372, float("nan"), "37.2 ms"),
+        (0.0, 0.1, "-"),
+    ],
+)
+def test_a_spread_has_the_unit_of_what_spreads(seconds: float, spread_s: float, expected: str) -> None:
+    assert format_with_spread(seconds, spread_s) == expected
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_with_spread(seconds: float, spread_s: float) -> str:
-    """Text such as ``"37.2 ms ±0.4"``, the spread in the same unit; without it where it is not above 0."""
+    """Text such as ``"37.2 ms ±0.4"``, the spread in the same unit, where there is one; ``"-"`` for no time."""
+    if seconds == 0:
+        return "-"
     text = format_seconds(seconds)
-    if not spread_s > 0 or seconds <= 0:
+    if not spread_s > 0:
         return text
     factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[text.split()[1]]
     return f"{text} ±{spread_s / factor:.2g}"

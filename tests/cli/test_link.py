@@ -13,9 +13,10 @@ import torch
 
 from poochplan.errors import SpillError
 from poochplan.profiler import link_cache
-from poochplan.profiler.link import CURVE_SIZES_BYTES, measure_link
+from poochplan.profiler.link import CURVE_SIZES_BYTES, measure_link, pageable_curves
 from poochplan.profiler.link_cache import cache_path, link_key
 from poochplan.profiler.schema import Profile
+from poochplan.runtime.devices import open_device
 
 Pooch = Any
 RATE = ("--throttle", "50MB/s")
@@ -42,6 +43,31 @@ def test_the_link_is_shown_measured_once_and_measured_again_when_asked(pooch: Po
     assert cache.read_bytes() == before
     assert json.loads(pooch("link", *RATE, "--json", "--refresh").out)["cached"] is False
     assert cache.read_bytes() != before
+
+
+def test_pageable_copies_are_shown_where_they_were_measured(pooch: Pooch, cache: Path) -> None:
+    plain = pooch("link", *RATE).out
+    assert "pageable" not in plain
+    data = json.loads(cache.read_bytes())
+    (link,) = data["links"].values()
+    assert link["pageable_out"] is link["pageable_in"] is None
+    way = {"latency_s": 1e-5, "bandwidth_bytes_per_s": 6e9, "curve": [[1 << 20, 2e-4], [4 << 20, 8e-4]]}
+    link |= {"pageable_out": way, "pageable_in": way | {"bandwidth_bytes_per_s": 3e9}}
+    cache.write_text(json.dumps(data))
+    shown = pooch("link", *RATE).out
+    for text in ("out, pageable", "6 GB/s after 10 us", "3 GB/s after 10 us", "Copies of pageable memory", "4.00 MiB"):
+        assert text in shown
+
+
+def test_pageable_copies_have_a_curve_each_way() -> None:
+    """On the CPU both ends are ordinary memory: what CUDA runs, without its device."""
+    device = open_device(torch.device("cpu"), None, None)
+    try:
+        for curve in pageable_curves(device, SIZES):
+            assert [size for size, _ in curve] == list(SIZES)
+            assert all(seconds > 0 for _, seconds in curve)
+    finally:
+        device.close()
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1, "links": 3}', '{"version": 99, "links": {}}', "\x00"])

@@ -1,0 +1,129 @@
+"""Static bytes are what one works out by hand, and the in-core peak is what an outside meter sees, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from nets import LINK
+from torch import nn
+
+import poochplan
+from poochplan.profiler.schema import Profile
+
+Step = Callable[[], torch.Tensor]
+UNIT = 512
+VOCABULARY, WIDTH, BATCH, LENGTH = 1001, 37, 3, 11
+
+
+def rounded(*sizes_bytes: int) -> int:
+    return sum(-(-size // UNIT) * UNIT for size in sizes_bytes)
+
+
+class Words(nn.Module):
+    """A large embedding whose weight is the output's too, a norm with statistics, and a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+        self.out.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens).mean(1))
+        return self.out(torch.tanh(hidden))  # type: ignore[no-any-return]
+
+
+PARAMETERS = (VOCABULARY * WIDTH * 4, WIDTH * 4, WIDTH * 4, VOCABULARY * 4)  # the tied weight once
+BUFFERS = (WIDTH * 4, WIDTH * 4, 8, LENGTH * LENGTH)  # mean, variance, batches seen, mask
+HELD = (BATCH * LENGTH * 8, BATCH * 8, 4)  # tokens, targets, and the loss of the step before
+
+Optimizers = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "none": lambda parameters: None,
+}
+STATE = {
+    "adamw": (*PARAMETERS, *PARAMETERS, *[4] * len(PARAMETERS)),  # two moments, and a count of steps
+    "sgd": (),
+    "momentum": PARAMETERS,
+    "none": (),
+}
+
+
+def fresh(name: str) -> tuple[nn.Module, Step, torch.optim.Optimizer | None]:
+    torch.manual_seed(0)
+    model = Words()
+    tokens, targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH)), torch.randint(0, VOCABULARY, (BATCH,))
+    optimizer = Optimizers[name](model.parameters())  # type: ignore[no-untyped-call]
+    return model, lambda: nn.functional.cross_entropy(model(tokens), targets), optimizer
+
+
+def profiled(name: str, accumulate: bool) -> Profile:
+    model, step, optimizer = fresh(name)
+    return poochplan.profile(
+        step, model=model, optimizer=optimizer, iterations=1, link=LINK, accumulate=accumulate
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Optimizers)
+def test_static_bytes_of_each_kind_are_those_worked_out_by_hand(name: str) -> None:
+    assert profiled(name, accumulate=True).static_bytes == {
+        "parameter": rounded(*PARAMETERS),
+        "buffer": rounded(*BUFFERS),
+        "gradient": rounded(*PARAMETERS),
+        "optimizer_state": rounded(*STATE[name]),
+        "input": rounded(*HELD),
+    }
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["zeroed", "accumulated"])
+@pytest.mark.parametrize("name", Optimizers)
+def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str, accumulate: bool) -> None:
+    profile = profiled(name, accumulate)
+    model, step, optimizer = fresh(name)
+    with LiveBytes(*model.parameters(), *model.buffers()) as meter:
+        loss = None
+        for _ in range(3):
+            if not accumulate:
+                model.zero_grad(set_to_none=True)
+            meter.restart()
+            loss = step()
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+    del loss
+    # The profile rounds each storage up to 512 bytes, the meter does not.
+    assert meter.peak <= profile.in_core_peak_bytes <= meter.peak + UNIT * len(profile.values)
+    assert profile.gradients_live_through_forward is accumulate
+
+
+class Scratch(nn.Module):
+    """Scales its input by a number for which it needs a large tensor for a moment."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = batch.unsqueeze(-1).expand(-1, -1, 4096).exp().mean()
+        return batch * scale
+
+
+def test_the_peak_is_in_the_layer_that_takes_the_most_for_a_moment() -> None:
+    layers = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), Scratch(), nn.Linear(32, 32)]
+    model, batch = nn.Sequential(*layers), torch.randn(16, 32)
+    profile = poochplan.profile(lambda: model(batch).mean(), model=model, iterations=1, link=LINK)
+    assert profile.in_core_peak_layer == "3"
+    assert profile.in_core_peak_bytes >= 16 * 32 * 4096 * 4
+    assert profile.to_frame("layers")["live_bytes"].idxmax() == "3"
+
+
+def test_the_peak_is_in_the_embedding_whose_gradient_comes_last() -> None:
+    model = nn.Sequential(nn.Embedding(20_000, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    tokens = torch.randint(0, 20_000, (8, 8))
+    profile = poochplan.profile(lambda: model(tokens).mean(), model=model, iterations=1, link=LINK)
+    assert profile.in_core_peak_layer == "0"
+    assert profile.to_frame("layers").loc["0", "live_bytes"] == profile.in_core_peak_bytes
