@@ -1,13 +1,8 @@
-"""What the runtime costs, and whether the predicted step time comes true: paired, in one process of its own.
+"""What the runtime costs where it has nothing to do: step times in pairs (``pairs.py``), in one process of its own.
 
-Machines are noisy, so that two step times are only compared in pairs: one step of each kind right after the other, in
-alternating order, from the same state of the model. The figure is the median of the pairs' ratios with a 95% bootstrap
-interval; the same of plain against plain steps, measured in the same run, tells what the machine alone does.
-
-    python benchmarks/overhead.py keep-all      # a plan that keeps everything against plain PyTorch
-    python benchmarks/overhead.py per-op        # microseconds per recorded op, and per pack and unpack
-    python benchmarks/overhead.py prediction    # a plan at 60% of the in-core peak, link held to 400 MB/s
-    python benchmarks/overhead.py all -o benchmarks/results/overhead.json
+python benchmarks/overhead.py keep-all      # a plan that keeps everything against plain PyTorch
+python benchmarks/overhead.py per-op        # microseconds per recorded op, and per pack and unpack
+python benchmarks/overhead.py all -o benchmarks/results/overhead.json
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,110 +23,16 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads
 import numpy as np
 import torch
 from facts import facts_of_run
+from pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from torch import nn
 
 import poochplan
 from poochplan.runtime.allocator import give_freed_memory_back
 from poochplan.runtime.recorder import Recorder
-from poochplan.runtime.session import Session
-from poochplan.workload import Workload, load_workload
+from poochplan.workload import Workload
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 KEEP_ALL: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "8"}}
 """A convnet and a transformer whose steps take 0.5 to 1 s on 2 cores."""
-PREDICTED: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {}}
-"""Of the smaller batch 60% would not be feasible: parameters and momentum are most of it."""
-PREDICTED_SHARE, PREDICTED_THROTTLE = "60%", "400MB/s"
-RESAMPLES = 10_000
-
-Seconds = tuple[float, float]
-Step = Callable[[], Seconds]
-"""A step; its seconds on the wall, and those of CPU, which other users of the machine disturb less."""
-
-
-def compared(pairs: list[tuple[Seconds, Seconds]]) -> dict[str, Any]:
-    """Median of second / first over the pairs, with its 95% bootstrap interval, and the spread of the ratios."""
-    return {"pairs": len(pairs)} | {
-        clock: ratio_of_pairs([(first[index], second[index]) for first, second in pairs])
-        for index, clock in enumerate(("wall", "cpu"))
-    }
-
-
-def ratio_of_pairs(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    ratios = np.array([second / first for first, second in pairs])
-    drawn = np.random.default_rng(0).choice(ratios, size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    quartiles = np.percentile(ratios, [25, 75])
-    return {
-        "median_ratio": round(float(np.median(ratios)), 5),
-        "interval_95": [round(float(low), 5), round(float(high), 5)],
-        "quartiles": [round(float(value), 4) for value in quartiles],
-        "median_s": [round(float(value), 5) for value in np.median(np.array(pairs), axis=0)],
-    }
-
-
-def in_pairs(first: Step, second: Step, count: int) -> list[tuple[Seconds, Seconds]]:
-    """Seconds of ``count`` pairs, the order alternating."""
-    pairs = []
-    for index in range(count):
-        if index % 2:
-            second_s = second()
-            pairs.append((first(), second_s))
-        else:
-            first_s = first()
-            pairs.append((first_s, second()))
-    return pairs
-
-
-def one_step(workload: Workload) -> Seconds:
-    """Seconds of a training step."""
-    assert workload.optimizer is not None
-    workload.optimizer.zero_grad(set_to_none=True)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    loss = workload.step()
-    loss.backward()
-    workload.optimizer.step()
-    return time.perf_counter() - start_s, time.process_time() - start_cpu_s
-
-
-def load(name: str, settings: dict[str, str]) -> Workload:
-    torch.manual_seed(0)
-    return load_workload(str(CONFIGS / f"{name}.toml"), settings).workload
-
-
-def profiled(workload: Workload, name: str, **options: Any) -> poochplan.Profile:
-    return poochplan.profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=name, iterations=3, **options
-    )
-
-
-class Planned:
-    """Steps of a workload inside and outside of one session, so that both kinds share model, memory and allocator."""
-
-    def __init__(self, workload: Workload, plan: poochplan.Plan) -> None:
-        self.workload = workload
-        self.session: Session = poochplan.apply(plan, workload.model, meter="never")
-
-    def plain(self) -> Seconds:
-        with self.session.away():
-            return one_step(self.workload)
-
-    def planned(self) -> Seconds:
-        return one_step(self.workload)
-
-    def measure(self, pairs: int) -> dict[str, Any]:
-        with self.session:
-            for _ in range(2):
-                self.plain()
-                self.planned()
-            noise = in_pairs(self.plain, self.plain, pairs)
-            found = in_pairs(self.plain, self.planned, pairs)
-            total = self.session.report().total
-        return {
-            "planned_over_plain": compared(found),
-            "plain_over_plain": compared(noise),
-            "fallbacks": total.fallbacks,
-        }
 
 
 def keep_all_plan(name: str, settings: dict[str, str]) -> poochplan.Plan:
@@ -157,34 +57,6 @@ def keep_all(pairs: int) -> list[dict[str, Any]]:
         plan = keep_all_plan(name, settings)
         workload = load(name, settings)
         rows.append({"workload": name, **settings, **Planned(workload, plan).measure(pairs)})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def prediction(pairs: int) -> list[dict[str, Any]]:
-    """Predicted against measured overhead of a plan that has to swap and recompute."""
-    rows = []
-    for name, settings in PREDICTED.items():
-        workload = load(name, settings)
-        profile = profiled(workload, name, throttle=PREDICTED_THROTTLE)
-        plan = poochplan.plan(profile, PREDICTED_SHARE)
-        decisions = [str(value.decision) for value in plan.values]
-        found = Planned(workload, plan).measure(pairs)
-        measured = found["planned_over_plain"]["wall"]
-        row = {
-            "workload": name,
-            **settings,
-            "budget": PREDICTED_SHARE,
-            "throttle": PREDICTED_THROTTLE,
-            "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-            "predicted_ratio": round(1 + plan.prediction.overhead, 5),
-            "predicted_in_core_s": round(plan.prediction.in_core_step_s, 5),
-            "predicted_step_s": round(plan.prediction.step_s, 5),
-            "measured_step_s": measured["median_s"][1],
-            **found,
-        }
-        row["measured_over_predicted_ratio"] = round(measured["median_ratio"] / row["predicted_ratio"], 5)
-        rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -260,7 +132,7 @@ def microseconds(seconds: list[float], count: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("keep-all", "per-op", "prediction", "all"))
+    parser.add_argument("what", choices=("keep-all", "per-op", "all"))
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
     parser.add_argument("-o", "--output")
@@ -273,8 +145,6 @@ def main() -> int:
     if arguments.what in ("per-op", "all"):
         found["per_op"] = per_op(max(50, arguments.pairs))
         print(json.dumps(found["per_op"]), flush=True)
-    if arguments.what in ("prediction", "all"):
-        found["prediction"] = prediction(arguments.pairs)
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -39,6 +39,7 @@ from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
 from .op_bench import OpSpec
+from .recency import Recency, cache_bytes
 from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
@@ -62,6 +63,8 @@ class StepMode(FakeMemory):
         makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
         if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
+            if self.building:  # nothing may refer to a parameter that Module.to() or .half() is to convert
+                self.fake_tensor_converter.meta_converter.tensor_memo.clear()
             if func in CORRECTED:
                 with self:
                     return corrected(func, args, outputs)
@@ -90,14 +93,24 @@ class FakeCapture(Capture):
         self._roofline = roofline
         self.specs: list[OpSpec] = []
         """Of each op, where there is no roofline."""
+        self._recency = Recency(cache_bytes())
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)
         if self._roofline is None:
-            self.specs.append(OpSpec(func, args, kwargs, outputs))
+            self.specs.append(OpSpec(func, args, kwargs, outputs, cached=self._found_in_cache(op)))
         else:
             op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
         return outputs
+
+    def _found_in_cache(self, op: CapturedOp) -> frozenset[int]:
+        """Which of the op's inputs, by position, the processor's cache holds as it begins."""
+        for born in self.ops[-1].outputs if self.ops else ():
+            self._recency.touch(born, self.values[born].size_bytes)
+        cached = frozenset(index for index, value in enumerate(op.inputs) if self._recency.holds(value))
+        for value in op.inputs:
+            self._recency.touch(value, self.values[value].size_bytes)
+        return cached
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return torch.UntypedStorage(storage.nbytes(), device="meta")  # nothing to copy

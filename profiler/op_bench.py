@@ -1,13 +1,15 @@
 """Durations of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
 
-Two ops are the same when operator, arguments and the layout of every tensor are. What cannot be run by itself
-(operators of other namespaces, ops too large for the memory there is, ops that fail on made-up contents) is estimated:
-the bytes it reads and writes at the rate of a copy. Seconds are kept in a file of the user's cache folder, one for each
-version of torch, device and thread count.
+Two ops are the same when operator, arguments and the layout of every tensor are, and what the processor's cache holds
+of them (``recency.py``): where something large is not there, the cache is emptied before each run, and what the step's
+op would find is read. What cannot be run by itself (operators of other namespaces, ops too large for the memory there
+is, ops that fail on made-up contents) is estimated: the bytes it reads and writes at the rate of a copy. Seconds are
+kept in a file of the user's cache folder, one for each version of torch, device and thread count.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
@@ -24,13 +26,17 @@ from ..files import cache_folder, write_cache
 from ..runtime.operators import traits
 from ..runtime.storages import Geometry, has_storage
 from .fitting import available_bytes
+from .recency import cache_bytes
 from .roofline import op_bytes
 from .schema import Device
 
 REPEATS = 5
-LONG_S = 0.2
-"""An op that takes longer is run no more often than it has to: twice."""
+LONG_S, VERY_LONG_S = 0.2, 2.0
+"""An op that takes longer than these is run twice, or once: what the first run has to set up is nothing beside it."""
 _COPIED_BYTES = 64 << 20
+SMALL_BYTES = 256 << 10
+"""What an op reads of so little from memory takes some ten microseconds; emptying the cache, which also has the
+interpreter in it, would cost a small op more."""
 
 
 class TensorSpec(NamedTuple):
@@ -41,22 +47,42 @@ class TensorSpec(NamedTuple):
     storage_bytes: int
 
 
-class OpSpec:
-    """One call of an operator, without its tensors."""
+class Arguments(NamedTuple):
+    """Of one run of an op. ``cached`` alone is in the processor's cache when it begins; None for as it comes."""
 
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+    args: Any
+    kwargs: dict[str, Any]
+    cached: list[torch.UntypedStorage] | None = None
+
+
+class OpSpec:
+    """One call of an operator, without its tensors. ``cached``: those of its storages, in order of appearance, that are
+    in the processor's cache when it begins; None where it finds all that matters there.
+    """
+
+    def __init__(
+        self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any, cached: frozenset[int] | None = None
+    ) -> None:
         self.func = func
         storages: dict[int, int] = {}
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self.leaves = [_spec_of(leaf, storages) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.bytes = op_bytes(func, args, kwargs, outputs)
-        self.key = hashlib.sha256(f"{func}|{self.leaves}|{self._spec}".encode()).hexdigest()[:24]
+        missing_bytes = sum(
+            leaf.storage_bytes
+            for leaf in self.leaves
+            if isinstance(leaf, TensorSpec) and cached is not None and leaf.storage not in cached
+        )
+        self.cached = cached if missing_bytes > SMALL_BYTES else None
+        self.key = hashlib.sha256(
+            f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}".encode()
+        ).hexdigest()[:24]
         simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.runnable = traits(func).trusted and all(
             leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
         )
 
-    def made_up(self) -> tuple[Any, dict[str, Any]]:
+    def made_up(self) -> Arguments:
         """Arguments on real tensors: floats between a half and one, integers zero, booleans true."""
         storages: dict[int, torch.UntypedStorage] = {}
         leaves = []
@@ -67,7 +93,9 @@ class OpSpec:
                 leaf = leaf.geometry.on(storages[leaf.storage])
             leaves.append(leaf)
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        if self.cached is None:
+            return Arguments(args, kwargs)
+        return Arguments(args, kwargs, [storages[index] for index in sorted(self.cached) if index in storages])
 
 
 def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str:
@@ -113,6 +141,8 @@ class OpBench:
         if spec.key in self._known:
             self.counts["cached"] += 1
             return self._known[spec.key]
+        if not spec.runnable and not spec.bytes:  # a mark of torch's own profiler, say
+            return 0.0
         measured_s = _measured(spec) if spec.runnable and 2 * spec.bytes < available_bytes() else None
         if measured_s is None:
             self.counts["estimated"] += 1
@@ -125,7 +155,7 @@ class OpBench:
         """Bytes per second that a copy reads and writes."""
         if not self._copy_bytes_per_s:
             source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
-            took_s = _median_s(lambda: source.clone, lambda clone: clone())
+            took_s = _median_s(lambda: Arguments((source,), {}), torch.clone)
             self._copy_bytes_per_s = 2 * _COPIED_BYTES / took_s
         return self._copy_bytes_per_s
 
@@ -135,25 +165,37 @@ def _measured(spec: OpSpec) -> float | None:
     writes = bool(traits(spec.func).written)
     try:
         shared = None if writes else spec.made_up()
-        return _median_s(
-            lambda: spec.made_up() if shared is None else shared,  # what is written in place is made anew
-            lambda arguments: spec.func(*arguments[0], **arguments[1]),
-        )
+        # What is written in place is made anew.
+        return _median_s(lambda: spec.made_up() if shared is None else shared, spec.func)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
 
 
-def _median_s(prepare: Callable[[], Any], run: Callable[[Any], Any]) -> float:
-    """Of several runs behind a first that is thrown away, each with fresh outputs."""
+def _median_s(prepare: Callable[[], Arguments], run: Callable[..., Any]) -> float:
+    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`LONG_S`."""
     times_s: list[float] = []
     for _ in range(1 + REPEATS):
-        argument = prepare()
+        arguments = prepare()
+        if arguments.cached is not None:
+            _fill_cache(arguments.cached)
         start_s = time.perf_counter()
-        run(argument)
+        run(*arguments.args, **arguments.kwargs)
         times_s.append(time.perf_counter() - start_s)
-        if len(times_s) > 1 and times_s[-1] > LONG_S:
+        if times_s[-1] > (VERY_LONG_S if len(times_s) == 1 else LONG_S):
             break
-    return median(times_s[1:])
+    return median(times_s[1:] or times_s)
+
+
+def _fill_cache(storages: list[torch.UntypedStorage]) -> None:
+    """Has the processor's cache hold these, and nothing else of an op's."""
+    _evictor().add_(1)
+    for storage in storages:
+        torch.empty(0, dtype=torch.uint8).set_(storage).any()
+
+
+@functools.cache
+def _evictor() -> torch.Tensor:
+    return torch.zeros(cache_bytes(), dtype=torch.uint8)
 
 
 def cache_path(device: Device) -> Path:

@@ -140,6 +140,16 @@ def test_a_step_that_no_machine_holds_is_profiled_without_memory() -> None:
     assert grown_kib < 500_000, f"{grown_kib} KiB for a step of {profile.in_core_peak_bytes} bytes"
 
 
+def test_a_model_may_be_moved_and_converted_while_it_is_built() -> None:
+    with building():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        model.to("cpu").half().to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[2].weight is model[0].weight
+    assert isinstance(model[0].weight, FakeTensor)
+
+
 def test_model_gradients_optimizer_and_generators_are_the_very_same_afterwards() -> None:
     model, step, optimizer = NETS["residual"].fresh()
     step().backward()

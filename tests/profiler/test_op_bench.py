@@ -100,6 +100,14 @@ def test_ops_differ_by_shapes_strides_dtypes_scalars_and_shared_storage() -> Non
     assert spec(aten.add.Tensor, x.clone(), 1.0).key == keys[3]
 
 
+def test_an_op_that_finds_its_input_in_the_cache_is_another_than_one_that_does_not() -> None:
+    large, small = torch.empty(1 << 20), torch.empty(1 << 10)
+    held, missing = frozenset({0}), frozenset[int]()
+    keys = {cached: OpSpec(aten.relu.default, (large,), {}, large, cached).key for cached in (held, missing, None)}
+    assert keys[held] == keys[None] != keys[missing]
+    assert len({OpSpec(aten.relu.default, (small,), {}, small, cached).key for cached in (held, missing)}) == 1
+
+
 def test_what_cannot_be_run_by_itself_is_estimated_and_never_cached() -> None:
     out_of_range = spec(aten.mm.default, torch.empty(2, 3), torch.empty(2, 3))  # fails
     bench = OpBench(HERE)
