@@ -45,7 +45,7 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
             raise StepError(STEPS_OPTIMIZER)
 
     handle = register_optimizer_step_pre_hook(refuse_optimizer)
-    torch.autograd._engine_run_backward = refuse  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = refuse  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
@@ -96,7 +96,9 @@ def checked_loss(loss: Any, model: torch.nn.Module) -> torch.Tensor:
         )
     where = next(model.parameters()).device
     if loss.device.type not in ("cpu", where.type):
-        raise StepError(f"step(): expected a loss on {where}, where the model is, found one on {loss.device}")
+        raise StepError(
+            f"step(): expected a loss on {where}, where the model is, found one on {loss.device}; compute it there"
+        )
     return loss
 
 

@@ -132,7 +132,10 @@ def _checked(device: Device, *copies: Copy) -> None:
     for copy in copies:
         copy.wait()
         if copy.error is not None:
-            raise SpillError(f"the link test failed: {copy.error.strerror}; check the spill directory")
+            raise SpillError(
+                f"link test: expected copies to the host tier and back to work, found one that failed "
+                f"({copy.error.strerror}); free space, or name another spill directory"
+            )
 
 
 def _fit(curve: list[tuple[int, float]]) -> LinkDirection:

@@ -325,7 +325,8 @@ def _check_mode(
     fake = mode == "fake" or roofline is not None
     if fake and iterations is not None:
         raise UsageError(
-            f'iterations: mode "fake" times no steps and takes none, found {iterations}; leave it out, or ask for mode "run"'
+            f'iterations: mode "fake" times no steps and takes none, found {iterations}; '
+            'leave it out, or ask for mode "run"'
         )
     if fake and where.type != "cpu":
         raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')

@@ -22,8 +22,8 @@ def usable_device(name: str) -> torch.device:
         raise UsageError(f'device: expected "cpu", "cuda" or "cuda:N", found {name!r}')
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU that "
-            "is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
+            "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU "
+            "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
         )
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
