@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import StepError
@@ -35,9 +38,9 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(type(output) is torch.Tensor or stands_for_memory(output) for output in outputs):
+        if not _being_compiled(outputs):
             raise StepError(CALLS_BACKWARD if kwargs.get("accumulate_grad") else TAKES_GRADIENTS)
-        return run(outputs, *args, **kwargs)  # the compiler traces backward while it compiles forward
+        return run(outputs, *args, **kwargs)
 
     def refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -48,9 +51,19 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
     torch.autograd._engine_run_backward = refuse  # type: ignore[attr-defined, assignment]
     try:
         yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" in str(error):  # torch.func, before it gets so far
+            raise StepError(TAKES_GRADIENTS) from error
+        raise
     finally:
         torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
         handle.remove()
+
+
+def _being_compiled(outputs: Any) -> bool:
+    """Whether it is the compiler that runs this backward: it traces one while it compiles forward."""
+    traced = all(isinstance(x, (FunctionalTensor, FakeTensor)) and not stands_for_memory(x) for x in outputs)
+    return traced or TracingContext.try_get() is not None
 
 
 @contextlib.contextmanager
@@ -69,10 +82,9 @@ def inputs_explained(model: torch.nn.Module) -> Iterator[None]:
     with before_forward(model, note):
         try:
             yield
-        except StepError:
-            raise
-        except Exception as error:
-            if not elsewhere:
+        except RuntimeError as error:
+            told = any(word in str(error) for word in ("device", "meta"))
+            if not elsewhere or not told or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise StepError(
                 f"step(): expected the model's inputs on {where}, where its parameters are, found input "

@@ -13,9 +13,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from ..errors import StepError, UsageError
 from ..runtime.allocator import give_freed_memory_back
-from ..runtime.devices import model_device
 from ..runtime.storages import static_keys
 from ..units import parse_rate
 from .assembly import assemble, this_machine
@@ -30,6 +28,7 @@ from .notes import EVAL_MODE, kept_notes, model_notes
 from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
+from .request import check_mode, checked_device
 from .roofline import Roofline, parse_roofline
 from .runner import Runner, captured
 from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
@@ -38,7 +37,6 @@ from .verification import verify
 
 Progress = Callable[[str], None]
 RealMode = Literal["run", "swap-all"]
-MODES = ("run", "swap-all", "auto", "fake")
 ITERATIONS = 5
 
 
@@ -99,8 +97,8 @@ def profile(
     SpillError
         The spill directory cannot be used.
     """
-    where = _check(model, device, iterations, warmup)
-    _check_mode(mode, roofline, iterations, where, throttle)
+    where = checked_device(model, device, iterations, warmup)
+    check_mode(mode, roofline, iterations, where, throttle)
     options = _Options(
         workload=workload,
         iterations=ITERATIONS if iterations is None else iterations,
@@ -298,37 +296,3 @@ def _machine_of(
         op.duration_s = duration_s
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
-
-
-def _check(model: torch.nn.Module, device: str | None, iterations: int | None, warmup: int) -> torch.device:
-    """Where the model is; raises what :func:`profile` says."""
-    if (iterations is not None and iterations < 1) or warmup < 0:
-        raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
-    return model_device(model, device or _kind(model))
-
-
-def _kind(model: torch.nn.Module) -> str:
-    """The kind of device of the first parameter that is on a usable one."""
-    kinds = [parameter.device.type for parameter in model.parameters()]
-    return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
-
-
-def _check_mode(
-    mode: str, roofline: str | None, iterations: int | None, where: torch.device, throttle: str | float | None
-) -> None:
-    if mode not in MODES:
-        raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
-    if mode not in ("fake", "auto") and roofline is not None:
-        raise UsageError(f'roofline: mode "{mode}" measures durations and takes none; drop it, or ask for mode "fake"')
-    fake = mode == "fake" or roofline is not None
-    if fake and iterations is not None:
-        raise UsageError(
-            f'iterations: mode "fake" times no steps and takes none, found {iterations}; '
-            'leave it out, or ask for mode "run"'
-        )
-    if fake and where.type != "cpu":
-        raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
-    if throttle is not None and where.type != "cpu":
-        raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")

@@ -88,6 +88,10 @@ def _penalty(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     return loss + grad(loss, list(model.parameters()), create_graph=True)[0].square().sum()
 
 
+def _func(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    return loss + torch.func.grad(lambda weight: weight.square().sum())(torch.ones(3)).sum()
+
+
 def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return loss
@@ -101,6 +105,7 @@ def _optimizer(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
         (_backward, "found that it calls backward; return the loss instead"),
         (_backward_then_number, "found that it calls backward; return the loss instead"),
         (_gradients, "found that it calls torch.autograd.grad or torch.func; return the loss instead"),
+        (_func, "found that it calls torch.autograd.grad or torch.func; return the loss instead"),
         (_penalty, "as in a gradient penalty) out of the profiled step"),
         (_optimizer, "found that it steps the optimizer; return the loss, and pass the optimizer"),
     ],
