@@ -20,8 +20,17 @@ from ..runtime.modes import ToggledMode, around_compiled, before_forward, uncomp
 from ..runtime.operators import covers_storage, traits
 from ..runtime.recorder import statistics_of, written_tensors
 from ..runtime.signature import input_signature
-from ..runtime.storages import Geometry, has_storage, is_host_scalar, is_plain, storage_key
+from ..runtime.storages import (
+    Geometry,
+    has_storage,
+    is_host_scalar,
+    is_made_of_parts,
+    is_plain,
+    parts_of,
+    storage_key,
+)
 from .clock import clock_of, workspace_of
+from .forward_only import CALLS_BACKWARD
 from .layers import LayerTracker
 from .schema import Phase, PointKind
 
@@ -148,6 +157,8 @@ class Capture(ToggledMode):
         """(value, layer, dtype, shape) of each pack."""
         self.points: list[tuple[PointKind, int, int]] = []
         """(kind, handle, ops completed before)."""
+        self.kept: list[tuple[str, str, dict[int, int]]] = []
+        """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
         self.inputs: tuple[str, ...] | None = None
         """Of the model's first call; None before it."""
         self._static = static
@@ -208,7 +219,7 @@ class Capture(ToggledMode):
             return func(*args, **kwargs)
         op = CapturedOp(facts.name, layer, self.phase)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        plain = [leaf for leaf in leaves if has_storage(leaf, self.device_type)]
+        plain = self._ordinary(leaves)
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
         statistics = list(statistics_of(facts, args).values())
@@ -228,6 +239,17 @@ class Capture(ToggledMode):
         self.ops.append(op)
         return outputs
 
+    def _ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """The tensors among them that have storages, and those that sparse and nested ones are made of."""
+        if not any(isinstance(leaf, torch.Tensor) and is_made_of_parts(leaf) for leaf in leaves):
+            return [x for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)]
+        paused, self._paused = self._paused, True
+        try:
+            parts = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
+            return [part for part in parts if has_storage(part, self.device_type)]
+        finally:
+            self._paused = paused
+
     def _can_be_recorded(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
 
@@ -241,9 +263,7 @@ class Capture(ToggledMode):
         return outputs
 
     def _writes(self, written: list[torch.Tensor]) -> list[int]:
-        values = list(
-            dict.fromkeys(self.value_of(tensor) for tensor in written if has_storage(tensor, self.device_type))
-        )
+        values = list(dict.fromkeys(map(self.value_of, self._ordinary(written))))
         self._pin_saved(values)
         return values
 
@@ -253,13 +273,9 @@ class Capture(ToggledMode):
                 self.values[value].pinned_because = "written in place after it was saved"
 
     def _born(self, op: CapturedOp, outputs: Any) -> None:
-        for output in pytree.tree_leaves(outputs):
-            if (
-                isinstance(output, torch.Tensor)
-                and has_storage(output, self.device_type)
-                and storage_key(output) not in self._by_key
-            ):
-                op.outputs.append(self._new_value(output, op.layer, born=len(self.ops)))
+        for part in self._ordinary(pytree.tree_leaves(outputs)):
+            if storage_key(part) not in self._by_key:
+                op.outputs.append(self._new_value(part, op.layer, born=len(self.ops)))
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
         number = len(self.values)
@@ -281,24 +297,16 @@ class Capture(ToggledMode):
             op = CapturedOp(COMPILED_REGION, path, self.phase)
             op.opaque = True
             leaves = pytree.tree_leaves((args, kwargs))
-            op.inputs = list(
-                dict.fromkeys(
-                    self.value_of(x) for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)
-                )
-            )
+            op.inputs = list(dict.fromkeys(map(self.value_of, self._ordinary(leaves))))
             before = [(x, x._version) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)]
             self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
             with self.away():
                 outputs = self._run(op, call, args, kwargs)
             op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if x._version != version))
             self._pin_saved(op.writes)
-            for output in pytree.tree_leaves(outputs):
-                if (
-                    isinstance(output, torch.Tensor)
-                    and has_storage(output, self.device_type)
-                    and storage_key(output) not in self._by_key
-                ):
-                    op.outputs.append(self._new_value(output, path, born=self.ops.index(op)))
+            for part in self._ordinary(pytree.tree_leaves(outputs)):
+                if storage_key(part) not in self._by_key:
+                    op.outputs.append(self._new_value(part, path, born=self.ops.index(op)))
             return outputs
 
         return region
@@ -311,6 +319,7 @@ class Capture(ToggledMode):
             or storage_key(tensor) in self._static
             or self.phase is not Phase.FORWARD
         ):
+            self._kept(tensor)
             return tensor.detach()
         number = self._packed_value(tensor)
         value = self.values[number]
@@ -335,6 +344,16 @@ class Capture(ToggledMode):
         value.let_go = None
         return handle
 
+    def _kept(self, tensor: torch.Tensor) -> None:
+        """Notes a saved tensor that no plan moves or rebuilds."""
+        if self.phase is Phase.FORWARD and is_made_of_parts(tensor):
+            parts = [part for part in self._ordinary([tensor]) if storage_key(part) not in self._static]
+            if parts:
+                kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                kind = kind if tensor.is_nested or tensor.layout is not torch.strided else type(tensor).__name__
+                where = self.tracker.current()
+                self.kept.append((kind, where, {storage_key(x): x.untyped_storage().nbytes() for x in parts}))
+
     def _packed_value(self, tensor: torch.Tensor) -> int:
         known = self._by_key.get(storage_key(tensor))
         if known is not None:
@@ -350,7 +369,7 @@ class Capture(ToggledMode):
         if isinstance(handle, torch.Tensor):
             return handle
         if self.phase is Phase.FORWARD:
-            raise StepError("step(): expected forward only, found that it calls backward; return the loss instead")
+            raise StepError(CALLS_BACKWARD)
         if not handle.used:
             handle.used = True
             self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import StepError
 from ..runtime.modes import compiled_modules
 from ..runtime.operators import traits
-from ..runtime.storages import FakeMemory, Geometry
+from ..runtime.storages import FakeMemory, Geometry, is_made_of_parts
 from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
@@ -60,6 +60,8 @@ class StepMode(FakeMemory):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not self.building:
+            _refuse_real_parts(leaves, func)
         makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
         if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
@@ -80,6 +82,20 @@ class StepMode(FakeMemory):
         return func(*args, **kwargs) if _small(pytree.tree_leaves(fakes)) else fakes
 
 
+def _refuse_real_parts(leaves: list[torch.Tensor], func: Any) -> None:
+    found = next((x for x in leaves if type(x) is torch.Tensor and is_made_of_parts(x)), None)
+    if found is not None:
+        kind = "nested" if found.is_nested else str(found.layout).removeprefix("torch.")
+        raise StepError(
+            f"step(): expected dense inputs in mode fake, found a {kind} one in {func}; "
+            "leave it out of the profiled step, or profile in mode run"
+        )
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_nested and is_made_of_parts(leaf)
+
+
 def _small(leaves: list[Any]) -> bool:
     return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -94,9 +110,22 @@ class FakeCapture(Capture):
         self.specs: list[OpSpec] = []
         """Of each op, where there is no roofline."""
         self._recency = Recency(cache_bytes())
+        self._uncounted = ""
+        """The first op with a sparse tensor: how many elements that has, only data can tell."""
+
+    def notes(self) -> list[str]:
+        """What data would have decided and nothing here has."""
+        if not self._uncounted:
+            return []
+        return [
+            f"sparse tensors may have no elements without data, first in {self._uncounted}: their bytes and what is "
+            "done with them are estimates; profile in mode run or swap-all for exact figures"
+        ]
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)
+        if not self._uncounted and any(map(_is_sparse, pytree.tree_leaves((args, kwargs, outputs)))):
+            self._uncounted = f"{op.name} in {op.layer}" if op.layer else op.name
         if self._roofline is None:
             self.specs.append(OpSpec(func, args, kwargs, outputs, cached=self._found_in_cache(op)))
         else:

@@ -41,6 +41,9 @@ class SwapAllEngine(Engine):
 
     def _swap_soon(self, entry: Entry) -> None:
         self._swap_out(entry)
+        if entry.out_copy is not None:  # what cannot be written must not stay: the step does not fit with it
+            entry.out_copy.wait()
+            _raise(entry.out_copy.error, "written")
         self._release(entry)
 
 
@@ -120,7 +123,7 @@ def _raise(error: OSError | None, what: str) -> None:
     if error is not None:
         raise SpillError(
             f"profile: a saved value could not be {what} on the host tier ({error.strerror}); "
-            "expected room for all that the step saves, give more or name another --spill-dir"
+            "expected room for all that the step saves; free space, or name another spill directory"
         ) from error
 
 

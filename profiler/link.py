@@ -170,7 +170,10 @@ def _checked(device: Device, *copies: Copy) -> None:
     for copy in copies:
         copy.wait()
         if copy.error is not None:
-            raise SpillError(f"the link test failed: {copy.error.strerror}; check the spill directory")
+            raise SpillError(
+                f"link test: expected copies to the host tier and back to work, found one that failed "
+                f"({copy.error.strerror}); free space, or name another spill directory"
+            )
 
 
 def _duplex(device: Device, size_bytes: int, out_s: float, in_s: float) -> float:

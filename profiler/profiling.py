@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ..errors import StepError, UsageError
 from ..runtime.allocator import give_freed_memory_back
-from ..runtime.devices import model_device
 from ..runtime.storages import static_keys
 from ..units import parse_rate
 from .assembly import assemble, this_machine
@@ -26,19 +25,21 @@ from .fitting import available_bytes, fitting_mode
 from .hosted import HostedCapture, HostStore, SwapAll
 from .layers import LayerTracker
 from .link import measure_link
+from .notes import EVAL_MODE, kept_notes, model_notes
 from .op_bench import OpBench
 from .preserve import preserved
 from .presets import preset_link
 from .reconciliation import Floats, PhaseSeconds
+from .request import check_mode, checked_device
 from .roofline import Roofline, parse_roofline
 from .runner import Runner, captured
 from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
-from .timing import time_ops
+from .timing import steps_differ, time_ops
 from .verification import verify
 
 Progress = Callable[[str], None]
 RealMode = Literal["run", "swap-all"]
-MODES = ("run", "swap-all", "auto", "fake")
+ITERATIONS = 5
 
 
 def profile(
@@ -50,7 +51,7 @@ def profile(
     mode: Literal["run", "swap-all", "auto", "fake"] = "run",
     roofline: str | None = None,
     workload: str = "",
-    iterations: int = 5,
+    iterations: int | None = None,
     warmup: int = 1,
     accumulate: bool = False,
     spill_dir: str | Path | None = None,
@@ -68,15 +69,15 @@ def profile(
     device: ``"cpu"`` or ``"cuda"``, where the model is; by default the one on which its parameters are.
     mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host, for
         a step that does not fit; step times are those of swapping steps, less the time of swapping. ``"auto"`` is
-        ``"run"`` where the in-core step fits and else ``"swap-all"``.
+        ``"run"`` where the in-core step fits and else ``"swap-all"``, and with ``roofline`` it is ``"fake"``.
         ``"fake"`` runs the step without memory and without data, so that one that fits nowhere can be planned; nothing
         is verified, and ``iterations`` has no part. Each distinct op is timed by itself on tensors of its own (and
         remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
         ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
         :func:`poochplan.profiler.fake.building`.
-    roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` only.
+    roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` (or ``"auto"``).
     workload: a name to find the profile by.
-    iterations: uninstrumented steps that are timed, and as many with each op timed.
+    iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
     accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
     spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
@@ -84,54 +85,62 @@ def profile(
     link: take this link as measured instead of measuring it.
     progress: called with a line of text at each stage.
 
-    The model, its gradients, the optimizer and the generators are afterwards as they were before.
+    The model, its gradients, the optimizer and the generators are afterwards as they were before. Warns when the model
+    was in eval mode.
 
     Raises
     ------
     StepError
-        ``step`` returns no scalar that requires gradients, or calls backward itself;
+        ``step`` returns no scalar that requires gradients, or one that depends on no parameter; or it calls backward,
+        takes gradients or steps the optimizer itself;
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         An argument is not what it should be, the model is not on the device, or there is no such device.
     SpillError
         The spill directory cannot be used.
     """
-    where = _check(model, device, iterations, warmup)
-    _check_mode(mode, roofline, where, throttle)
-    say = progress or (lambda _: None)
+    where = checked_device(model, device, iterations, warmup)
+    check_mode(mode, roofline, iterations, where, throttle)
     options = _Options(
         workload=workload,
-        iterations=iterations,
+        iterations=ITERATIONS if iterations is None else iterations,
         warmup=max(1, warmup),
         spill_dir=spill_dir,
         throttle_bytes_per_s=None if throttle is None else parse_rate(throttle, "throttle"),
         link=link,
-        say=say,
+        say=progress or (lambda _: None),
     )
-    if mode == "fake":
-        return _profile_fake(
-            Runner(step, model, optimizer, accumulate, clock_of(where)),
-            None if roofline is None else parse_roofline(roofline),
-            where,
-            options,
-        )
+
+    def runner() -> Runner:
+        return Runner(step, model, optimizer, accumulate, clock_of(where))
+
+    if mode == "fake" or roofline is not None:
+        rates = None if roofline is None else parse_roofline(roofline)
+        profile = _profile_fake(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
+    else:
+        profile = _profile_fitting(runner, where, mode, options)
+    if EVAL_MODE in profile.notes:
+        warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
+    return profile
+
+
+def _profile_fitting(
+    runner: Callable[[], Runner], where: torch.device, mode: RealMode | Literal["auto"], options: _Options
+) -> Profile:
+    """The profile of a real step; ``auto`` on CUDA tries in-core first. ``runner`` makes one for each try."""
     if where.type == "cpu":
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
-
-    def real(mode: RealMode | Literal["auto"], note: str = "") -> Profile:
-        runner = Runner(step, model, optimizer, accumulate, clock_of(where))
-        return _profile_real(runner, where, mode, options, [note] if note else [])
-
     if mode != "auto" or where.type == "cpu":
-        return real(mode)
+        return _profile_real(runner(), where, mode, options, [])
     try:
-        return real("run", "mode auto chose run: the in-core step fits the device")
+        note = "mode auto chose run: the in-core step fits the device"
+        return _profile_real(runner(), where, "run", options, [note])
     except torch.OutOfMemoryError:
         note = "mode auto chose swap-all: in-core the step ran out of the device's memory"
     gc.collect()  # the failed step's values, which the error's frames held
     torch.cuda.empty_cache()
-    say(note)
-    return real("swap-all", note)
+    options.say(note)
+    return _profile_real(runner(), where, "swap-all", options, [note])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +197,14 @@ def _profile_real(
         runs = times.runs if times.runs is not None else _one_run(capture)
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        unverified = draft(chosen, runs, measured, [*_notes(model), *notes])
+        unverified = draft(chosen, runs, measured, [*model_notes(model), *kept_notes(capture), *notes])
         del capture, draft
         stack.close()
         say("verifying replays")
         return verify(unverified, model, runner.bare_step, options.spill_dir)
 
 
+CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"
 SWAPPED = (
     "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
     "less the time in which they swapped"
@@ -231,7 +241,9 @@ def _assembler(
     return draft
 
 
-def _profile_fake(runner: Runner, roofline: Roofline | None, where: torch.device, options: _Options) -> Profile:
+def _profile_fake(
+    runner: Runner, roofline: Roofline | None, where: torch.device, options: _Options, notes: list[str]
+) -> Profile:
     """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
     model, say = runner.model, options.say
     with faked(model, runner.optimizer) as fakes:
@@ -241,6 +253,8 @@ def _profile_fake(runner: Runner, roofline: Roofline | None, where: torch.device
         say("capturing one step without memory")
         fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
         capture, kinds = captured(runner, fake)
+        notes = [*model_notes(model), *kept_notes(capture), *notes, *fake.notes()]
+        notes += steps_differ(model, where, runner.one_step, capture.ops)
     device, link, note = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
@@ -256,7 +270,7 @@ def _profile_fake(runner: Runner, roofline: Roofline | None, where: torch.device
         mode="fake",
         device=device,
         notes=[
-            *_notes(model),
+            *notes,
             note,
             "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
         ],
@@ -289,27 +303,3 @@ def _machine_of(
 def _one_run(capture: Capture) -> Floats:
     """Seconds of each op of the captured step itself, as a run of (1, ops)."""
     return np.array([[op.duration_s for op in capture.ops]])
-
-
-def _notes(model: torch.nn.Module) -> list[str]:
-    return [] if model.training else ["the model was in eval mode: no dropout, no batch statistics"]
-
-
-def _check(model: torch.nn.Module, device: str | None, iterations: int, warmup: int) -> torch.device:
-    """Where the model is; raises what :func:`profile` says."""
-    if iterations < 1 or warmup < 0:
-        raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
-    return model_device(model, device or next(model.parameters()).device.type)
-
-
-def _check_mode(mode: str, roofline: str | None, where: torch.device, throttle: str | float | None) -> None:
-    if mode not in MODES:
-        raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
-    if mode != "fake" and roofline is not None:
-        raise UsageError(f'roofline: mode "{mode}" measures durations and takes none; drop it, or ask for mode "fake"')
-    if mode == "fake" and where.type != "cpu":
-        raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
-    if throttle is not None and where.type != "cpu":
-        raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")

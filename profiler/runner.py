@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..errors import StepError
-from ..runtime.storages import has_storage
+from ..runtime.storages import has_storage, parts_of
 from .capture import Capture
 from .clock import Clock
+from .forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from .hosted import SwapAll
 from .reconciliation import PhaseSeconds
 from .schema import Kind, Phase
@@ -39,6 +39,7 @@ class Runner:
         """What takes saved values to the host in :meth:`one_step`; None when they stay."""
         self.loss: torch.Tensor | None = None
         """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
+        self._checked = False
 
     def one_step(self, enter: Callable[[Phase], Any] = lambda _: None) -> PhaseSeconds:
         """Runs it, swapping where it is to; ``enter`` is told each phase as it begins."""
@@ -52,10 +53,11 @@ class Runner:
                 parameter.grad = None
         times_s = [self._time_s()]
         enter(Phase.FORWARD)
-        self.loss = checked_loss(self.step())
+        self.loss = self._forward()
         times_s.append(self._time_s())
         enter(Phase.BACKWARD)
         self.loss.backward()
+        self._check_first()
         times_s.append(self._time_s())
         enter(Phase.OPTIMIZER)
         if self.optimizer is not None:
@@ -63,24 +65,20 @@ class Runner:
         times_s.append(self._time_s())
         return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
 
+    def _forward(self) -> torch.Tensor:
+        first = inputs_explained(self.model) if not self._checked else contextlib.nullcontext()
+        with forward_only(self.model), first:
+            return checked_loss(self.step(), self.model)
+
+    def _check_first(self) -> None:
+        if not self._checked:
+            check_trains(self.model, set(_leaves_of(self.loss)))
+            self._checked = True
+
     def _time_s(self) -> float:
         """Now, with all that was queued behind us, on a clock that stands still while values are swapped."""
         self._clock.synchronize()
         return time.perf_counter() - (self.swap_all.seconds if self.swap_all is not None else 0.0)
-
-
-def checked_loss(loss: Any) -> torch.Tensor:
-    """What ``step()`` returned, if backward can start from it; raises ``StepError`` otherwise."""
-    if not isinstance(loss, torch.Tensor):
-        raise StepError(f"step(): expected the scalar loss, a tensor, found {type(loss).__name__}; return the loss")
-    if loss.numel() != 1:
-        raise StepError(f"step(): expected a scalar loss, found shape {list(loss.shape)}; reduce it, as with .mean()")
-    if not loss.requires_grad:
-        raise StepError(
-            "step(): expected a loss that requires gradients, found one that does not; "
-            "it must come from the model, outside torch.no_grad"
-        )
-    return loss
 
 
 def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]]:
@@ -91,8 +89,9 @@ def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]
 
     def note(tensors: Any, kind: Kind) -> None:
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and has_storage(tensor, device):
-                kinds.setdefault(capture.value_of(tensor), kind)
+            for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if has_storage(part, device):
+                    kinds.setdefault(capture.value_of(part), kind)
 
     def enter(phase: Phase) -> None:
         capture.phase = phase
@@ -112,6 +111,11 @@ def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]
 
 def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients of what the step before made a leaf of (as wav2vec2 its input): the graph of its loss keeps them."""
+    return [leaf.grad for leaf in _leaves_of(loss) if leaf not in parameters and leaf.grad is not None]
+
+
+def _leaves_of(loss: torch.Tensor | None) -> list[torch.Tensor]:
+    """The leaves that the loss's graph gives gradients to."""
     pending = [loss.grad_fn if loss is not None else None]
     seen: set[torch.autograd.graph.Node] = set()
     found: list[torch.Tensor] = []
@@ -121,7 +125,7 @@ def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor])
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf not in parameters and leaf.grad is not None:
-            found.append(leaf.grad)
+        if leaf is not None:
+            found.append(leaf)
         pending += [following for following, _ in node.next_functions]
     return found

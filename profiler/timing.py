@@ -99,24 +99,50 @@ def time_ops(
 
     Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
     """
-    wanted = [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
+    wanted = _dispatched(captured)
     runs: list[list[float]] = []
     differences: dict[str, str] = {}
     for _ in range(iterations):
-        tracker = LayerTracker()
-        timer = OpTimer(clock_of(where), tracker)
-        with tracker.on(model), around_compiled(model, timer.opaque_region):
-            timer.switch_on()
-            try:
-                one_step(timer.enter)
-            finally:
-                timer.switch_off()
+        timer = _timed_step(model, where, one_step)
         what, difference = _first_difference(wanted, timer.ops)
         if what:
             differences.setdefault(what, difference)
         if what != "ops":
             runs.append(timer.durations_s())
     return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations))
+
+
+def steps_differ(
+    model: torch.nn.Module,
+    where: torch.device,
+    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
+    captured: list[CapturedOp],
+) -> list[str]:
+    """A note, if one more step dispatches other ops than the captured one, or ops of other shapes."""
+    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step).ops)
+    return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
+
+
+_DIFFER_IN = {"ops": "the ops they dispatch", "shapes": "shapes"}
+
+
+def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
+    return [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
+
+
+def _timed_step(
+    model: torch.nn.Module, where: torch.device, one_step: Callable[[Callable[[Phase], None]], PhaseSeconds]
+) -> OpTimer:
+    """The timer of one step."""
+    tracker = LayerTracker()
+    timer = OpTimer(clock_of(where), tracker)
+    with tracker.on(model), around_compiled(model, timer.opaque_region):
+        timer.switch_on()
+        try:
+            one_step(timer.enter)
+        finally:
+            timer.switch_off()
+    return timer
 
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,20 +127,24 @@ class _SpillThread(threading.Thread):
 
 
 class SpillStream:
-    """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them."""
+    """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them.
+
+    The thread knows the queue and not the stream, so that it ends also where nobody closes: an interrupt may come
+    between any two steps of making one and keeping it.
+    """
 
     def __init__(self, name: str, move: Move, throttle_bytes_per_s: float | None) -> None:
-        self._move = move
-        self._throttle_bytes_per_s = throttle_bytes_per_s
         self._jobs: queue.SimpleQueue[SpillCopy | None] = queue.SimpleQueue()
         self._last: Event = DONE
-        self._closing = False
-        self.thread = _SpillThread(target=self._serve, name=f"poochplan-{name}", daemon=True)
-        try:
-            self.thread.start()
-        except BaseException:  # interrupted while it waits for the thread to begin
-            self._jobs.put(None)
-            raise
+        self._closing = threading.Event()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self.thread = _SpillThread(
+            target=_serve,
+            args=(self._jobs, _unless(self._closing, move), throttle_bytes_per_s),
+            name=f"poochplan-{name}",
+            daemon=True,
+        )
+        self.thread.start()
 
     def is_alive(self) -> bool:
         """Whether copies still come to an end. Daemon threads are frozen, not ended, when the interpreter goes."""
@@ -166,7 +171,7 @@ class SpillStream:
         """Ends the thread; copies that nobody waited for are broken off. It has ended also when this is interrupted:
         while it runs the file must stay open, or it would write to whatever is opened next.
         """
-        self._closing = True
+        self._closing.set()
         self._jobs.put(None)
         interrupt: KeyboardInterrupt | None = None
         while self.is_alive() and self.thread is not threading.current_thread():
@@ -178,15 +183,20 @@ class SpillStream:
         if interrupt is not None:
             raise interrupt
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run(self._move_unless_closing, self._throttle_bytes_per_s)
-            del job  # or the thread would hold the last copy until the next
 
-    def _move_unless_closing(self, chunk: memoryview, at: int) -> int:
-        if self._closing:
+def _serve(jobs: queue.SimpleQueue[SpillCopy | None], move: Move, throttle_bytes_per_s: float | None) -> None:
+    while (job := jobs.get()) is not None:
+        job.run(move, throttle_bytes_per_s)
+        del job  # or the thread would hold the last copy until the next
+
+
+def _unless(closing: threading.Event, move: Move) -> Move:
+    def guarded(chunk: memoryview, at: int) -> int:
+        if closing.is_set():
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        return self._move(chunk, at)
+        return move(chunk, at)
+
+    return guarded
 
 
 class CpuDevice:

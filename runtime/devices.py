@@ -21,7 +21,10 @@ def usable_device(name: str) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise UsageError(f'device: expected "cpu", "cuda" or "cuda:N", found {name!r}')
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: expected a CUDA device, found none that torch can use; profile and plan for cpu")
+        raise UsageError(
+            "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU "
+            "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
+        )
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
     return where
@@ -30,7 +33,8 @@ def usable_device(name: str) -> torch.device:
 def model_device(model: torch.nn.Module, kind: str) -> torch.device:
     """The one device of that kind on which all of the model's parameters lie.
 
-    Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere.
+    Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere, or a buffer neither there nor in
+    host memory.
     """
     asked = usable_device(kind)
     where = None if asked.index is None else asked
@@ -39,9 +43,21 @@ def model_device(model: torch.nn.Module, kind: str) -> torch.device:
         if parameter.device.type != asked.type or parameter.device != where:
             wanted = kind if where.type != asked.type else str(where)
             raise UsageError(
-                f"model: expected every parameter on {wanted}, found {name} on {parameter.device}; move the model there"
+                f"model: expected every parameter on {wanted}, found {name} on {parameter.device}; {_remedy(parameter)}"
             )
-    return where or asked
+    where = where or asked
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "cpu" and buffer.device != where:
+            raise UsageError(
+                f"model: expected every buffer on {where}, found {name} on {buffer.device}; {_remedy(buffer)}"
+            )
+    return where
+
+
+def _remedy(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "build it with data, or for mode fake inside poochplan.profiler.fake.building()"
+    return "move the model there"
 
 
 def open_device(

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ModelMismatchError
 from ..planner.plan_set import Signature
 from ..profiler.schema import ModelSignature
+from .storages import parts_of
 
 
 def model_signature(model: torch.nn.Module) -> ModelSignature:
@@ -49,17 +50,18 @@ def input_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """One entry for each tensor in the arguments of a call, wherever it is nested: ``0 float32[32, 3, 224, 224]``,
     ``input_ids int64[8, 128]``, ``1.mask bool[8]``. What is no tensor is left out.
     """
-    return tuple(_entry(path, leaf) for path, leaf in (*_leaves("", args), *_leaves("", kwargs)))
+    return tuple(_entry(path, leaf) for path, leaf in (*tensor_leaves("", args), *tensor_leaves("", kwargs)))
 
 
-def _leaves(path: str, tree: Any) -> list[tuple[str, torch.Tensor]]:
+def tensor_leaves(path: str, tree: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in a call's arguments, each with its path."""
     found = []
     for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
         inside = ".".join([*([path] if path else []), *(_text(key) for key in keys)])
         if isinstance(leaf, torch.Tensor):
             found.append((inside, leaf))
         elif isinstance(leaf, Mapping):  # such as transformers' BatchEncoding, which is no pytree node
-            found += _leaves(inside, dict(leaf))
+            found += tensor_leaves(inside, dict(leaf))
     return found
 
 
@@ -71,4 +73,5 @@ def _text(key: Any) -> str:
 
 
 def _entry(path: str, tensor: torch.Tensor) -> str:
-    return f"{path} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    shape = list(parts_of(tensor)[0].shape if tensor.is_nested else tensor.shape)  # of a nested one, all its values'
+    return f"{path} {str(tensor.dtype).removeprefix('torch.')}{shape}"

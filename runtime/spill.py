@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 from ..errors import SpillError
@@ -68,6 +69,7 @@ class SpillFile:
             self.descriptor, path = tempfile.mkstemp(prefix="poochplan-", suffix=".spill", dir=directory)
         except OSError as error:
             raise SpillError(f"spill directory {directory}: {error.strerror}; name another") from error
+        self._close = weakref.finalize(self, os.close, self.descriptor)  # also when an interrupt lets go of it
         Path(path).unlink()
         self.size_bytes = 0
 
@@ -86,6 +88,5 @@ class SpillFile:
 
     def close(self) -> None:
         """Gives the space back. Idempotent."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self.descriptor = -1
+        self._close()

@@ -53,6 +53,33 @@ def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
     )
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The ordinary tensors that a sparse, nested or wrapping one is made of; of every other one, itself."""
+    if isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if tensor.is_nested:
+            return [tensor.detach().values()]
+        names = _PARTS.get(tensor.layout, ())
+        return [getattr(tensor.detach(), name)() for name in names] if names else [tensor]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def is_made_of_parts(tensor: torch.Tensor) -> bool:
+    """Whether it is sparse, nested or wraps other tensors: no plan moves or rebuilds it."""
+    return tensor.is_nested or tensor.layout in _PARTS or hasattr(tensor, "__tensor_flatten__")
+
+
 def stands_for_memory(tensor: torch.Tensor) -> bool:
     """Whether it is a fake tensor of a profile."""
     return type(tensor) is FakeTensor and isinstance(tensor.fake_mode, FakeMemory)
@@ -76,8 +103,8 @@ def is_host_scalar(tensor: torch.Tensor, device_type: str) -> bool:
 
 def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
     """Storage keys of the model's parameters and buffers: what no plan touches."""
-    tensors = (*model.parameters(), *model.buffers())
-    return {storage_key(tensor) for tensor in tensors if has_storage(tensor, device_type)}
+    parts = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor))
+    return {storage_key(part) for part in parts if has_storage(part, device_type)}
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView

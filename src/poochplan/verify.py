@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import StepError
 from .planner.plan_set import PlanSet
-from .profiler.runner import checked_loss
+from .profiler.forward_only import checked_loss
 from .records import StepRecord, Tensors, first_difference
 from .runtime.session import Session, apply
 from .workload import Workload
@@ -129,7 +129,7 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
     _drop_gradients(workload)
     _wait_for_device(workload)
     start_s = time.perf_counter()
-    loss = checked_loss(workload.step())
+    loss = checked_loss(workload.step(), workload.model)
     loss.backward()  # type: ignore[no-untyped-call]
     loss = loss.detach()
     copying_s = 0.0

@@ -58,6 +58,7 @@ def test_a_device_that_is_not_there(pooch: Pooch, workloads: Path) -> None:
     result = pooch("profile", f"{workloads}:small", "--device", "cuda")
     assert result.code == 2
     assert "expected a CUDA device, found none that torch can use" in result.error
+    assert "a GPU that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100)" in result.error
 
 
 # -- workloads -----------------------------------------------------------------------------------------------------
@@ -102,6 +103,46 @@ def test_a_step_without_a_scalar_loss(pooch: Pooch, workloads: Path, name: str, 
     assert "step" in result.error
     assert found in result.error
     assert not Path(f"{name}.profile.json").exists()
+
+
+MODES = [["--mode", "run"], ["--mode", "swap-all"], ["--mode", "auto"], ["--roofline", "v100"]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("calls_backward", "step(): expected forward only, found that it calls backward"),
+        ("takes_gradients", "step(): expected forward only, found that it calls torch.autograd.grad"),
+        ("steps_optimizer", "step(): expected forward only, found that it steps the optimizer"),
+        ("trains_another", "step(): expected a loss that depends on the model's parameters"),
+        ("buffer_elsewhere", "model: expected every buffer on cpu, found place on meta"),
+        ("input_elsewhere", "found input 0 on meta"),
+    ],
+)
+def test_a_step_that_cannot_be_profiled_is_one_line_in_every_mode(
+    pooch: Pooch, workloads: Path, name: str, message: str, mode: list[str]
+) -> None:
+    result = pooch("profile", f"{workloads}:{name}", *mode)
+    assert result.code in (1, 2)
+    assert message in result.error
+    assert not Path(f"{name}.profile.json").exists()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+def test_a_model_in_eval_mode_is_warned_about_and_noted(pooch: Pooch, workloads: Path, mode: list[str]) -> None:
+    result = pooch("profile", f"{workloads}:resting", *mode, "-o", "p.json", "--json")
+    assert result.code == 0
+    assert result.err.count("pooch: warning: ") == 1
+    assert "pooch: warning: poochplan: the model was in eval mode: no dropout, no batch statistics" in result.err
+    assert "the model was in eval mode: no dropout, no batch statistics" in json.loads(result.out)["notes"]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+def test_shapes_that_differ_from_step_to_step_are_printed(pooch: Pooch, workloads: Path, mode: list[str]) -> None:
+    result = pooch("profile", f"{workloads}:ragged", *mode, "-o", "p.json")
+    assert result.code == 0
+    assert "steps differ in shapes, first at op " in " ".join(result.out.split())
 
 
 def test_an_error_of_the_users_own_is_one_line_too(pooch: Pooch, workloads: Path) -> None:

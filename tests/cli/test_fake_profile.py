@@ -42,7 +42,13 @@ def test_a_plan_with_a_roofline_s_times_runs_only_when_forced(pooch: Pooch, work
     [
         (["--mode", "fake", "--roofline", "v1000"], "roofline: expected v100, a100, h200 or FLOPS,BYTES per second"),
         (["--mode", "fake", "--roofline", "1e12"], "such as 50e12,2e12, found '1e12'"),
-        (["--roofline", "v100"], "--roofline: mode auto measures durations; drop it, or add --mode fake"),
+        (
+            ["--mode", "run", "--roofline", "v100"],
+            "--roofline: mode run measures durations; drop it, or add --mode fake",
+        ),
+        (["--mode", "swap-all", "--roofline", "v100"], "--roofline: mode swap-all measures durations; drop it"),
+        (["--mode", "fake", "--iterations", "7"], "--iterations: mode fake times no steps; drop --iterations"),
+        (["--roofline", "v100", "--iterations", "7"], "--iterations: mode fake times no steps; drop --iterations"),
         (["--mode", "fake", "--roofline", "v100", "--throttle", "1GB/s"], "--throttle: a roofline moves no bytes"),
         (["--mode", "dry"], "invalid choice: 'dry'"),
     ],
@@ -54,3 +60,11 @@ def test_a_wrong_mode_or_roofline_ends_with_code_2(
     assert result.code == 2
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_roofline_has_mode_auto_choose_fake_and_say_so(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("profile", f"{workloads}:small", "--roofline", "h200", "-o", "h200.json", "--json")
+    assert (result.code, result.err.count("error")) == (0, 0)
+    profile = Profile.load("h200.json")
+    assert (profile.mode, profile.device.name) == ("fake", "h200 (roofline)")
+    assert profile.notes[0] == "mode auto chose fake: durations are to be a roofline's"

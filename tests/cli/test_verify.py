@@ -9,7 +9,7 @@ import torch
 
 import poochplan
 from poochplan.errors import StepError
-from poochplan.profiler.runner import checked_loss
+from poochplan.profiler.forward_only import checked_loss
 from poochplan.records import StepRecord, bitwise_equal, first_difference
 from poochplan.verify import check, run_in_core
 
@@ -102,4 +102,4 @@ def test_copying_for_the_comparison_does_not_count_as_the_steps_memory() -> None
 )
 def test_a_loss_that_is_none_is_refused(loss: object, message: str) -> None:
     with pytest.raises(StepError, match=message):
-        checked_loss(loss)
+        checked_loss(loss, torch.nn.Linear(1, 1))

@@ -224,13 +224,6 @@ def test_other_devices_are_refused() -> None:
         poochplan.profile(lambda: torch.zeros(()), model=Chain(), device="cuda")
 
 
-def test_a_model_in_eval_mode_is_noted() -> None:
-    model, batch = Chain().eval(), torch.randn(32, 64)
-    profile = _profile(lambda: model(batch).sum(), model)
-    assert any("eval mode" in note for note in profile.notes)
-    assert not model.training
-
-
 @pytest.mark.parametrize("name", ["profile.json", "profile.json.gz"])
 def test_a_profile_comes_back_from_its_file_as_it_was(chain: Profile, tmp_path: Path, name: str) -> None:
     chain.save(tmp_path / name)
@@ -275,7 +268,7 @@ def test_what_an_op_takes_beside_its_outputs_is_part_of_the_peak(chain: Profile)
 def test_the_device_is_by_default_where_the_model_is() -> None:
     model, batch = Chain(), torch.randn(32, 64)
     assert _profile(lambda: model(batch).sum(), model).device.kind == "cpu"
-    with pytest.raises(UsageError, match="found 'meta'"):
+    with pytest.raises(UsageError, match=r"found first\.weight on meta"):
         _profile(lambda: torch.zeros(()), Chain().to("meta"))
 
 

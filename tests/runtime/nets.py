@@ -80,7 +80,8 @@ class Case:
 
     def profile(self, **options: object) -> poochplan.Profile:
         model, step, optimizer = self.fresh()
-        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK, **options)  # type: ignore[arg-type]
+        iterations = None if options.get("mode") == "fake" else 1
+        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[arg-type]
 
 
 def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:

@@ -52,18 +52,17 @@ class ProfileVerb(Verb):
             choices=MODES,
             default="auto",
             help="run: the real step, in-core; swap-all: the real step, every saved value on the host, for one "
-            "that does not fit; auto: run where it fits, else swap-all; "
+            "that does not fit; auto: run where it fits, else swap-all, and fake with --roofline; "
             "fake: without memory, each op timed by itself or by --roofline (default: auto)",
         )
         parser.add_argument(
-            "--roofline", metavar="DEVICE", help="for --mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
+            "--roofline", metavar="DEVICE", help="for mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
         )
         parser.add_argument(
             "--iterations",
             type=at_least(1),
-            default=5,
             metavar="N",
-            help="timed steps; medians are stored (default: 5)",
+            help="timed steps; medians are stored (default: 5; mode fake times none)",
         )
         parser.add_argument(
             "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
@@ -107,7 +106,9 @@ class ProfileVerb(Verb):
     def _check_mode(self) -> None:
         """Tells before torch is loaded and a model is built."""
         options = self.options
-        if options.mode == "fake" and options.roofline is not None:
+        if self._is_fake() and options.iterations is not None:
+            raise UsageError("--iterations: mode fake times no steps; drop --iterations, or take --mode run")
+        if self._is_fake() and options.roofline is not None:
             for name, value in (("--throttle", options.throttle), ("--spill-dir", options.spill_dir)):
                 if value is not None:
                     raise UsageError(f"{name}: a roofline moves no bytes, its link is a preset; drop {name}")
@@ -119,8 +120,11 @@ class ProfileVerb(Verb):
         elif options.roofline is not None:
             raise UsageError(f"--roofline: mode {options.mode} measures durations; drop it, or add --mode fake")
 
+    def _is_fake(self) -> bool:
+        return self.options.mode == "fake" or (self.options.mode == "auto" and self.options.roofline is not None)
+
     def _load(self) -> LoadedWorkload:
-        if self.options.mode != "fake":
+        if not self._is_fake():
             return load(self.options)
         from ..profiler.fake import building
 

@@ -1,0 +1,45 @@
+"""What a profile is asked for: checked before anything runs."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import StepError, UsageError
+from ..runtime.devices import model_device
+
+MODES = ("run", "swap-all", "auto", "fake")
+
+
+def checked_device(model: torch.nn.Module, device: str | None, iterations: int | None, warmup: int) -> torch.device:
+    """Where the model is; raises what :func:`poochplan.profile` says."""
+    if (iterations is not None and iterations < 1) or warmup < 0:
+        raise UsageError(f"iterations and warmup: expected at least 1 and 0, found {iterations} and {warmup}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise StepError("model: expected parameters that require gradients, found none; there is nothing to train")
+    return model_device(model, device or _kind(model))
+
+
+def _kind(model: torch.nn.Module) -> str:
+    """The kind of device of the first parameter that is on a usable one."""
+    kinds = [parameter.device.type for parameter in model.parameters()]
+    return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
+
+
+def check_mode(
+    mode: str, roofline: str | None, iterations: int | None, where: torch.device, throttle: str | float | None
+) -> None:
+    """Raises what :func:`poochplan.profile` says of a mode with options that are not for it."""
+    if mode not in MODES:
+        raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
+    if mode not in ("fake", "auto") and roofline is not None:
+        raise UsageError(f'roofline: mode "{mode}" measures durations and takes none; drop it, or ask for mode "fake"')
+    fake = mode == "fake" or roofline is not None
+    if fake and iterations is not None:
+        raise UsageError(
+            f'iterations: mode "fake" times no steps and takes none, found {iterations}; '
+            'leave it out, or ask for mode "run"'
+        )
+    if fake and where.type != "cpu":
+        raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
+    if throttle is not None and where.type != "cpu":
+        raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")
