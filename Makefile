@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-output
 OUT ?= gpu-output
+# Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
+PARALLEL := --numprocesses=2 --dist=worksteal
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
@@ -40,12 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup  ## Check everything: lint, format, types, all tests, the notebooks
 	@$(MAKE) --no-print-directory lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest  # the networks are small: two threads wait for each other
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
 	@$(MAKE) --no-print-directory notebooks
 	@echo "make test: lint, types, tests and notebooks all passed."
 
 quick: setup  ## Run the tests that are not marked slow
-	$(BIN)/pytest -m "not slow" --quiet
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --quiet $(PARALLEL)
 
 lint: setup  ## Check style and formatting (ruff)
 	$(BIN)/ruff check .

@@ -59,7 +59,7 @@ def profiled(workload: Workload, name: str, mode: Any) -> Profile:
         optimizer=workload.optimizer,
         workload=name,
         mode=mode,
-        iterations=7,
+        iterations=7 if mode == "run" else None,
         link=LINK,
     )
 

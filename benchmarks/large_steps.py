@@ -154,7 +154,7 @@ def unfit() -> dict[str, Any]:
         limit_bytes = before["address_space_bytes"] + int(LIMIT_SHARE * needed_bytes)
         rows: dict[str, Any] = {"in-core, no limit": run(this("train")), "in-core": run(this("train"), limit_bytes)}
         for mode, path in files.items():
-            words = ["profile", str(CONFIG), *settings, "--mode", mode, "--iterations", "3", "-o", path, "--force"]
+            words = ["profile", str(CONFIG), *settings, "--mode", mode, "-o", path, "--force"]
             rows[f"profile {mode}"] = run(pooch(*words, "--json"), limit_bytes)
             plan = str(Path(folder) / f"plan-{mode}.json")
             rows[f"plan of {mode}"] = run(

@@ -28,7 +28,7 @@ class Reconciled:
 
 
 def reconcile(phases: list[Phase], layers: list[str], runs: Floats, measured: list[PhaseSeconds]) -> Reconciled:
-    """Durations that add up, phase by phase, to the median of the uninstrumented phases.
+    """Durations that add up, phase by phase, to the uninstrumented phases (:func:`typical_phases`).
 
     Where the ops' sum is smaller, the rest is the gap between launches and is spread over the phase's ops evenly; where
     it is larger, the instruments slowed the ops, and all of the phase are scaled down, their spreads too. ``runs`` are
@@ -37,8 +37,8 @@ def reconcile(phases: list[Phase], layers: list[str], runs: Floats, measured: li
     medians_s = np.median(runs, axis=0)
     factors, added_s = np.ones(len(phases)), np.zeros(len(phases))
     scales: dict[Phase, float] = {}
-    for phase in Phase:
-        target_s = median(run[phase] for run in measured)
+    targets_s = typical_phases(measured)
+    for phase, target_s in targets_s.items():
         ours = np.array([other is phase for other in phases], dtype=bool)
         sum_s = float(medians_s[ours].sum())
         scales[phase] = target_s / sum_s if sum_s > 0 else 1.0
@@ -54,8 +54,17 @@ def reconcile(phases: list[Phase], layers: list[str], runs: Floats, measured: li
     )
 
 
+def typical_phases(measured: list[PhaseSeconds]) -> PhaseSeconds:
+    """Seconds of each phase that add up to the median step. The phases' medians alone add up to less: each leaves out
+    the steps in which its own phase was slow.
+    """
+    medians_s = {phase: median(run[phase] for run in measured) for phase in Phase}
+    whole_s, step_s = sum(medians_s.values()), median(sum(run.values()) for run in measured)
+    return {phase: second * step_s / whole_s if whole_s > 0 else second for phase, second in medians_s.items()}
+
+
 def _step_times(measured: list[PhaseSeconds], scales: dict[Phase, float]) -> StepTimes:
-    seconds = {phase: median(run[phase] for run in measured) for phase in Phase}
+    seconds = typical_phases(measured)
     spreads_s = _spreads_s(np.array([[*(run[phase] for phase in Phase), sum(run.values())] for run in measured]))
     return StepTimes(
         forward_s=seconds[Phase.FORWARD],

@@ -168,7 +168,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Uninstrumented seconds of the in-core step: medians over ``iterations``, and the spread."""
+    """Uninstrumented seconds of the in-core step, and the spread over ``iterations``: ``step_s`` is the median, and the
+    phases are their own medians, scaled so that they add up to it.
+    """
 
     forward_s: float
     backward_s: float
