@@ -56,7 +56,7 @@ def keep_all(pairs: int) -> list[dict[str, Any]]:
     for name, settings in KEEP_ALL.items():
         plan = keep_all_plan(name, settings)
         workload = load(name, settings)
-        rows.append({"workload": name, **settings, **Planned(workload, plan).measure(pairs)})
+        rows.append({"workload": name, **settings, **Planned(workload, plan).measure(pairs, pairs)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -104,7 +104,7 @@ def per_op(pairs: int) -> dict[str, Any]:
 
     recorded = in_pairs(lambda: forward(contextlib.nullcontext()), lambda: forward(recording()), pairs)
     workload = Workload(model, lambda: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.0))
-    profile = profiled(workload, "many-ops")
+    profile = profiled(workload, "many-ops", iterations=3)
     plan = poochplan.plan(profile, profile.in_core_peak_bytes, policy="keep-all")
     with poochplan.apply(plan, model, meter="never") as session:
 
