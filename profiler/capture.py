@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -32,6 +33,7 @@ from ..runtime.storages import (
 from .clock import clock_of, workspace_of
 from .forward_only import CALLS_BACKWARD
 from .layers import LayerTracker
+from .reconciliation import Floats
 from .schema import Phase, PointKind
 
 COMPILED_REGION = "compiled_region"
@@ -195,6 +197,10 @@ class Capture(ToggledMode):
         for op, begin, end in self._marks:
             op.duration_s = self._clock.seconds(begin, end)
         self._marks.clear()
+
+    def durations(self) -> Floats:
+        """Seconds of each op of this step, as a run of (1, ops)."""
+        return np.array([[op.duration_s for op in self.ops]])
 
     @property
     def last_tick(self) -> int:

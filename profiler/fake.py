@@ -188,6 +188,7 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         undo.callback(_restore_generators, random.getstate(), np.random.get_state(), torch.get_rng_state())
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
+            undo.callback(_restore_attributes, module, dict(module.__dict__))  # a step may keep what it computed there
             _replace_tensors(module, mode, fakes, undo)
         if optimizer is not None:
             _replace_state(optimizer, mode, fakes, undo)
@@ -243,7 +244,11 @@ def _replace_tensors(
         for name, tensor in before.items():
             if tensor is not None:
                 owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
-    undo.callback(setattr, module, "training", module.training)
+
+
+def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
+    module.__dict__.clear()
+    module.__dict__.update(before)
 
 
 def _restore_tensors(owned: dict[str, Any], before: dict[str, Any], gradients: list[Any]) -> None:

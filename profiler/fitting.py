@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from ..units import format_bytes
-from .schema import Profile
 
 MARGIN = 1.1
 """The in-core step has to fit with a tenth to spare: what allocators and threads take is nobody's value."""
@@ -24,18 +23,12 @@ def available_bytes() -> int:
     return max(0, min(limits))
 
 
-def needed_bytes(draft: Profile) -> int:
-    """What the in-core step takes beside what is there between steps."""
-    return draft.in_core_peak_bytes - sum(draft.static_bytes.values())
-
-
-def fitting_mode(draft: Profile, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
-    """``run`` or ``swap-all`` for a step whose lifetimes are those of ``draft``, and why in words."""
-    needed = needed_bytes(draft)
-    mode: Literal["run", "swap-all"] = "run" if needed * MARGIN <= free_bytes else "swap-all"
+def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
+    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` beside what is there, and why in words."""
+    mode: Literal["run", "swap-all"] = "run" if needed_bytes * MARGIN <= free_bytes else "swap-all"
     verb = "fits" if mode == "run" else "does not fit"
     return mode, (
-        f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed)} "
+        f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed_bytes)} "
         f"and a tenth to spare where {format_bytes(free_bytes)} are free"
     )
 

@@ -114,6 +114,15 @@ def checked_loss(loss: Any, model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
+def check_real(loss: torch.Tensor | None) -> None:
+    """Raises ``StepError`` where a step with data gave a loss without: what it once made is kept outside the model."""
+    if loss is not None and stands_for_memory(loss):
+        raise StepError(
+            "step(): expected a loss with data, found that it uses a tensor of a step without memory, which it kept "
+            'outside the model; keep it in the model, or profile in mode "run" or "swap-all" in a new process'
+        )
+
+
 def check_trains(model: torch.nn.Module, leaves: set[torch.Tensor]) -> None:
     """Raises ``StepError`` where the step trains nothing of the model. After backward; ``leaves`` are the loss's.
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 
 from ..runtime.allocator import give_freed_memory_back
@@ -20,8 +19,10 @@ from ..units import parse_rate
 from .assembly import assemble, this_machine
 from .capture import Capture
 from .clock import clock_of, current, library_bytes
+from .estimate import needed_without_memory
 from .fake import FakeCapture, faked
 from .fitting import available_bytes, fitting_mode
+from .forward_only import check_real
 from .hosted import HostedCapture, HostStore, SwapAll
 from .layers import LayerTracker
 from .link import measure_link
@@ -127,9 +128,16 @@ def profile(
 def _profile_fitting(
     runner: Callable[[], Runner], where: torch.device, mode: RealMode | Literal["auto"], options: _Options
 ) -> Profile:
-    """The profile of a real step; ``auto`` on CUDA tries in-core first. ``runner`` makes one for each try."""
+    """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
+    process, and tries in-core first on CUDA. ``runner`` makes one for each try.
+    """
     if where.type == "cpu":
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
+    needed_bytes = needed_without_memory(runner(), where) if mode == "auto" and where.type == "cpu" else None
+    if needed_bytes is not None:
+        mode, why = fitting_mode(needed_bytes, available_bytes())
+        options.say(why)
+        return _profile_real(runner(), where, mode, options, [why])
     if mode != "auto" or where.type == "cpu":
         return _profile_real(runner(), where, mode, options, [])
     try:
@@ -159,7 +167,9 @@ class _Options:
 def _profile_real(
     runner: Runner, where: torch.device, mode: RealMode | Literal["auto"], options: _Options, notes: list[str]
 ) -> Profile:
-    """The profile of a step that runs, in-core or swapping; ``auto`` swaps until it knows what in-core would take."""
+    """The profile of a step that runs, in-core or swapping; ``auto``, for one that only runs with data, swaps until it
+    knows what in-core would take.
+    """
     model, say = runner.model, options.say
     with preserved(model, runner.optimizer), current(where), contextlib.ExitStack() as stack:
         link = options.link
@@ -175,6 +185,7 @@ def _profile_real(
         say(f"warming up ({options.warmup} steps{', swapping' if store else ''})")
         for _ in range(options.warmup):
             runner.one_step()
+        check_real(runner.loss)
         say("capturing one step")
         capture, kinds = captured(runner, _new_capture(model, where, store))
         if store is not None:
@@ -182,8 +193,9 @@ def _profile_real(
         draft = _assembler(capture, kinds, runner, where, link, options.workload)
         chosen: RealMode = "run" if mode == "run" else "swap-all"
         if mode == "auto":
-            trial = draft("swap-all", _one_run(capture), [dict.fromkeys(Phase, 0.0)], [])
-            chosen, why = fitting_mode(trial, available_bytes())
+            trial = draft("swap-all", capture.durations(), [dict.fromkeys(Phase, 0.0)], [])
+            needed_bytes = trial.in_core_peak_bytes - sum(trial.static_bytes.values())
+            chosen, why = fitting_mode(needed_bytes, available_bytes())
             say(why)
             notes = [*notes, why]
             if chosen == "run":
@@ -194,7 +206,7 @@ def _profile_real(
         say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
         times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
         notes = [*notes, *([times.note] if times.note else [])]
-        runs = times.runs if times.runs is not None else _one_run(capture)
+        runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
         unverified = draft(chosen, runs, measured, [*model_notes(model), *kept_notes(capture), *notes])
@@ -262,7 +274,7 @@ def _profile_fake(
     profile = assemble(
         capture,
         kinds,
-        _one_run(capture),
+        capture.durations(),
         [phase_seconds],
         model=model,
         link=link,
@@ -298,8 +310,3 @@ def _machine_of(
         op.duration_s = duration_s
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
-
-
-def _one_run(capture: Capture) -> Floats:
-    """Seconds of each op of the captured step itself, as a run of (1, ops)."""
-    return np.array([[op.duration_s for op in capture.ops]])

@@ -1,0 +1,115 @@
+"""Mode auto on the CPU asks a step without memory what the in-core step would take, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nets import CASES, LINK
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import poochplan
+from poochplan.errors import StepError
+from poochplan.profiler import profiling
+from poochplan.profiler.clock import CpuClock
+from poochplan.profiler.estimate import needed_without_memory
+from poochplan.profiler.runner import Runner
+from poochplan.profiler.schema import Profile
+
+CPU = torch.device("cpu")
+
+
+def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
+    return needed_without_memory(Runner(step, model, optimizer, accumulate, CpuClock()), CPU)
+
+
+def auto(model: nn.Module, step: Any, **options: Any) -> Profile:
+    return poochplan.profile(step, model=model, mode="auto", iterations=1, link=LINK, **options)
+
+
+@pytest.mark.parametrize("name", ["residual", "attention", "recurrent"])
+def test_what_is_needed_is_the_peak_less_what_is_there_before_the_first_step(name: str) -> None:
+    model, step, optimizer = CASES[name].fresh()
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
+    there = sum(profile.static_bytes[kind] for kind in ("parameter", "buffer", "input"))
+    assert needed(model, step, optimizer) == profile.in_core_peak_bytes - there
+
+
+def test_state_that_is_there_already_is_not_needed_again() -> None:
+    model, batch = nn.Linear(256, 256), torch.randn(4, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> torch.Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    before = needed(model, step, optimizer)
+    step().backward()
+    optimizer.step()
+    state_bytes = 2 * 4 * (256 * 256 + 256)
+    after = needed(model, step, optimizer)
+    assert before is not None
+    assert after is not None
+    assert abs(before - after - state_bytes) < 4096
+
+
+class Cached(nn.Module):
+    """Keeps what it computed in forward, as models keep their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask: torch.Tensor | None = None
+        self.calls = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = (batch > 0).float()
+        return self.linear(batch) * self.mask  # type: ignore[no-any-return]
+
+
+def test_what_a_model_keeps_of_a_step_without_memory_is_taken_back() -> None:
+    model, batch = Cached(), torch.randn(4, 8)
+    assert needed(model, lambda: model(batch).sum()) is not None
+    assert model.mask is None
+    assert model.calls == 0
+    assert auto(model, lambda: model(batch).sum()).mode == "run"
+    assert type(model.mask) is torch.Tensor
+
+
+def test_a_step_that_keeps_one_outside_the_model_is_one_clear_line() -> None:
+    model, batch, kept = nn.Linear(8, 8), torch.randn(4, 8), {}
+
+    def step() -> torch.Tensor:
+        if "mask" not in kept:
+            kept["mask"] = model(batch).detach()
+        return (model(batch) * kept["mask"]).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(StepError, match="which it kept outside the model; keep it in the model, or profile in mode"):
+        auto(model, step)
+    assert isinstance(kept["mask"], FakeTensor)
+
+
+def test_a_step_that_only_runs_with_data_is_swapped_until_its_need_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(64, 8)
+
+    def step() -> torch.Tensor:
+        out = model(batch)
+        return out[out > 0].sum()  # type: ignore[no-any-return]
+
+    said: list[str] = []
+    assert needed(model, step) is None
+    profile = auto(model, step, progress=said.append)
+    assert profile.mode == "run"
+    assert any("swapping" in line for line in said)
+    monkeypatch.setattr(profiling, "available_bytes", lambda: 0)
+    assert auto(model, step).mode == "swap-all"
+
+
+def test_a_step_that_runs_without_data_is_not_swapped_when_it_fits() -> None:
+    said: list[str] = []
+    profile = CASES["residual"].profile(mode="auto", progress=said.append)
+    assert profile.mode == "run"
+    assert not any("swapping" in line for line in said)
