@@ -36,14 +36,14 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402 - a meter of the tests, on purpose none of the package
 
 WORKLOADS: dict[str, dict[str, str]] = {
-    "resnet50": {"image_size": "96"},
-    "gpt2": {"batch_size": "2"},
-    "bert": {"batch_size": "4"},
-    "unet3d": {"side": "48"},
-    "seq2seq": {"batch_size": "16"},
-    "char_rnn": {"batch_size": "12"},
+    "resnet50": {"image_size": "96", "batch_size": "4"},
+    "gpt2": {"batch_size": "1", "sequence_length": "192"},
+    "bert": {"batch_size": "2", "sequence_length": "128"},
+    "unet3d": {"side": "40", "features": "[12, 12, 24, 48, 96, 12]"},
+    "seq2seq": {"batch_size": "16", "sequence_length": "64"},
+    "char_rnn": {"batch_size": "12", "sequence_length": "192"},
 }
-"""A step of about a second on one core."""
+"""Steps of half a second to a second on one core."""
 BUDGETS = (0.75, 0.4, 0.1)
 """Of the bytes between the smallest feasible budget and the in-core peak, the share that is there."""
 
