@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import kinds_data  # noqa: F401 - these three enter their kinds
+import kinds_layers  # noqa: F401
+import kinds_storage  # noqa: F401
 import pytest
 import torch
 from kinds import KINDS, Kind
