@@ -1,12 +1,12 @@
-"""Do predictions come true: step time and peak of plans at three budgets, for every ready workload.
+"""Do predictions come true: step time and peak of plans at three budgets, for six third-party models.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each workload runs in a process of its own: profiled, planned at three budgets, and under each plan timed in pairs with
-in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each workload. The
+Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed in pairs with
+in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each model. The
 peak of a further step, not timed, is metered by
 ``tests/live_bytes.py``, which shares no code with the package.
 
-    python benchmarks/prediction.py [--workloads gpt2,bert] [-o benchmarks/results/prediction.json]
+    python benchmarks/prediction.py [--models t5,swin] [-o benchmarks/results/prediction.json]
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads
 
 import torch
 from facts import facts_of_run
-from pairs import Planned, load, one_step, profiled
+from models import build
+from pairs import Planned, one_step, profiled
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
@@ -35,15 +36,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402 - a meter of the tests, on purpose none of the package
 
-WORKLOADS: dict[str, dict[str, str]] = {
-    "resnet50": {"image_size": "96", "batch_size": "4"},
-    "gpt2": {"batch_size": "1", "sequence_length": "192"},
-    "bert": {"batch_size": "2", "sequence_length": "128"},
-    "unet3d": {"side": "40", "features": "[12, 12, 24, 48, 96, 12]"},
-    "seq2seq": {"batch_size": "16", "sequence_length": "64"},
-    "char_rnn": {"batch_size": "12", "sequence_length": "192"},
-}
-"""Steps of half a second to a second on one core."""
+CHOSEN = ("llama", "t5", "swin", "mobilenet_v2", "whisper", "monai_basicunet")
 BUDGETS = (0.75, 0.4, 0.1)
 """Of the bytes between the smallest feasible budget and the in-core peak, the share that is there."""
 
@@ -76,7 +69,7 @@ def row_of(
     promised, wall = plan.prediction, found["planned_over_plain"]["wall"]
     ratio = 1 + promised.overhead
     return {
-        "workload": name,
+        "model": name,
         "budget_share": share,
         "budget_bytes": plan.budget_bytes,
         "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
@@ -94,9 +87,9 @@ def row_of(
 
 
 def rows_of(name: str, throttle: str, pairs: int, seconds: float) -> list[dict[str, Any]]:
-    """The three plans of one workload."""
+    """The three plans of one model."""
     give_freed_memory_back()  # as in a session: fresh memory costs the same in all steps
-    workload = load(name, WORKLOADS[name])
+    workload = build(name)
     profile = profiled(workload, name, throttle=throttle, iterations=7)
     rows = []
     for share in BUDGETS:
@@ -115,7 +108,7 @@ def line_of(row: dict[str, Any]) -> str:
         wall = row["plain_over_plain"]["wall"]
         noise = f"{wall['median_ratio']:.3f} ({wall['interval_95'][0]:.3f} to {wall['interval_95'][1]:.3f})"
     return (
-        f"| {row['workload']} | {row['budget_share']:.0%} ({row['budget_bytes'] / mib:.0f} MiB) | "
+        f"| {row['model']} | {row['budget_share']:.0%} ({row['budget_bytes'] / mib:.0f} MiB) | "
         f"{'/'.join(str(count) for count in row['decisions'].values())} | {row['predicted_ratio']:.3f} | "
         f"{row['planned_over_plain']['wall']['median_ratio']:.3f} | "
         f"{row['measured_over_predicted']:.3f} ({low:.3f} to {high:.3f}) | "
@@ -126,16 +119,16 @@ def line_of(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--models", default=",".join(CHOSEN))
     parser.add_argument("--throttle", default="400MB/s")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps for each plan (default: 20)")
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of each plan (default: 10)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("--here", action="store_true", help="in this process: for a single workload")
+    parser.add_argument("--here", action="store_true", help="in this process: for a single model")
     parser.add_argument("-o", "--output")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    names = arguments.workloads.split(",")
+    names = arguments.models.split(",")
     rows: list[dict[str, Any]] = []
     for name in names:
         if arguments.here:
@@ -159,7 +152,7 @@ def in_its_own_process(name: str, arguments: argparse.Namespace) -> list[dict[st
             for key in ("throttle", "pairs", "seconds", "threads")
             for word in (f"--{key}", str(getattr(arguments, key)))
         ]
-        command = [sys.executable, "-W", "ignore", __file__, "--here", "--workloads", name, *words, "-o", str(found)]
+        command = [sys.executable, "-W", "ignore", __file__, "--here", "--models", name, *words, "-o", str(found)]
         subprocess.run(command, check=True)
         rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
         return rows
