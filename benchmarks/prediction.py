@@ -1,10 +1,10 @@
 """Do predictions come true: step time and peak of plans at three budgets, for six third-party models.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed in pairs with
-in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each model. The
-peak of a further step, not timed, is metered by
-``tests/live_bytes.py``, which shares no code with the package.
+Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed in
+pairs with in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each
+model. The peak of a further step, not timed, is metered by ``tests/live_bytes.py``, which shares no code with the
+package.
 
     python benchmarks/prediction.py [--models t5,swin] [-o benchmarks/results/prediction.json]
 """
