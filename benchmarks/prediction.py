@@ -1,8 +1,8 @@
 """Do predictions come true: step time and peak of plans at three budgets, for six third-party models.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed in
-pairs with in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each
+Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed
+in pairs with in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each
 model. The peak of a further step, not timed, is metered by ``tests/live_bytes.py``, which shares no code with the
 package.
 
@@ -67,14 +67,15 @@ def row_of(
         peak_bytes = metered_peak_bytes(workload)
     decisions = [str(value.decision) for value in plan.values]
     promised, wall = plan.prediction, found["planned_over_plain"]["wall"]
-    ratio = 1 + promised.overhead
+    ratio = 1 + promised.expected_overhead
     return {
         "model": name,
         "budget_share": share,
         "budget_bytes": plan.budget_bytes,
         "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
         "swapped_bytes": promised.out_bytes,
-        "predicted_step_s": round(promised.step_s, 5),
+        "predicted_step_s": round(promised.expected_step_s, 5),
+        "of_that_runtime_s": round(promised.runtime_s, 5),
         "predicted_ratio": round(ratio, 5),
         "measured_over_predicted": round(wall["median_ratio"] / ratio, 5),
         "interval_95": [round(bound / ratio, 5) for bound in wall["interval_95"]],

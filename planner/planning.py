@@ -14,6 +14,7 @@ from .candidate import Candidate, swap_all_on_demand
 from .optimise import Effort, Optimum, optimise
 from .policies import PolicyInput, run_policy
 from .problem import Problem, build_problem
+from .runtime_cost import runtime_seconds
 from .schedule import keep_all
 from .schema import Decision, Plan, PlannedValue, Prediction, Solve
 from .simulate import simulate
@@ -216,6 +217,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         stall_s=simulation.stall_s,
         replay_s=simulation.replay_s,
         interference_s=simulation.interference_s,
+        runtime_s=runtime_seconds(profile, problem, best.schedule),
         out_bytes=simulation.out_bytes,
         in_bytes=simulation.in_bytes,
         host_bytes=host_bytes,

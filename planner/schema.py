@@ -73,6 +73,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: float
     interference_s: float
     """Seconds lost because compute runs slower beside copies."""
+    runtime_s: float = 0.0
+    """Seconds that the runtime itself takes on top of ``step_s``, which the simulator knows nothing of: every plan for
+    the profile pays for its handles, and for what it swaps and records."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -81,6 +84,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     where it was not worked out."""
     arena_live_bytes: int | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
+
+    @property
+    def expected_step_s(self) -> float:
+        """What a clock will show: the step as simulated, and the runtime's own time."""
+        return self.step_s + self.runtime_s
+
+    @property
+    def expected_overhead(self) -> float:
+        """``expected_step_s / in_core_step_s - 1``."""
+        return self.expected_step_s / self.in_core_step_s - 1 if self.in_core_step_s > 0 else 0.0
 
 
 class Solve(msgspec.Struct, frozen=True, kw_only=True):

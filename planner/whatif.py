@@ -150,7 +150,14 @@ def _at_speed(profile: Profile, scale: float) -> Profile:
         for layer in profile.layer_times
     )
     device = msgspec.structs.replace(profile.device, name=f"{profile.device.name} (x{scale:g})")
-    return msgspec.structs.replace(profile, ops=ops, times=scaled_times, layer_times=layer_times, device=device)
+    return msgspec.structs.replace(
+        profile,
+        ops=ops,
+        times=scaled_times,
+        layer_times=layer_times,
+        device=device,
+        runtime=None,  # what it would take there is not known
+    )
 
 
 def _with_memory(device: Device, memory_bytes: int) -> Device:

@@ -34,6 +34,7 @@ from .reconciliation import Floats, PhaseSeconds
 from .request import check_mode, checked_device
 from .roofline import Roofline, parse_roofline
 from .runner import Runner, captured
+from .runtime_cost import runtime_cost
 from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
 from .timing import steps_differ, time_ops
 from .verification import verify
@@ -120,6 +121,8 @@ def profile(
         profile = _profile_fake(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
     else:
         profile = _profile_fitting(runner, where, mode, options)
+    if roofline is None:
+        profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
     return profile

@@ -202,6 +202,17 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     backward_spread_s: float = 0.0
 
 
+class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the calling thread that the runtime takes beside the step's ops, on a small network of its own."""
+
+    handle_s: float
+    """For each handle, pack and unpack together."""
+    swap_s: float
+    """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
+    record_s: float
+    """For each recorded op."""
+
+
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
     """Which model this is: every parameter and buffer in order, independent of the machine."""
 
@@ -236,6 +247,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether gradients of the step before are still there in forward (accumulation)."""
     allocation_unit_bytes: int = ALLOCATION_UNIT_BYTES
     link: Link
+    runtime: RuntimeCost | None = None
+    """What the runtime itself takes; None where that is not the calling thread's time (CUDA) or was not measured."""
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""

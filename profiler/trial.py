@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..planner.schema import Plan, PlannedValue, PointActions, Prediction, Solve
-from .schema import Link, ModelSignature
+from ..planner.schema import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
+from .schema import Link, ModelSignature, PointKind, Profile
+from .tables import saved_values
 
 
 def trial_plan(
@@ -53,4 +54,33 @@ def trial_plan(
         handles=handles,
         uses=uses,
         schedule=schedule,
+    )
+
+
+def plan_of_decisions(profile: Profile, decisions: list[Decision]) -> Plan:
+    """The plan that decides so on each saved value, in the order of first packs: what is swapped leaves when it is
+    saved, and all comes back when it is first used.
+    """
+    saves = saved_values(profile)
+    position = {value: index for index, value in enumerate(saves)}
+    values = tuple(
+        PlannedValue(
+            name=profile.values[number].name,
+            layer=profile.values[number].layer,
+            decision=decision,
+            size_bytes=profile.values[number].size_bytes,
+            dtype=profile.values[number].dtype,
+            shape=profile.values[number].shape,
+        )
+        for number, decision in zip(saves, decisions, strict=True)
+    )
+    swapped = [index for index, decision in enumerate(decisions) if decision is Decision.SWAP]
+    return trial_plan(
+        profile.device.kind,
+        profile.link,
+        profile.model,
+        values=values,
+        handles=tuple(position[handle.value] for handle in profile.handles),
+        uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
+        schedule=tuple(PointActions(at="save", index=index, swap_out=(index,), release=(index,)) for index in swapped),
     )

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..planner.schema import Decision, Plan, PlannedValue, PointActions
+from ..planner.schema import Decision, Plan
 from ..runtime.device import Device
 from ..runtime.devices import model_device, open_device
 from ..runtime.engine import Engine
@@ -27,8 +27,9 @@ from ..runtime.recorder import Slot
 from ..runtime.replay import NotReplayable, Recipe
 from ..runtime.storages import static_keys
 from .hosted import HostStore
-from .schema import PointKind, Profile
-from .trial import trial_plan
+from .schema import Profile
+from .tables import saved_values
+from .trial import plan_of_decisions
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
@@ -168,7 +169,7 @@ def _try_all(
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
     """``reasons`` by save point."""
-    saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
+    saves = saved_values(profile)
     by_value = {saves[index]: reason for index, reason in reasons.items()}
     values = tuple(
         msgspec.structs.replace(value, unreplayable=by_value[number]) if number in by_value else value
@@ -201,31 +202,11 @@ def _try_plan(profile: Profile, part: int, parts: int) -> Plan:
     In one part the others are kept. In several each other value is swapped, so that a replay begins at values that
     come back one by one, and memory stays about that of swapping everything.
     """
-    saves = [profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE]
-    position = {value: index for index, value in enumerate(saves)}
-    planned = []
-    for index, number in enumerate(saves):
+    decisions = []
+    for index, number in enumerate(saved_values(profile)):
         value = profile.values[number]
         decision = Decision.SWAP if parts > 1 and not value.pinned else Decision.KEEP
         if index % parts == part and not value.pinned and not value.unreplayable:
             decision = Decision.RECOMPUTE
-        planned.append(
-            PlannedValue(
-                name=value.name,
-                layer=value.layer,
-                decision=decision,
-                size_bytes=value.size_bytes,
-                dtype=value.dtype,
-                shape=value.shape,
-            )
-        )
-    swapped = [index for index, value in enumerate(planned) if value.decision is Decision.SWAP]
-    return trial_plan(
-        profile.device.kind,
-        profile.link,
-        profile.model,
-        values=tuple(planned),
-        handles=tuple(position[handle.value] for handle in profile.handles),
-        uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
-        schedule=tuple(PointActions(at="save", index=index, swap_out=(index,), release=(index,)) for index in swapped),
-    )
+        decisions.append(decision)
+    return plan_of_decisions(profile, decisions)

@@ -121,6 +121,7 @@ def plan_rows(plan: Plan) -> Rows:
         **arena_row(prediction),
         "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
+        **runtime_row(prediction),
         **bound,
         "of that": f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
         f"interference {format_seconds(prediction.interference_s)}",
@@ -131,6 +132,14 @@ def plan_rows(plan: Plan) -> Rows:
         ),
         "found": found,
     } | _numbered(plan.assumed, plan.notes)
+
+
+def runtime_row(prediction: Prediction) -> dict[str, str]:
+    """What the runtime itself adds to the step, where that is known."""
+    if not prediction.runtime_s:
+        return {}
+    text = f"{format_seconds(prediction.runtime_s)} a step on top, {overhead_text(prediction.expected_overhead)} in all"
+    return {"the runtime's own time": text}
 
 
 def arena_row(prediction: Prediction) -> Rows:

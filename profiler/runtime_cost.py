@@ -1,0 +1,161 @@
+"""What the runtime itself takes of the calling thread: on a small network, step against step, in CPU time.
+
+On CUDA the calling thread queues work ahead of the device, so that its own time is no part of the step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import msgspec
+import torch
+from torch import nn
+
+from ..errors import SpillError
+from ..planner.schema import Decision
+from ..runtime.cpu import CpuDevice
+from ..runtime.engine import Engine
+from ..runtime.modes import uncompiled_hooks
+from ..runtime.recorder import Recorder
+from ..runtime.storages import static_keys
+from .assembly import assemble, this_machine
+from .capture import Capture
+from .clock import CpuClock
+from .layers import LayerTracker
+from .presets import preset_link
+from .runner import Runner, captured
+from .schema import Phase, Profile, RuntimeCost
+from .trial import plan_of_decisions
+
+COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 150, 20, 64
+"""Handles and recording are timed on many values of one row, which cost next to nothing themselves; swapping on fewer
+of 256 KiB, large enough that their pages go back to the system, as those of saved values do."""
+_REPEATS = 5
+
+Step = Callable[[], object]
+
+
+class Chain(nn.Module):
+    """Two ops, two handles and one value a layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(COLUMNS)) for _ in range(layers))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            batch = torch.tanh(batch * scale)
+        return batch
+
+
+@functools.cache
+def runtime_cost(device_type: str, threads: int) -> RuntimeCost | None:
+    """Seconds per handle, swapped value and recorded op on this machine, measured once; None on CUDA, and where there
+    is no disk to swap to.
+    """
+    if device_type != "cpu":
+        return None
+    with contextlib.suppress(SpillError), torch.random.fork_rng(devices=[]):
+        return measure_runtime()
+    return None
+
+
+def measure_runtime() -> RuntimeCost:
+    """The measurement, on the CPU device; raises ``SpillError``."""
+    model, batch = Chain(LAYERS_OF_ONE_ROW), torch.ones(1, COLUMNS)
+    (plain_s, small_s), handles, _ = _under_plans(model, 1, [Decision.KEEP])
+    (_, keep_s, swap_s), _, values = _under_plans(Chain(LAYERS), ROWS, [Decision.KEEP, Decision.SWAP])
+    with torch.no_grad():
+        bare_s, recorded_s = _medians_s(lambda: model(batch), _recorded(model, lambda: model(batch)))
+    return RuntimeCost(
+        handle_s=max(0.0, small_s - plain_s) / handles,
+        swap_s=max(0.0, swap_s - keep_s) / values,
+        record_s=max(0.0, recorded_s - bare_s) / (2 * LAYERS_OF_ONE_ROW),
+    )
+
+
+def _under_plans(model: Chain, rows: int, decisions: list[Decision]) -> tuple[list[float], int, int]:
+    """Seconds of a plain step and of one under each decision for all values; how many handles and values it has."""
+    batch = torch.full((rows, COLUMNS), 0.5)
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        return model(batch).sum()
+
+    def plain() -> None:
+        step().backward()
+
+    profile = _profile_of(model, step)
+    values = len({handle.value for handle in profile.handles})
+    with contextlib.ExitStack() as stack:
+        planned = [stack.enter_context(_planned(model, plain, profile, [decision] * values)) for decision in decisions]
+        return _medians_s(plain, *planned), len(profile.handles), values
+
+
+def _profile_of(model: nn.Module, step: Callable[[], torch.Tensor]) -> Profile:
+    capture = Capture("cpu", LayerTracker(), static_keys(model, "cpu"))
+    capture, kinds = captured(Runner(step, model, None, False, CpuClock()), capture)
+    return assemble(
+        capture,
+        kinds,
+        capture.durations(),
+        [dict.fromkeys(Phase, 0.0)],
+        model=model,
+        link=preset_link("pcie4"),
+        workload="",
+        mode="run",
+        device=this_machine(torch.device("cpu")),
+        notes=[],
+        accumulate=False,
+    )
+
+
+@contextlib.contextmanager
+def _planned(model: nn.Module, plain: Step, profile: Profile, decisions: list[Decision]) -> Iterator[Step]:
+    """A call that runs the step under the engine."""
+    device = CpuDevice()
+    plan = msgspec.structs.replace(plan_of_decisions(profile, decisions), record_from_start=False)
+    try:
+        engine = Engine(plan, device, lambda: static_keys(model, device.kind))
+
+        def planned() -> None:
+            with uncompiled_hooks(engine.pack, engine.unpack):
+                engine.begin_step()
+                plain()
+                engine.end_step()
+
+        yield planned
+    finally:
+        device.close()
+
+
+def _recorded(model: nn.Module, step: Step) -> Step:
+    recorder = Recorder("cpu")
+    recorder.static = static_keys(model, "cpu")
+
+    def recorded() -> None:
+        recorder.forget(in_use=False)
+        recorder.switch_on()
+        try:
+            step()
+        finally:
+            recorder.switch_off()
+
+    return recorded
+
+
+def _medians_s(*steps: Step) -> list[float]:
+    """Median CPU seconds of each, run in turn behind a first round that is thrown away."""
+    rounds: list[list[float]] = []
+    for _ in range(1 + _REPEATS):
+        times_s = []
+        for step in steps:
+            start_s = time.thread_time()
+            step()
+            times_s.append(time.thread_time() - start_s)
+        rounds.append(times_s)
+    return [median(column) for column in zip(*rounds[1:], strict=True)]
