@@ -15,6 +15,7 @@ What is fake and what stays real:
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import StepError
 from ..runtime.modes import compiled_modules
 from ..runtime.operators import traits
-from ..runtime.storages import FakeMemory, Geometry, is_made_of_parts
+from ..runtime.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
 from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
@@ -47,6 +48,7 @@ SMALL_ELEMENTS = 1 << 20
 """Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
 
 
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -186,9 +188,11 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     mode = _mode_of(model) or StepMode()
     with contextlib.ExitStack() as undo:
         undo.callback(_restore_generators, random.getstate(), np.random.get_state(), torch.get_rng_state())
+        undo.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
+        _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of what is raised anyway
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
-            undo.callback(_restore_attributes, module, dict(module.__dict__))  # a step may keep what it computed there
+            undo.callback(_restore_attributes, module, dict(module.__dict__))
             _replace_tensors(module, mode, fakes, undo)
         if optimizer is not None:
             _replace_state(optimizer, mode, fakes, undo)
@@ -247,8 +251,19 @@ def _replace_tensors(
 
 
 def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    module.__dict__.clear()
-    module.__dict__.update(before)
+    """Whether it trains, and what a step without memory has put in the place of what was there; all else stays, since
+    attributes may go with hooks that were installed.
+    """
+    module.training = before["training"]
+    for name, value in list(module.__dict__.items()):
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_fakes(value):
+            del module.__dict__[name]
+            if name in before:
+                module.__dict__[name] = before[name]
+
+
+def _holds_fakes(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and stands_for_memory(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _restore_tensors(owned: dict[str, Any], before: dict[str, Any], gradients: list[Any]) -> None:

@@ -61,12 +61,10 @@ class Cached(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.mask: torch.Tensor | None = None
-        self.calls = 0
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         if self.mask is None:
-            self.mask = (batch > 0).float()
+            self.mask = (self.linear.weight.detach()[0] > 0).float()
         return self.linear(batch) * self.mask  # type: ignore[no-any-return]
 
 
@@ -74,9 +72,42 @@ def test_what_a_model_keeps_of_a_step_without_memory_is_taken_back() -> None:
     model, batch = Cached(), torch.randn(4, 8)
     assert needed(model, lambda: model(batch).sum()) is not None
     assert model.mask is None
-    assert model.calls == 0
     assert auto(model, lambda: model(batch).sum()).mode == "run"
     assert type(model.mask) is torch.Tensor
+
+
+class Hooked(nn.Module):
+    """Installs a hook in its first forward and remembers that it has, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.hooked = False
+        self.seen = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.hooked = True
+            self.linear.register_forward_hook(lambda *_: setattr(self, "seen", self.seen + 1))
+        return self.linear(batch)  # type: ignore[no-any-return]
+
+
+def test_what_goes_with_an_installed_hook_stays() -> None:
+    model, batch = Hooked(), torch.randn(4, 8)
+    assert needed(model, lambda: model(batch).sum()) is not None
+    before = model.seen
+    model(batch)
+    assert model.seen == before + 1
+
+
+def test_a_step_that_fails_without_data_says_nothing_of_that(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def step() -> torch.Tensor:
+        return torch.mm(model(batch), torch.empty(8, 8).detach().nonzero().float()).sum()
+
+    assert needed(model, step) is None
+    assert not caplog.records
 
 
 def test_a_step_that_keeps_one_outside_the_model_is_one_clear_line() -> None:
