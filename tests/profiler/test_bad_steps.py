@@ -17,6 +17,7 @@ from torch.autograd import grad  # as users import it
 
 import poochplan
 from poochplan.errors import SpillError, StepError, UsageError
+from poochplan.profiler import profiling
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.schema import Profile
 
@@ -314,6 +315,7 @@ def test_a_disk_that_fills_up_ends_a_swapping_profile_with_one_line(
 ) -> None:
     """Not by keeping what cannot be written: the step does not fit so."""
     model, step, optimizer = CASES["residual"].fresh()
+    monkeypatch.setattr(profiling, "available_bytes", lambda: 0)  # for auto
     full_after(writes, monkeypatch)
     with warnings.catch_warnings(), pytest.raises(SpillError) as error:
         warnings.simplefilter("error")
