@@ -14,8 +14,9 @@ from ..runtime.signature import model_signature
 from .build import build_handles, build_ops, build_points, build_values, ops_fingerprint
 from .capture import Capture
 from .live import live_bytes
+from .presets import preset_link
 from .reconciliation import Floats, PhaseSeconds, reconcile
-from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Profile, Value
+from .schema import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 
 
 def assemble(
@@ -65,6 +66,30 @@ def assemble(
         points=points,
     )
     return _with_peak(draft)
+
+
+def untimed(
+    capture: Capture,
+    kinds: dict[int, Kind],
+    model: torch.nn.Module,
+    mode: Literal["run", "fake"],
+    *,
+    accumulate: bool = False,
+) -> Profile:
+    """A profile for its values and lifetimes alone: the link is a preset, and no step was timed."""
+    return assemble(
+        capture,
+        kinds,
+        capture.durations(),
+        [dict.fromkeys(Phase, 0.0)],
+        model=model,
+        link=preset_link("pcie4"),
+        workload="",
+        mode=mode,
+        device=this_machine(torch.device("cpu")),
+        notes=[],
+        accumulate=accumulate,
+    )
 
 
 def _with_peak(draft: Profile) -> Profile:

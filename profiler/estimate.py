@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 
 from ..runtime.storages import static_keys
-from .assembly import assemble, this_machine
+from .assembly import untimed
 from .fake import FakeCapture, faked
 from .layers import LayerTracker
-from .presets import preset_link
 from .roofline import parse_roofline
 from .runner import Runner, captured
-from .schema import Kind, Phase, Profile
+from .schema import Kind, Profile
 
 
-def needed_without_memory(runner: Runner, where: torch.device) -> int | None:
+def needed_without_memory(runner: Runner) -> int | None:
     """Bytes that the in-core step takes beside what is there before the first one; None for a step that only runs with
     data. Runs the step twice, on fake tensors; what goes wrong there is left for the real step to tell.
     """
@@ -28,19 +27,7 @@ def needed_without_memory(runner: Runner, where: torch.device) -> int | None:
             capture, kinds = captured(runner, fake)
     except Exception:  # whatever the step does to tensors without content
         return None
-    draft = assemble(
-        capture,
-        kinds,
-        capture.durations(),
-        [dict.fromkeys(Phase, 0.0)],
-        model=model,
-        link=preset_link("pcie4"),
-        workload="",
-        mode="fake",
-        device=this_machine(where),
-        notes=[],
-        accumulate=runner.accumulate,
-    )
+    draft = untimed(capture, kinds, model, "fake", accumulate=runner.accumulate)
     return draft.in_core_peak_bytes - there_bytes - _bytes_before(draft)
 
 

@@ -136,7 +136,7 @@ def _profile_fitting(
     """
     if where.type == "cpu":
         give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
-    needed_bytes = needed_without_memory(runner(), where) if mode == "auto" and where.type == "cpu" else None
+    needed_bytes = needed_without_memory(runner()) if mode == "auto" and where.type == "cpu" else None
     if needed_bytes is not None:
         mode, why = fitting_mode(needed_bytes, available_bytes())
         options.say(why)

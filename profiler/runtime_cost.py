@@ -22,13 +22,12 @@ from ..runtime.engine import Engine
 from ..runtime.modes import uncompiled_hooks
 from ..runtime.recorder import Recorder
 from ..runtime.storages import static_keys
-from .assembly import assemble, this_machine
+from .assembly import untimed
 from .capture import Capture
 from .clock import CpuClock
 from .layers import LayerTracker
-from .presets import preset_link
 from .runner import Runner, captured
-from .schema import Phase, Profile, RuntimeCost
+from .schema import Profile, RuntimeCost
 from .trial import plan_of_decisions
 
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 150, 20, 64
@@ -99,19 +98,7 @@ def _under_plans(model: Chain, rows: int, decisions: list[Decision]) -> tuple[li
 def _profile_of(model: nn.Module, step: Callable[[], torch.Tensor]) -> Profile:
     capture = Capture("cpu", LayerTracker(), static_keys(model, "cpu"))
     capture, kinds = captured(Runner(step, model, None, False, CpuClock()), capture)
-    return assemble(
-        capture,
-        kinds,
-        capture.durations(),
-        [dict.fromkeys(Phase, 0.0)],
-        model=model,
-        link=preset_link("pcie4"),
-        workload="",
-        mode="run",
-        device=this_machine(torch.device("cpu")),
-        notes=[],
-        accumulate=False,
-    )
+    return untimed(capture, kinds, model, "run")
 
 
 @contextlib.contextmanager

@@ -18,11 +18,9 @@ from poochplan.profiler.estimate import needed_without_memory
 from poochplan.profiler.runner import Runner
 from poochplan.profiler.schema import Profile
 
-CPU = torch.device("cpu")
-
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
-    return needed_without_memory(Runner(step, model, optimizer, accumulate, CpuClock()), CPU)
+    return needed_without_memory(Runner(step, model, optimizer, accumulate, CpuClock()))
 
 
 def auto(model: nn.Module, step: Any, **options: Any) -> Profile:

@@ -1,100 +1,34 @@
-"""Disks that fail, threads that die, signals at the worst moment: an error or a fallback, nothing left behind."""
+"""Disks that fail, threads that die, processes that fork: an error or a fallback, nothing left behind."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import faulthandler
 import gc
 import os
-import random
 import resource
-import signal
 import subprocess
 import sys
 import threading
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-from nets import CASES, equal, snapshot, train
-from random_plans import random_plan
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, _one_thread, leaves_nothing, plan, swaps
+from nets import equal, snapshot, train
 from torch.utils.data import DataLoader, Dataset
 
 import poochplan
 from poochplan.errors import SpillError
 from poochplan.planner.schema import Plan
 from poochplan.runtime.cpu import CpuDevice
-from poochplan.runtime.entry import Handle
-from poochplan.runtime.transfers import Copy, copy_out, raise_held_back
+from poochplan.runtime.transfers import copy_out
 
 pytestmark = pytest.mark.cpu_device
 
-CASE = CASES["residual"]
-HANGS_AFTER_S = 120
 PWRITE, PREADV = os.pwrite, os.preadv
-
-
-@pytest.fixture(autouse=True)
-def _ends_when_it_hangs() -> Iterator[None]:
-    """What hangs ends the whole run, with the stack of every thread."""
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True, file=sys.__stderr__)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """Also where pytest runs in the background of a script, which makes its processes ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    """All three decisions."""
-    return random_plan(CASE.profile(), 1)
-
-
-@pytest.fixture(scope="module")
-def swaps() -> Plan:
-    """Every value that may be is swapped."""
-    return random_plan(CASE.profile(), 0, (0, 1, 0))
-
-
-@pytest.fixture
-def leaves_nothing(plan: Plan) -> Iterator[None]:
-    """No thread, file, handle, copy, hook or mode is there that was not before the test, and a new session works."""
-    threads, files = set(threading.enumerate()), open_files()
-    yield
-    gc.collect()
-    assert set(threading.enumerate()) <= threads
-    assert open_files() == files
-    assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Copy)]
-    assert _get_current_dispatch_mode_stack() == []
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
-    raise_held_back()
-    assert equal(train(CASE, 1)[0], train(CASE, 1, plan)[0])
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def quietly(run: Callable[[], object]) -> list[str]:
@@ -284,126 +218,6 @@ def test_a_copy_that_the_garbage_collector_ends_on_the_copying_thread_does_not_w
     first.wait()
     assert collected.is_set()
     device.close()
-
-
-# -- signals --------------------------------------------------------------------------------------------------
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-class InterruptingOnce:
-    """A system call of the copying threads in which the main thread, by then waiting for it, is interrupted."""
-
-    def __init__(self, call: Callable[..., int]) -> None:
-        self.call = call
-        self.armed = False
-
-    def __call__(self, *args: object) -> int:
-        if self.armed and threading.current_thread() is not threading.main_thread():
-            self.armed = False
-            time.sleep(0.3)
-            interrupt()
-            time.sleep(0.3)
-        return self.call(*args)
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_an_interrupt_in_forward_arrives(plan: Plan) -> None:
-    model, step, _ = CASE.fresh()
-    model.blocks[1].register_forward_hook(lambda *_: interrupt())  # type: ignore[index,union-attr]
-    with pytest.raises(KeyboardInterrupt), poochplan.apply(plan, model):
-        step()
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_an_interrupt_in_backward_arrives(plan: Plan) -> None:
-    model, step, _ = CASE.fresh()
-    model.blocks[1].register_full_backward_hook(lambda *_: interrupt())  # type: ignore[index,union-attr]
-    with pytest.raises(KeyboardInterrupt), poochplan.apply(plan, model):
-        step().backward()
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("name", ["pwrite", "preadv"])
-def test_an_interrupt_in_a_wait_for_a_copy_arrives(swaps: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model, step, _ = CASE.fresh()
-    call = InterruptingOnce(getattr(os, name))
-    monkeypatch.setattr(os, name, call)
-    with pytest.raises(KeyboardInterrupt) as caught, poochplan.apply(swaps, model):
-        call.armed = True
-        step().backward()
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "wait"
-    assert ("pack" if name == "pwrite" else "unpack") in frames
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("then", ["another step", "the end"])
-def test_an_interrupt_while_a_copy_dies_is_raised_at_the_next_point(
-    swaps: Plan, monkeypatch: pytest.MonkeyPatch, then: str
-) -> None:
-    # Nothing is released, so that the first to wait for a copy is the graph that dies.
-    schedule = tuple(msgspec.structs.replace(actions, release=()) for actions in swaps.schedule)
-    plan = msgspec.structs.replace(swaps, schedule=schedule)
-    model, step, _ = CASE.fresh()
-    call, dies = InterruptingOnce(os.pwrite), threading.Event()
-
-    def write(descriptor: int, data: bytes, at: int) -> int:
-        if threading.current_thread() is not threading.main_thread():
-            dies.wait()
-        return call(descriptor, data, at)
-
-    def fails(*_: object) -> None:
-        call.armed = True
-        dies.set()
-        raise KeyError("in forward")
-
-    monkeypatch.setattr(os, "pwrite", write)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        with poochplan.apply(plan, model) as session:
-            with model.head.register_forward_pre_hook(fails), contextlib.suppress(KeyError):  # type: ignore[union-attr]
-                step()
-            assert not call.armed  # the signal has come
-            assert not session.engine.holds_values
-            if then == "another step":
-                step()
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "raise_held_back"
-    assert ("pack" if then == "another step" else "__exit__") in frames
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_interrupts_at_any_moment_leave_nothing_and_spoil_no_later_step(plan: Plan) -> None:
-    interrupted = interrupts_at_random(plan, times=12, seed=0)
-    assert interrupted >= 3
-
-
-def interrupts_at_random(plan: Plan, times: int, seed: int) -> int:
-    """Sessions that a timer interrupts somewhere, each followed by a right step; how many it hit."""
-    chance, hits = random.Random(seed), 0
-    reference, _ = train(CASE, 1)
-    start_s = time.perf_counter()
-    train(CASE, 1, plan)
-    step_s = time.perf_counter() - start_s
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for _ in range(times):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.02, 1.0) * step_s)
-                train(CASE, 1, plan)
-            except KeyboardInterrupt:
-                hits += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            with_plan, report = train(CASE, 1, plan)
-            assert equal(reference, with_plan)
-            assert report is not None
-            assert report.total.fallbacks == 0
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    return hits
 
 
 # -- the user's own errors, processes and exits ---------------------------------------------------------------

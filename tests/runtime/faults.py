@@ -1,0 +1,79 @@
+"""What tests of faults share: the network, its plans, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from nets import CASES, equal, train
+from random_plans import random_plan
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from poochplan.planner.schema import Plan
+from poochplan.runtime.entry import Handle
+from poochplan.runtime.transfers import Copy, raise_held_back
+
+CASE = CASES["residual"]
+HANGS_AFTER_S = 120
+
+
+@pytest.fixture(autouse=True)
+def _ends_when_it_hangs() -> Iterator[None]:
+    """What hangs ends the whole run, with the stack of every thread."""
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """Also where pytest runs in the background of a script, which makes its processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """All three decisions."""
+    return random_plan(CASE.profile(), 1)
+
+
+@pytest.fixture(scope="module")
+def swaps() -> Plan:
+    """Every value that may be is swapped."""
+    return random_plan(CASE.profile(), 0, (0, 1, 0))
+
+
+@pytest.fixture
+def leaves_nothing(plan: Plan) -> Iterator[None]:
+    """No thread, file, handle, copy, hook or mode is there that was not before the test, and a new session works."""
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert open_files() == files
+    assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Copy)]
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+    raise_held_back()
+    assert equal(train(CASE, 1)[0], train(CASE, 1, plan)[0])
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,139 @@
+"""Ctrl-C at the worst moment: it arrives, nothing is left behind, and the next step is right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, _one_thread, leaves_nothing, plan, swaps
+from nets import equal, train
+
+import poochplan
+from poochplan.planner.schema import Plan
+
+pytestmark = pytest.mark.cpu_device
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class InterruptingOnce:
+    """A system call of the copying threads in which the main thread, by then waiting for it, is interrupted."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self.call = call
+        self.armed = False
+
+    def __call__(self, *args: object) -> int:
+        if self.armed and threading.current_thread() is not threading.main_thread():
+            self.armed = False
+            time.sleep(0.3)
+            interrupt()
+            time.sleep(0.3)
+        return self.call(*args)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_interrupt_in_forward_arrives(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+    model.blocks[1].register_forward_hook(lambda *_: interrupt())  # type: ignore[index,union-attr]
+    with pytest.raises(KeyboardInterrupt), poochplan.apply(plan, model):
+        step()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_interrupt_in_backward_arrives(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+    model.blocks[1].register_full_backward_hook(lambda *_: interrupt())  # type: ignore[index,union-attr]
+    with pytest.raises(KeyboardInterrupt), poochplan.apply(plan, model):
+        step().backward()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+def test_an_interrupt_in_a_wait_for_a_copy_arrives(swaps: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, step, _ = CASE.fresh()
+    call = InterruptingOnce(getattr(os, name))
+    monkeypatch.setattr(os, name, call)
+    with pytest.raises(KeyboardInterrupt) as caught, poochplan.apply(swaps, model):
+        call.armed = True
+        step().backward()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "wait"
+    assert ("pack" if name == "pwrite" else "unpack") in frames
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("then", ["another step", "the end"])
+def test_an_interrupt_while_a_copy_dies_is_raised_at_the_next_point(
+    swaps: Plan, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    # Nothing is released, so that the first to wait for a copy is the graph that dies.
+    schedule = tuple(msgspec.structs.replace(actions, release=()) for actions in swaps.schedule)
+    plan = msgspec.structs.replace(swaps, schedule=schedule)
+    model, step, _ = CASE.fresh()
+    call, dies = InterruptingOnce(os.pwrite), threading.Event()
+
+    def write(descriptor: int, data: bytes, at: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            dies.wait()
+        return call(descriptor, data, at)
+
+    def fails(*_: object) -> None:
+        call.armed = True
+        dies.set()
+        raise KeyError("in forward")
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        with poochplan.apply(plan, model) as session:
+            with model.head.register_forward_pre_hook(fails), contextlib.suppress(KeyError):  # type: ignore[union-attr]
+                step()
+            assert not call.armed  # the signal has come
+            assert not session.engine.holds_values
+            if then == "another step":
+                step()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "raise_held_back"
+    assert ("pack" if then == "another step" else "__exit__") in frames
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_interrupts_at_any_moment_leave_nothing_and_spoil_no_later_step(plan: Plan) -> None:
+    interrupted = interrupts_at_random(plan, times=12, seed=0)
+    assert interrupted >= 3
+
+
+def interrupts_at_random(plan: Plan, times: int, seed: int) -> int:
+    """Sessions that a timer interrupts somewhere, each followed by a right step; how many it hit."""
+    chance, hits = random.Random(seed), 0
+    reference, _ = train(CASE, 1)
+    start_s = time.perf_counter()
+    train(CASE, 1, plan)
+    step_s = time.perf_counter() - start_s
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(times):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.02, 1.0) * step_s)
+                train(CASE, 1, plan)
+            except KeyboardInterrupt:
+                hits += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            with_plan, report = train(CASE, 1, plan)
+            assert equal(reference, with_plan)
+            assert report is not None
+            assert report.total.fallbacks == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return hits
