@@ -30,6 +30,7 @@ from .hosted import HostStore
 from .schema import Profile
 from .tables import saved_values
 from .trial import plan_of_decisions
+from .verification_parts import parts_of
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
@@ -77,10 +78,13 @@ class VerifyingEngine(Engine):
         return lambda: store.get(offset, size_bytes)
 
     def _replay(self, entry: Entry) -> None:
+        there = {index for index, found in self._entries.items() if found.storage is not None}
         super()._replay(entry)
         for index, found in list(self._entries.items()):
             if found.storage is not None and index in self._copies:
                 self._compare(index, found.storage)
+            elif index not in there and found.decision is Decision.SWAP:
+                self._release(found)  # its own use may be far
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
         wanted = self._copies.pop(index)()
@@ -114,7 +118,7 @@ def verify(
 
     Runs one step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
-    of a profile of mode ``swap-all`` two steps try half of the values each, and memory is about that of swapping.
+    of a profile of mode ``swap-all`` two steps try a part of the values each, and memory is about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
     step has verified is not recomputed. A note says where steps part.
     """
@@ -123,7 +127,8 @@ def verify(
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
         for _ in range(MOST_TRIES):
-            engines = [_try_all(_try_plan(profile, part, parts), model, one_step, spill_dir) for part in range(parts)]
+            plans = _try_plans(profile, parts)
+            engines = [_try_all(plan, model, one_step, spill_dir) for plan in plans]
             parting = parting or next((engine.parting for engine in engines if engine.parting), "")
             verified = verified.union(*(engine.verified for engine in engines))
             left = any(engine.has_left_the_plan for engine in engines)
@@ -192,21 +197,25 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _recomputed(profile: Profile) -> set[int]:
     """Save points of the values that may be recomputed."""
-    planned = _try_plan(profile, 0, 1).values
-    return {index for index, value in enumerate(planned) if value.decision is Decision.RECOMPUTE}
+    (plan,) = _try_plans(profile, 1)
+    return {index for index, value in enumerate(plan.values) if value.decision is Decision.RECOMPUTE}
 
 
-def _try_plan(profile: Profile, part: int, parts: int) -> Plan:
-    """A plan that recomputes every ``parts``-th value that may be, each when it is first used.
+def _try_plans(profile: Profile, parts: int) -> list[Plan]:
+    """Plans that together recompute every value that may be, each when it is first used.
 
-    In one part the others are kept. In several each other value is swapped, so that a replay begins at values that
-    come back one by one, and memory stays about that of swapping everything.
+    One keeps all others; of several, each swaps those of the other parts, so that memory stays about that of swapping
+    everything.
     """
-    decisions = []
-    for index, number in enumerate(saved_values(profile)):
-        value = profile.values[number]
-        decision = Decision.SWAP if parts > 1 and not value.pinned else Decision.KEEP
-        if index % parts == part and not value.pinned and not value.unreplayable:
-            decision = Decision.RECOMPUTE
-        decisions.append(decision)
-    return plan_of_decisions(profile, decisions)
+    saves = saved_values(profile)
+    part_of = parts_of(profile, parts) if parts > 1 else [0] * len(saves)
+    rest = Decision.SWAP if parts > 1 else Decision.KEEP
+    plans = []
+    for part in range(parts):
+        decisions = []
+        for number, its_part in zip(saves, part_of, strict=True):
+            value = profile.values[number]
+            tried = its_part == part and not value.unreplayable
+            decisions.append(Decision.KEEP if value.pinned else Decision.RECOMPUTE if tried else rest)
+        plans.append(plan_of_decisions(profile, decisions))
+    return plans

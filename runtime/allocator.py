@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 MMAP_THRESHOLD_BYTES = 64 << 10
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def give_freed_memory_back() -> bool:
@@ -14,6 +14,9 @@ def give_freed_memory_back() -> bool:
     What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Huge pages take
     most of that back: ``THP_MEM_ALLOC_ENABLE=1``, which torch reads at its first allocation (so it must be in the
     environment before; ``pooch`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
+
+    Threads started from now on share the arenas there are: glibc would give each its own, 64 MiB of address space that
+    count under ``ulimit -v`` (the four copying threads of a spill file: 256 MiB) and small blocks that stay in each.
 
     Left alone, glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB
     of dropped 1-6 MiB tensors in one measurement). Holds for the whole process, from now on; profiles are taken under
@@ -25,4 +28,9 @@ def give_freed_memory_back() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES))
+    settings = {
+        _M_MMAP_THRESHOLD: MMAP_THRESHOLD_BYTES,
+        _M_TRIM_THRESHOLD: MMAP_THRESHOLD_BYTES,
+        _M_ARENA_MAX: 1,
+    }
+    return all(mallopt(name, value) for name, value in settings.items())
