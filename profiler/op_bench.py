@@ -31,9 +31,11 @@ from .roofline import op_bytes
 from .schema import Device
 
 REPEATS = 5
-LONG_S, VERY_LONG_S = 0.2, 2.0
+LONG_S, VERY_LONG_S = 0.2, 1.0
 """An op that takes longer than these is run twice, or once: what the first run has to set up is nothing beside it."""
 _COPIED_BYTES = 64 << 20
+_DRAWN = 1 << 18
+"""Numbers that are drawn at random for a made-up tensor; over a larger one they are repeated."""
 SMALL_BYTES = 256 << 10
 """What an op reads of so little from memory takes some ten microseconds; emptying the cache, which also has the
 interpreter in it, would cost a small op more."""
@@ -82,16 +84,16 @@ class OpSpec:
             leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
         )
 
-    def made_up(self) -> Arguments:
-        """Arguments on real tensors: floats between a half and one, integers zero, booleans true."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        leaves = []
-        for leaf in self.leaves:
-            if isinstance(leaf, TensorSpec):
-                if leaf.storage not in storages:
-                    storages[leaf.storage] = _filled(leaf)
-                leaf = leaf.geometry.on(storages[leaf.storage])
-            leaves.append(leaf)
+    def made_up(self) -> dict[int, torch.UntypedStorage]:
+        """Contents for its storages: floats between a half and one, integers zero, booleans true."""
+        specs = {leaf.storage: leaf for leaf in reversed(self.leaves) if isinstance(leaf, TensorSpec)}
+        return {storage: _filled(spec) for storage, spec in specs.items()}
+
+    def arguments(self, storages: dict[int, torch.UntypedStorage]) -> Arguments:
+        """Arguments on these storages."""
+        leaves = [
+            leaf.geometry.on(storages[leaf.storage]) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         if self.cached is None:
             return Arguments(args, kwargs)
@@ -111,7 +113,8 @@ def _filled(spec: TensorSpec) -> torch.UntypedStorage:
     if dtype.is_floating_point or dtype.is_complex:
         flat.fill_(1.0)
         if dtype in (torch.float32, torch.float64):
-            flat.uniform_(0.5, 1.0)
+            drawn = torch.empty(min(_DRAWN, flat.numel()), dtype=dtype).uniform_(0.5, 1.0)
+            torch.cat([drawn] * (flat.numel() // _DRAWN) + [drawn[: flat.numel() % _DRAWN]], out=flat)
     else:
         flat.fill_(dtype is torch.bool)
     return flat.untyped_storage()
@@ -162,11 +165,10 @@ class OpBench:
 
 def _measured(spec: OpSpec) -> float | None:
     """Median seconds of the op; None when it fails on made-up contents."""
-    writes = bool(traits(spec.func).written)
     try:
-        shared = None if writes else spec.made_up()
-        # What is written in place is made anew.
-        return _median_s(lambda: spec.made_up() if shared is None else shared, spec.func)
+        storages = spec.made_up()
+        # What is written in place is written again: a few runs take numbers of about one nowhere where they are slower.
+        return _median_s(lambda: spec.arguments(storages), spec.func)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
 
