@@ -31,8 +31,9 @@ from .roofline import op_bytes
 from .schema import Device
 
 REPEATS = 5
-LONG_S, VERY_LONG_S = 0.2, 1.0
-"""An op that takes longer than these is run twice, or once: what the first run has to set up is nothing beside it."""
+ENOUGH_S, LONG_S = 0.4, 1.0
+"""No further run of an op whose runs took this long together; an op that takes longer than the second is run once: what
+the first run has to set up is nothing beside it."""
 _COPIED_BYTES = 64 << 20
 _DRAWN = 1 << 18
 """Numbers that are drawn at random for a made-up tensor; over a larger one they are repeated."""
@@ -174,7 +175,7 @@ def _measured(spec: OpSpec) -> float | None:
 
 
 def _median_s(prepare: Callable[[], Arguments], run: Callable[..., Any]) -> float:
-    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`LONG_S`."""
+    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`ENOUGH_S`."""
     times_s: list[float] = []
     for _ in range(1 + REPEATS):
         arguments = prepare()
@@ -183,7 +184,7 @@ def _median_s(prepare: Callable[[], Arguments], run: Callable[..., Any]) -> floa
         start_s = time.perf_counter()
         run(*arguments.args, **arguments.kwargs)
         times_s.append(time.perf_counter() - start_s)
-        if times_s[-1] > (VERY_LONG_S if len(times_s) == 1 else LONG_S):
+        if times_s[0] > LONG_S or (len(times_s) > 1 and sum(times_s) > ENOUGH_S):
             break
     return median(times_s[1:] or times_s)
 
