@@ -34,7 +34,7 @@ from .reconciliation import Floats, PhaseSeconds
 from .request import check_mode, checked_device
 from .roofline import Roofline, parse_roofline
 from .runner import Runner, captured
-from .runtime_cost import runtime_cost
+from .runtime_cost import runtime_cost, with_handles_of
 from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
 from .timing import steps_differ, time_ops
 from .verification import verify
@@ -121,7 +121,7 @@ def profile(
         profile = _profile_fake(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
     else:
         profile = _profile_fitting(runner, where, mode, options)
-    if roofline is None:
+    if roofline is None and profile.runtime is None:
         profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
@@ -216,7 +216,10 @@ def _profile_real(
         del capture, draft
         stack.close()
         say("verifying replays")
-        return verify(unverified, model, runner.bare_step, options.spill_dir)
+        verified = verify(unverified, model, runner.bare_step, options.spill_dir)
+        if chosen == "swap-all":
+            return verified
+        return with_handles_of(verified, model, runner.bare_step, options.spill_dir)
 
 
 CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"

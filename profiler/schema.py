@@ -203,7 +203,9 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the calling thread that the runtime takes beside the step's ops, on a small network of its own."""
+    """Seconds of the calling thread that the runtime takes beside the step's ops: on a small network of its own, and of
+    a profile of mode ``run``, ``handle_s`` on the model itself.
+    """
 
     handle_s: float
     """For each handle, pack and unpack together."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
 from ..planner.schema import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
+from ..runtime.engine import Engine
+from ..runtime.modes import around_compiled, uncompiled_hooks
 from .schema import Link, ModelSignature, PointKind, Profile
 from .tables import saved_values
 
@@ -84,3 +92,24 @@ def plan_of_decisions(profile: Profile, decisions: list[Decision]) -> Plan:
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
         schedule=tuple(PointActions(at="save", index=index, swap_out=(index,), release=(index,)) for index in swapped),
     )
+
+
+@contextlib.contextmanager
+def under(
+    engine: Engine, model: torch.nn.Module, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+) -> Iterator[None]:
+    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them."""
+
+    def quietly(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with engine.recorder.away():
+                return call(*args, **kwargs)
+
+        return quiet
+
+    with around_compiled(model, quietly), uncompiled_hooks(pack, unpack):
+        engine.begin_step()
+        try:
+            yield
+        finally:
+            engine.end_step()

@@ -22,14 +22,13 @@ from ..runtime.device import Device
 from ..runtime.devices import model_device, open_device
 from ..runtime.engine import Engine
 from ..runtime.entry import Entry
-from ..runtime.modes import around_compiled, uncompiled_hooks
 from ..runtime.recorder import Slot
 from ..runtime.replay import NotReplayable, Recipe
 from ..runtime.storages import static_keys
 from .hosted import HostStore
 from .schema import Profile
 from .tables import saved_values
-from .trial import plan_of_decisions
+from .trial import plan_of_decisions, under
 from .verification_parts import parts_of
 
 MOST_ROUNDS = 5
@@ -162,12 +161,9 @@ def _try_all(
         if store is not None:
             stack.callback(store.close)
         engine = VerifyingEngine(plan, device, model, store)
-        stack.callback(engine.end_step)
         stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(around_compiled(model, lambda _, call: _quietly(engine, call)))
-        stack.enter_context(uncompiled_hooks(engine.pack, engine.unpack))
         warnings.simplefilter("ignore", RuntimeWarning)
-        engine.begin_step()
+        stack.enter_context(under(engine, model, engine.pack, engine.unpack))
         one_step()
     return engine
 
@@ -181,14 +177,6 @@ def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
         for number, value in enumerate(profile.values)
     )
     return msgspec.structs.replace(profile, values=values)
-
-
-def _quietly(engine: Engine, call: Callable[..., Any]) -> Callable[..., Any]:
-    def quiet(*args: Any, **kwargs: Any) -> Any:
-        with engine.recorder.away():
-            return call(*args, **kwargs)
-
-    return quiet
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
