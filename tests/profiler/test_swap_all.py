@@ -16,9 +16,11 @@ from nets import CASES, LINK, equal, train
 from torch import nn
 
 import poochplan
+from poochplan.planner.problem import build_problem
 from poochplan.profiler import profiling
 from poochplan.profiler.schema import Profile
 from poochplan.profiler.verification import DIFFERS
+from poochplan.profiler.verification_parts import parts_of
 from poochplan.workload import load_workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -159,6 +161,30 @@ def test_a_limit_of_the_address_space_counts_as_memory() -> None:
         print(available_bytes())
     """
     assert 0 < int(run(script).stdout) <= 64 << 20
+
+
+def test_verification_in_parts_replays_no_chain_of_values() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.nn.functional.gelu(self.inside(x))
+
+    model = nn.Sequential(*(Block() for _ in range(12)))
+    batch = torch.randn(4, 8)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    replays = build_problem(profile).replay.replays
+    part_of = parts_of(profile, 2)
+
+    def brought_back(value: int) -> set[int]:
+        replay = replays[value]
+        sources = replay.inputs if replay is not None else ()
+        return {value}.union(*(brought_back(source) for source in sources if part_of[source] == part_of[value]))
+
+    assert set(part_of) == {0, 1}
+    assert max(len(brought_back(value)) for value in range(len(replays))) <= 2
 
 
 UNFIT = """
