@@ -16,7 +16,8 @@ def give_freed_memory_back() -> bool:
     environment before; ``pooch`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
 
     Threads started from now on share the arenas there are: glibc would give each its own, 64 MiB of address space that
-    count under ``ulimit -v`` (the four copying threads of a spill file: 256 MiB) and small blocks that stay in each.
+    count under ``ulimit -v`` (256 MiB for the four that copy in a profile of mode ``swap-all``) and small blocks that
+    stay in each.
 
     Left alone, glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB
     of dropped 1-6 MiB tensors in one measurement). Holds for the whole process, from now on; profiles are taken under
