@@ -97,7 +97,7 @@ def _in_core(name: str) -> list[list[torch.Tensor]]:
     return _train(name, None)[0]
 
 
-@pytest.mark.parametrize("share", ["80%", "60%", "smallest"])
+@pytest.mark.parametrize("share", ["80%", pytest.param("60%", marks=pytest.mark.slow), "smallest"])
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_are_bitwise_and_the_peak_is_within_budget_and_as_predicted(name: str, share: str) -> None:
     profile = _profile(name)

@@ -23,6 +23,7 @@ QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
+@pytest.mark.slow
 @settings(QUICK, max_examples=50)
 @given(profile=profiles(), share=st.floats(0.0, 1.0))
 def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:

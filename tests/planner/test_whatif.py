@@ -77,6 +77,7 @@ def test_a_scale_that_is_no_factor_is_refused(profile: Profile, scale: float) ->
         for_machine(profile, compute_scale=scale)
 
 
+@pytest.mark.slow
 def test_a_faster_device_hides_less_behind_compute() -> None:
     profile = resnet_like(3, link_gb_per_s=2)
     overheads = [plan(for_machine(profile, compute_scale=x), "50%").prediction.overhead for x in (1.0, 0.2, 0.05)]
