@@ -125,8 +125,8 @@ def verify(
     parting = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
+        plans = _try_plans(profile, parts)
         for _ in range(MOST_TRIES):
-            plans = _try_plans(profile, parts)
             engines = [_try_all(plan, model, one_step, spill_dir) for plan in plans]
             parting = parting or next((engine.parting for engine in engines if engine.parting), "")
             verified = verified.union(*(engine.verified for engine in engines))

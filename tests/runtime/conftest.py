@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from adversarial import AdversarialDevice, OpClock
 
 
@@ -33,3 +34,12 @@ def running_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     with clock:
         yield "adversarial"
     assert [device.violations for device in opened if device.violations] == []
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Ops of one thread, within the module: what is left behind is not to depend on the compute threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, _one_thread, leaves_nothing, plan, swaps
+from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
 from nets import equal, snapshot, train
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +26,7 @@ from poochplan.planner.schema import Plan
 from poochplan.runtime.cpu import CpuDevice
 from poochplan.runtime.transfers import copy_out
 
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
 PWRITE, PREADV = os.pwrite, os.preadv
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, _one_thread, leaves_nothing, plan, swaps
+from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
 from nets import equal, train
 
 import poochplan
 from poochplan.planner.schema import Plan
 
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
 
 def interrupt() -> None:

@@ -25,7 +25,7 @@ from poochplan.runtime.recorder import Slot
 from poochplan.runtime.session import Session
 from poochplan.runtime.transfers import Copy
 
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
 STEPS = 1000
 ROUND = 10
@@ -89,14 +89,6 @@ def fresh() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randn(512, 64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
