@@ -39,12 +39,12 @@ from pairs import RESAMPLES
 from prediction import metered_peak_bytes
 
 import poochplan
-from poochplan.profiler.clock import clock_of
-from poochplan.profiler.presets import preset_link
-from poochplan.profiler.reconciliation import PhaseSeconds, reconcile
-from poochplan.profiler.runner import Runner
-from poochplan.profiler.schema import Phase, PointKind, Profile
-from poochplan.runtime.allocator import give_freed_memory_back
+from poochplan.formats.links import preset_link
+from poochplan.formats.profile import Phase, PointKind, Profile
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
+from poochplan.profiler.capture.clock import clock_of
+from poochplan.profiler.real import Runner
+from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.workload import Workload
 
 LINK = preset_link("pcie4")

@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
+from poochplan.formats.profile import PointKind, Profile  # noqa: E402
 from poochplan.planner.planning import plan, smallest_budget  # noqa: E402
-from poochplan.profiler.schema import PointKind, Profile  # noqa: E402
 from tests.planner.checker import Violation, check  # noqa: E402 - a judge of the tests, on purpose none of the package
 from tests.planner.random_profiles import random_profile  # noqa: E402
 

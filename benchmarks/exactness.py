@@ -22,8 +22,8 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import poochplan
+from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.schema import Plan
 from poochplan.workload import Workload, load_workload
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
-from poochplan.profiler.schema import Op, Profile, Value  # noqa: E402
+from poochplan.formats.profile import Op, Profile, Value  # noqa: E402
 from tests.planner.random_profiles import transformer_like  # noqa: E402
 
 SHAPE = (32, 12, 1024, 1024)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.cuda import ComputeStream, CudaDevice, CudaStream
-from poochplan.runtime.device import Event
-from poochplan.runtime.pinned import PinnedMemory
+from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
+from poochplan.runtime.devices.device import Event
+from poochplan.runtime.devices.pinned import PinnedMemory
 
 Interval = tuple[float, float]
 

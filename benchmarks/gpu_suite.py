@@ -38,12 +38,12 @@ from gpu_overlap import TimedCuda, overlap, total_s
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.schema import Plan
 from poochplan.planner.whatif import static_bytes
-from poochplan.profiler.schema import Profile
-from poochplan.runtime.devices import usable_device
-from poochplan.runtime.pinned import cupy_or_none
+from poochplan.runtime.devices.opening import usable_device
+from poochplan.runtime.devices.pinned import cupy_or_none
 from poochplan.runtime.session import Session
 from poochplan.verify import check
 

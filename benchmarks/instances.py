@@ -1,7 +1,8 @@
 """Planning problems as files: profiles of large training steps on large devices, taken without memory.
 
 Each is a profile of mode ``fake``: the step of the CPU's operators, with the durations of a device's roofline
-(``profiler/roofline.py``, which states every rate) and the link it is usually attached by. ``pooch plan`` reads them.
+(``profiler/fake/roofline.py``, which states every rate) and the link it is usually attached by. ``pooch plan`` reads
+them.
 
     python benchmarks/instances.py [NAME ...] [--out benchmarks/instances]
 
@@ -23,8 +24,8 @@ import networks
 import torch
 
 import poochplan
-from poochplan.profiler.fake import building
-from poochplan.profiler.schema import Phase, PointKind, Profile
+from poochplan.formats.profile import Phase, PointKind, Profile
+from poochplan.profiler.fake.fake import building
 from poochplan.units import format_bytes, format_seconds
 from poochplan.workload import Workload
 from poochplan.workloads import sequence, volume

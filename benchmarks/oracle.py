@@ -31,10 +31,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
-from poochplan.planner.candidate import movable, try_decisions  # noqa: E402
+from poochplan.formats.plan import Decision  # noqa: E402
+from poochplan.planner.judge.candidate import movable, try_decisions  # noqa: E402
 from poochplan.planner.planning import plan  # noqa: E402
-from poochplan.planner.problem import Problem, build_problem  # noqa: E402
-from poochplan.planner.schema import Decision  # noqa: E402
+from poochplan.planner.problem.problem import Problem, build_problem  # noqa: E402
 from tests.planner.oracle import best_decisions, best_schedule  # noqa: E402 - the yardstick, none of the package
 from tests.planner.oracle_search import Freedom  # noqa: E402
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile  # noqa: E402

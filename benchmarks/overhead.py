@@ -27,8 +27,8 @@ from pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from torch import nn
 
 import poochplan
-from poochplan.runtime.allocator import give_freed_memory_back
-from poochplan.runtime.recorder import Recorder
+from poochplan.runtime.replays.recorder import Recorder
+from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.workload import Workload
 
 KEEP_ALL: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "8"}}

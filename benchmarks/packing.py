@@ -3,9 +3,9 @@
     python benchmarks/packing.py -o benchmarks/results/packing.json
 
 Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
-needed: the allocator is the model of ``planner/caching_allocator.py``, fed three steps. Compared are everything through
-the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and replayed
-ones.
+needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
+through the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and
+replayed ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 from facts import facts_of_run  # noqa: E402
 from planning import NETWORKS, budget_of, instance  # noqa: E402
 
-from poochplan.planner.arena import blocks_of  # noqa: E402
-from poochplan.planner.caching_allocator import ROUND_LARGE_BYTES, peak_reserved  # noqa: E402
-from poochplan.planner.packing import Block, live_peak, pack  # noqa: E402
+from poochplan.planner.arena.blocks import blocks_of  # noqa: E402
+from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved  # noqa: E402
+from poochplan.planner.arena.packing import Block, live_peak, pack  # noqa: E402
 from poochplan.planner.policies import PolicyInput, run_policy  # noqa: E402
 
 LINKS = ("pcie3", "nvlink2")

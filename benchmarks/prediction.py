@@ -29,7 +29,7 @@ from pairs import Planned, one_step, profiled
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.allocator import give_freed_memory_back
+from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.workload import Workload
 
 HERE = Path(__file__).parent

@@ -24,11 +24,11 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
-from poochplan.planner.candidate import swap_all_on_demand  # noqa: E402
+from poochplan.formats.profile import Profile  # noqa: E402
+from poochplan.planner.judge.candidate import swap_all_on_demand  # noqa: E402
+from poochplan.planner.judge.simulate import simulate  # noqa: E402
 from poochplan.planner.policies import PolicyInput, run_policy  # noqa: E402
-from poochplan.planner.schedule import fit  # noqa: E402
-from poochplan.planner.simulate import simulate  # noqa: E402
-from poochplan.profiler.schema import Profile  # noqa: E402
+from poochplan.planner.schedule.schedule import fit  # noqa: E402
 
 KEPT = 0.3
 

@@ -30,10 +30,10 @@ from nets import Case, equal, train  # noqa: E402 - the list and its helpers are
 from plans import plan_with  # noqa: E402
 from third_party_networks import NETWORKS, random_schedule  # noqa: E402
 
-from poochplan.planner.problem import build_problem  # noqa: E402
-from poochplan.planner.schema import Plan  # noqa: E402
-from poochplan.planner.simulate import simulate  # noqa: E402
-from poochplan.runtime.report import Report  # noqa: E402
+from poochplan.formats.plan import Plan  # noqa: E402
+from poochplan.planner.judge.simulate import simulate  # noqa: E402
+from poochplan.planner.problem.problem import build_problem  # noqa: E402
+from poochplan.runtime.run_report import Report  # noqa: E402
 
 STEPS = 3
 DEVICES = "cpu", "adversarial"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .schema import Decision, Plan
+from poochplan.formats.plan import Decision, Plan
 
 if TYPE_CHECKING:
     from .planning import plan, smallest_budget

@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..profiler.schema import Profile
-from .candidate import Candidate
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import Candidate
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy
+from poochplan.planner.policies.registry import unknown_policy
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import schedule_of
+
 from .planning import ILP, plan
-from .policies import PolicyInput, policy_names, run_policy
-from .policies.base import unknown_policy
-from .problem import Problem
-from .schedule import schedule_of
-from .schema import Plan
-from .simulate import simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,19 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import InfeasibleError
-from ..profiler.schema import PointKind, Profile
-from ..units import format_bytes, parse_budget, parse_bytes
-from .arena import arena_of
-from .candidate import Candidate, swap_all_on_demand
-from .optimise import Effort, Optimum, optimise
-from .policies import PolicyInput, run_policy
-from .problem import Problem, build_problem
-from .runtime_cost import runtime_seconds
-from .schedule import keep_all
-from .schema import Decision, Plan, PlannedValue, Prediction, Solve
-from .simulate import simulate
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.arena.blocks import arena_of
+from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.judge.host_time import runtime_seconds
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import keep_all
+from poochplan.planner.search.optimise import Effort, Optimum, optimise
+from poochplan.units import format_bytes, parse_budget, parse_bytes
+
 from .whatif import static_bytes
 
 ILP = "ilp"

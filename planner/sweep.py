@@ -20,16 +20,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
-from ..errors import InfeasibleError
-from ..profiler.schema import Profile
-from .candidate import Candidate
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import Candidate
+from poochplan.planner.model.solvers import choose_solver
+from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.policies.registry import unknown_policy
+from poochplan.planner.problem.problem import Problem, build_problem
+
 from .comparison import all_policies
 from .planning import ILP, plan, smallest_budget
-from .policies import PolicyInput, run_policy
-from .policies.base import unknown_policy
-from .problem import Problem, build_problem
-from .schema import Plan
-from .solvers import choose_solver
 
 INFEASIBLE = "infeasible"
 FAILED = "failed: "

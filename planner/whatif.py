@@ -10,12 +10,12 @@ import math
 
 import msgspec
 
-from ..errors import InfeasibleError, UsageError
-from ..profiler.presets import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
-from ..profiler.schema import Device, Kind, LayerTimes, Link, LinkDirection, Profile
-from ..units import format_bytes, format_rate, parse_bytes, parse_rate
-from .candidate import swap_all_on_demand
-from .problem import build_problem
+from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.links import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
+from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
+from poochplan.planner.judge.candidate import swap_all_on_demand
+from poochplan.planner.problem.problem import build_problem
+from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 MEASURED = "measured"
 """Name that leaves the profile's own link as it is."""
@@ -32,7 +32,7 @@ def for_machine(
 
     Parameters
     ----------
-    link: a preset of ``profiler/presets.py``, ``"measured"``, or a rate (see :func:`parse_link`).
+    link: a preset of ``formats/links.py``, ``"measured"``, or a rate (see :func:`parse_link`).
     device_memory: bytes of the device, or text such as ``"16GiB"``.
     compute_scale: factor on the duration of every op and on the step times: 0.5 is a device twice as fast.
 

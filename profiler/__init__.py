@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .schema import Profile
+from poochplan.formats.profile import Profile
 
 if TYPE_CHECKING:
     from .profiling import profile

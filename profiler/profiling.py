@@ -13,31 +13,32 @@ from typing import Literal
 import msgspec
 import torch
 
-from ..runtime.allocator import give_freed_memory_back
-from ..runtime.storages import static_keys
-from ..units import parse_rate
-from .assembly import assemble, this_machine
-from .capture import Capture
-from .clock import clock_of, current, library_bytes
-from .estimate import needed_without_memory
-from .fake import FakeCapture, faked
-from .fitting import available_bytes, fitting_mode
-from .forward_only import check_real
-from .hosted import HostedCapture, HostStore, SwapAll
-from .layers import LayerTracker
-from .link import measure_link
-from .notes import EVAL_MODE, kept_notes, model_notes
-from .op_bench import OpBench
-from .preserve import preserved
-from .presets import preset_link
-from .reconciliation import Floats, PhaseSeconds
+from poochplan.formats.links import preset_link
+from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile
+from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.profiler.assembly.notes import EVAL_MODE, kept_notes, model_notes
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.clock import clock_of, current, library_bytes
+from poochplan.profiler.capture.timing import steps_differ, time_ops
+from poochplan.profiler.fake.estimate import needed_without_memory
+from poochplan.profiler.fake.fake import FakeCapture, faked
+from poochplan.profiler.fake.memory_left import available_bytes, fitting_mode
+from poochplan.profiler.fake.op_bench import OpBench
+from poochplan.profiler.fake.roofline import Roofline, parse_roofline
+from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.step.forward_only import check_real
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.step.preserve import preserved
+from poochplan.profiler.trials.compare import verify
+from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
+from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
+from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.storages import static_keys
+from poochplan.units import parse_rate
+
+from .real import Runner, captured
 from .request import check_mode, checked_device
-from .roofline import Roofline, parse_roofline
-from .runner import Runner, captured
-from .runtime_cost import runtime_cost, with_handles_of
-from .schema import ROOFLINE, Device, Kind, Link, Phase, Profile
-from .timing import steps_differ, time_ops
-from .verification import verify
 
 Progress = Callable[[str], None]
 RealMode = Literal["run", "swap-all"]
@@ -61,7 +62,7 @@ def profile(
     link: Link | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Runs ``step`` a few times and returns a :class:`~poochplan.profiler.schema.Profile`.
+    """Runs ``step`` a few times and returns a :class:`~poochplan.formats.profile.Profile`.
 
     Parameters
     ----------
@@ -76,7 +77,7 @@ def profile(
         is verified, and ``iterations`` has no part. Each distinct op is timed by itself on tensors of its own (and
         remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
         ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
-        :func:`poochplan.profiler.fake.building`.
+        :func:`poochplan.profiler.fake.fake.building`.
     roofline: ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second; for mode ``"fake"`` (or ``"auto"``).
     workload: a name to find the profile by.
     iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
@@ -262,7 +263,7 @@ def _assembler(
 def _profile_fake(
     runner: Runner, roofline: Roofline | None, where: torch.device, options: _Options, notes: list[str]
 ) -> Profile:
-    """The profile of a step without memory; see :mod:`poochplan.profiler.fake`."""
+    """The profile of a step without memory; see :mod:`poochplan.profiler.fake.fake`."""
     model, say = runner.model, options.say
     with faked(model, runner.optimizer) as fakes:
         say(f"warming up without memory ({options.warmup} steps)")

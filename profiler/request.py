@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import StepError, UsageError
-from ..runtime.devices import model_device
+from poochplan.errors import StepError, UsageError
+from poochplan.runtime.devices.opening import model_device
 
 MODES = ("run", "swap-all", "auto", "fake")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .modes import ToggledMode
-from .operators import traits
-from .storages import has_storage
+from poochplan.tensors.modes import ToggledMode
+from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import has_storage
 
 
 class LiveBytesMeter(ToggledMode):

@@ -12,21 +12,22 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import UsageError
-from ..planner.plan_set import PlanSet
-from ..planner.schema import Decision, Plan
-from ..profiler.schema import ALLOCATION_UNIT_BYTES
-from .allocator import give_freed_memory_back
-from .device import Device
-from .devices import model_device, open_device
-from .engine import Engine
+from poochplan.errors import UsageError
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.opening import model_device, open_device
+from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.engine.engine import Engine
+from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
+from poochplan.tensors.signatures import check_model, input_signature
+from poochplan.tensors.storages import has_storage, static_keys
+
 from .meter import LiveBytesMeter
-from .modes import around_compiled, before_forward, uncompiled_hooks
-from .report import MemoryPeaks, Report, StepReport
-from .signature import check_model, input_signature
-from .spill import choose_spill_dir
-from .storages import has_storage, static_keys
-from .transfers import forget_held_back, raise_held_back
+from .run_report import MemoryPeaks, Report, StepReport
 
 _METERED_FIRST_STEPS = 2
 
@@ -149,7 +150,7 @@ class Session:
             self._device = self._open_device()
             stack.callback(self._close_device)
             if self._cap_bytes is not None:
-                from .cuda import hard_cap
+                from poochplan.runtime.devices.cuda import hard_cap
 
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from poochplan.errors import InputFileError, OutputExistsError, UsageError
-from poochplan.files import check_output, encode_readable, read_struct, write_atomic, write_struct
+from poochplan.formats.files import check_output, encode_readable, read_struct, write_atomic, write_struct
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

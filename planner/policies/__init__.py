@@ -6,7 +6,7 @@ Importing this package fills the registry of :mod:`.base`.
 from __future__ import annotations
 
 from . import checkpointing, greedy, pooch, swapping
-from .base import Policy, PolicyInput, policies, policy_names, run_policy
+from .registry import Policy, PolicyInput, policies, policy_names, run_policy
 
 __all__ = [
     "Policy",

@@ -8,8 +8,9 @@ from math import isqrt
 
 import numpy as np
 
-from ..candidate import Candidate
-from .base import PolicyInput, policy
+from poochplan.planner.judge.candidate import Candidate
+
+from .registry import PolicyInput, policy
 
 SEGMENT_BUDGETS = 32
 """How many segment budgets ``checkpoint-greedy`` tries, from the smallest value to all of them together."""

@@ -6,11 +6,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..candidate import ON_DEMAND, Candidate, try_style
-from ..problem import Ints
-from ..schema import Decision
-from ..style import Style
-from .base import PolicyInput, policy
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, try_style
+from poochplan.planner.problem.problem import Ints
+from poochplan.planner.schedule.style import Style
+
+from .registry import PolicyInput, policy
 
 EVALUATIONS = 500
 """Simulations of one run, after which it goes on with the costs it knows."""

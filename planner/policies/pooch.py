@@ -6,13 +6,14 @@ import heapq
 from collections.abc import Iterable, Iterator
 from itertools import combinations, islice
 
-from ..candidate import Candidate, swap_all, swap_all_on_demand, try_style
-from ..problem import Ints
-from ..schema import Decision
-from ..simulate import simulate
-from ..streams import Lane, Span
-from ..style import Style
-from .base import PolicyInput, policy
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.candidate import Candidate, swap_all, swap_all_on_demand, try_style
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.judge.streams import Lane, Span
+from poochplan.planner.problem.problem import Ints
+from poochplan.planner.schedule.style import Style
+
+from .registry import PolicyInput, policy
 
 KEEP_SETS = 150
 """How many sets of values to keep the first search simulates at most."""

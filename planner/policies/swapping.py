@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...profiler.schema import Phase, PointKind
-from ..candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
-from ..schedule import Schedule, assemble, fit, keep_all
-from ..schema import Decision
-from ..style import Style
-from .base import PolicyInput, policy
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Phase, PointKind
+from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
+from poochplan.planner.schedule.schedule import Schedule, assemble, fit, keep_all
+from poochplan.planner.schedule.style import Style
+
+from .registry import PolicyInput, policy
 
 MIN_DIMENSIONS = 2
 """TFLMS leaves tensors with fewer dimensions where they are."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from .errors import PoochError
 
 if TYPE_CHECKING:
-    from .planner.plan_set import PlanSet
-    from .planner.planning import plan
-    from .planner.schema import Plan
-    from .profiler.profiling import profile
-    from .profiler.schema import Profile
-    from .runtime.session import apply
+    from poochplan.formats.plan import Plan
+    from poochplan.formats.plan_set import PlanSet
+    from poochplan.formats.profile import Profile
+    from poochplan.planner.planning import plan
+    from poochplan.profiler.profiling import profile
+    from poochplan.runtime.session import apply
+
     from .workload import Workload
 
 __version__ = "0.1.0"
@@ -27,9 +28,9 @@ __all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "pla
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
-    "Plan": ".planner.schema",
-    "PlanSet": ".planner.plan_set",
-    "Profile": ".profiler.schema",
+    "Plan": ".formats.plan",
+    "PlanSet": ".formats.plan_set",
+    "Profile": ".formats.profile",
     "Workload": ".workload",
     "apply": ".runtime.session",
     "plan": ".planner.planning",

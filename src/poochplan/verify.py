@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from poochplan.formats.plan_set import PlanSet
+from poochplan.profiler.step.forward_only import checked_loss
+from poochplan.runtime.session import Session, apply
+
 from .errors import StepError
-from .planner.plan_set import PlanSet
-from .profiler.forward_only import checked_loss
 from .records import StepRecord, Tensors, first_difference
-from .runtime.session import Session, apply
 from .workload import Workload
 
 if TYPE_CHECKING:
-    from .planner.schema import Plan
-    from .runtime.report import Report, StepReport
+    from poochplan.formats.plan import Plan
+    from poochplan.runtime.run_report import Report, StepReport
 
 METERED_STEPS = 2
 """A session meters its first two steps, which takes time; see ``poochplan.apply``."""

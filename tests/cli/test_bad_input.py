@@ -253,8 +253,8 @@ def test_an_unreadable_budget(pooch: Pooch, profile_path: Path, budget: str) -> 
 def test_an_infeasible_budget_names_the_smallest_one_and_that_one_works(
     pooch: Pooch, profile_path: Path, tmp_path: Path
 ) -> None:
+    from poochplan.formats.profile import Profile
     from poochplan.planner.planning import smallest_budget
-    from poochplan.profiler.schema import Profile
 
     smallest = smallest_budget(Profile.load(profile_path))
     result = pooch("plan", profile_path, "--budget", "1KiB", "-o", "plan.json")

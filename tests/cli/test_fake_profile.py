@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poochplan.profiler.schema import Profile
+from poochplan.formats.profile import Profile
 
 Pooch = Any
 

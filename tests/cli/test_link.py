@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from poochplan.errors import SpillError
-from poochplan.profiler import link_cache
-from poochplan.profiler.link import CURVE_SIZES_BYTES, measure_link, pageable_curves
-from poochplan.profiler.link_cache import cache_path, link_key
-from poochplan.profiler.schema import Profile
-from poochplan.runtime.devices import open_device
+from poochplan.formats.profile import Profile
+from poochplan.profiler.link import cache as link_cache
+from poochplan.profiler.link.cache import cache_path, link_key
+from poochplan.profiler.link.measure import CURVE_SIZES_BYTES, measure_link, pageable_curves
+from poochplan.runtime.devices.opening import open_device
 
 Pooch = Any
 RATE = ("--throttle", "50MB/s")
@@ -121,7 +121,7 @@ def test_the_largest_sizes_are_left_out_under_a_throttle(tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_too_slow_is_one_clear_error(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poochplan.profiler.link._LONGEST_FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr("poochplan.profiler.link.measure._LONGEST_FIRST_WRITE_S", 0.0)
     result = pooch("link", *RATE)
     assert result.code == 1
     assert "expected a disk that takes 128 KiB within 0 s" in result.error

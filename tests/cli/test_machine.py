@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import poochplan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.schema import Profile
 
 Pooch = Any
 

@@ -11,10 +11,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import poochplan
 from poochplan.errors import ModelMismatchError, OutputExistsError
+from poochplan.formats.occupancy import live_bytes
+from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.live import live_bytes
-from poochplan.profiler.schema import LinkDirection, Profile
-from poochplan.report.layers import (
+from poochplan.report.layer_table import (
     decision_totals,
     decisions_by_layer,
     overhead_by_layer,
@@ -23,7 +23,7 @@ from poochplan.report.layers import (
 from poochplan.report.memory import in_core_curve, static_bytes
 from poochplan.report.runs import fragmentation_text
 from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
-from poochplan.runtime.report import MemoryPeaks
+from poochplan.runtime.run_report import MemoryPeaks
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from poochplan.schemas import FILES, json_schema
+from poochplan.formats.json_schema import FILES, json_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -23,7 +23,8 @@ def schema(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(FILES))
 def test_what_is_published_is_up_to_date(name: str) -> None:
-    assert (PUBLISHED / name).read_bytes() == json_schema(FILES[name]), "run python -m poochplan.schemas docs/schemas"
+    hint = "run python -m poochplan.formats.json_schema docs/schemas"
+    assert (PUBLISHED / name).read_bytes() == json_schema(FILES[name]), hint
 
 
 def test_nothing_else_is_published() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.sweep import SweepPoint
-from poochplan.profiler.schema import Profile
 
 Pooch = Any
 COLUMNS = [

@@ -9,7 +9,7 @@ import torch
 
 import poochplan
 from poochplan.errors import StepError
-from poochplan.profiler.forward_only import checked_loss
+from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.records import StepRecord, bitwise_equal, first_difference
 from poochplan.verify import check, run_in_core
 

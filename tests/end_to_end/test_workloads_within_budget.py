@@ -14,10 +14,10 @@ import torch
 from live_bytes import LiveBytes
 
 import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.schema import Decision, Plan
-from poochplan.profiler.schema import Profile
-from poochplan.runtime.report import Report
+from poochplan.runtime.run_report import Report
 from poochplan.workload import Workload, load_workload
 
 PLANNING_S = 4.0

@@ -10,9 +10,9 @@ from cases import CASES, WHERE
 from nets import equal, train
 from random_plans import random_plan
 
-from poochplan.runtime.cuda import CudaDevice, hard_cap
-from poochplan.runtime.pinned import PinnedMemory, cupy_or_none
-from poochplan.runtime.transfers import copy_in, copy_out
+from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
+from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
+from poochplan.runtime.devices.transfers import copy_in, copy_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def cupy(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("poochplan.runtime.cuda.cupy_or_none", lambda: cupy)
+    monkeypatch.setattr("poochplan.runtime.devices.cuda.cupy_or_none", lambda: cupy)
     opened = CudaDevice(WHERE)
     yield opened
     opened.close()
@@ -173,14 +173,14 @@ def test_a_session_within_its_cap_trains_exactly() -> None:
 
 
 def test_without_cupy_a_plan_trains_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poochplan.runtime.cuda.cupy_or_none", lambda: None)
+    monkeypatch.setattr("poochplan.runtime.devices.cuda.cupy_or_none", lambda: None)
     case = CASES["residual"]
     plan = random_plan(case.profile(), 0, (0, 1, 0))
     assert equal(train(case, 2)[0], train(case, 2, plan)[0])
 
 
 def test_an_ops_workspace_is_in_the_profile() -> None:
-    from poochplan.profiler.clock import CudaWorkspace
+    from poochplan.profiler.capture.clock import CudaWorkspace
 
     meter = CudaWorkspace(WHERE)
     meter.begin()
@@ -192,7 +192,7 @@ def test_an_ops_workspace_is_in_the_profile() -> None:
 
 
 def test_events_tell_the_time_of_the_device_not_of_queueing() -> None:
-    from poochplan.profiler.clock import CudaClock
+    from poochplan.profiler.capture.clock import CudaClock
 
     clock = CudaClock(WHERE)
     marks = []

@@ -12,8 +12,8 @@ from nets import Case, equal, metered_peaks, train
 from random_plans import random_plan
 
 import poochplan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.schema import Profile
 
 pytestmark = pytest.mark.gpu
 WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}

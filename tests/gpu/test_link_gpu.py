@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import WHERE
 
-from poochplan.profiler.link import LARGEST_PAGEABLE_BYTES, measure_link
+from poochplan.profiler.link.measure import LARGEST_PAGEABLE_BYTES, measure_link
 
 pytestmark = pytest.mark.gpu
 SIZES = (64 << 10, 1 << 20, 16 << 20, 2 * LARGEST_PAGEABLE_BYTES)

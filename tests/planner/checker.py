@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from poochplan.planner.schema import Plan, PointActions
-from poochplan.profiler.schema import Profile
+from poochplan.formats.plan import Plan, PointActions
+from poochplan.formats.profile import Profile
 
 
 class Violation(AssertionError):

@@ -35,11 +35,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from poochplan.planner.candidate import Candidate, movable, try_decisions
-from poochplan.planner.problem import Problem
-from poochplan.planner.schedule import Schedule, assemble
-from poochplan.planner.schema import Decision
-from poochplan.planner.simulate import Simulation, simulate
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.candidate import Candidate, movable, try_decisions
+from poochplan.planner.judge.simulate import Simulation, simulate
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import Schedule, assemble
 
 from .oracle_clock import is_plain
 from .oracle_search import Actions, Freedom, Search, State, subsets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from poochplan.profiler.schema import Link
+from poochplan.formats.profile import Link
 
 Queue: TypeAlias = tuple[tuple[int, float], ...]
 """(value, seconds alone on the link that are left), first in, first out."""

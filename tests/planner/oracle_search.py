@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
-from poochplan.planner.candidate import movable
-from poochplan.planner.problem import Problem
-from poochplan.planner.schema import Decision
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.candidate import movable
+from poochplan.planner.problem.problem import Problem
 
 from .oracle_clock import Clock, run, wait_in, wait_out
 

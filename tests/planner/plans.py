@@ -6,12 +6,12 @@ import random
 
 import msgspec
 
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.problem import Problem
-from poochplan.planner.schedule import Schedule
-from poochplan.planner.schema import Decision, Plan
-from poochplan.planner.style import Tuning
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.schedule.style import Tuning
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from poochplan.profiler.schema import (
+from poochplan.formats.profile import (
     Device,
     Handle,
     Kind,

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poochplan.planner import arena
-from poochplan.planner.arena import blocks_of
-from poochplan.planner.packing import Block, live_peak
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.arena import blocks as arena
+from poochplan.planner.arena.blocks import blocks_of
+from poochplan.planner.arena.packing import Block, live_peak
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan
-from poochplan.planner.problem import build_problem
-from poochplan.planner.schedule import fit, schedule_of
-from poochplan.planner.schema import Plan
-from poochplan.planner.simulate import simulate
-from poochplan.planner.style import Style
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import fit, schedule_of
+from poochplan.planner.schedule.style import Style
 from poochplan.report.tables import plan_rows
 
 from .checker import check

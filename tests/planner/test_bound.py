@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.problem import build_problem
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import build_problem
 
 from .oracle import best_schedule
 from .tiny_profiles import tiny_budget, tiny_profile

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.planner.caching_allocator import CachingAllocator, Reserved, peak_reserved
-from poochplan.planner.packing import Block, live_peak
+from poochplan.planner.arena.caching_allocator import CachingAllocator, Reserved, peak_reserved
+from poochplan.planner.arena.packing import Block, live_peak
 
 KB, MB = 1 << 10, 1 << 20
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem import build_problem
-from poochplan.planner.schedule import fit, schedule_of
-from poochplan.planner.schema import Decision, Plan
-from poochplan.planner.simulate import simulate
-from poochplan.planner.style import Style
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import fit, schedule_of
+from poochplan.planner.schedule.style import Style
 
 from .checker import Violation, check
 from .plans import plan_with, random_decisions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import poochplan
-from poochplan.profiler.schema import PointKind, Profile
+from poochplan.formats.profile import PointKind, Profile
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "instances"
 FILES = sorted(FOLDER.glob("*.json.gz"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poochplan.planner.candidate import movable
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import movable
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schema import Decision
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import Problem, build_problem
 
 from .checker import check
 from .oracle import Freedom, Optimum, best_decisions, best_schedule

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.planner.packing import Block, live_peak, pack
+from poochplan.planner.arena.packing import Block, live_peak, pack
 
 UNIT = 512
 QUICK = settings(deadline=None, derandomize=True, max_examples=100)

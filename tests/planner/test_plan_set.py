@@ -10,8 +10,8 @@ import pytest
 
 from poochplan import PlanSet
 from poochplan.errors import ModelMismatchError, UsageError
+from poochplan.formats.plan import Plan
 from poochplan.planner.planning import plan
-from poochplan.planner.schema import Plan
 
 from .toys import one_value
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
-from poochplan.planner.candidate import movable, swap_all_on_demand
-from poochplan.planner.fluid import Request
-from poochplan.planner.ilp import solve_fluid
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Kind, Profile
+from poochplan.planner.judge.candidate import movable, swap_all_on_demand
+from poochplan.planner.model.decide import solve_fluid
+from poochplan.planner.model.fluid import Request
+from poochplan.planner.model.solvers import Limits, choose_solver
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
-from poochplan.planner.problem import build_problem
-from poochplan.planner.schema import Decision, Plan
-from poochplan.planner.solvers import Limits, choose_solver
-from poochplan.profiler.schema import Kind, Profile
+from poochplan.planner.problem.problem import build_problem
 from poochplan.units import parse_budget
 
 from .checker import check

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.planner.candidate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Kind, Phase, Profile
+from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput, greedy, policies, policy_names, pooch, run_policy
-from poochplan.planner.schema import Decision
-from poochplan.profiler.schema import Kind, Phase, Profile
 
 from .checker import check
 from .plans import plan_with

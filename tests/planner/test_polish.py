@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poochplan.planner.candidate import Candidate, least_step_s, try_decisions
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import Candidate, least_step_s, try_decisions
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.polish import least_peak_bytes, polish
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import fit, lists_of
-from poochplan.planner.schema import Decision
-from poochplan.planner.search import Budget
-from poochplan.planner.simulate import simulate
-from poochplan.planner.style import Style
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import fit, lists_of
+from poochplan.planner.schedule.style import Style
+from poochplan.planner.search.descent import Budget
+from poochplan.planner.search.polish import least_peak_bytes, polish
 
 from .checker import check
 from .oracle import best_schedule

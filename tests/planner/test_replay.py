@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.recording import recording_for
-from poochplan.profiler.schema import Kind
+from poochplan.formats.profile import Kind
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.recording import recording_for
 
 from .random_profiles import Recorder, link
 

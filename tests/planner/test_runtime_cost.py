@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from poochplan.formats.plan import Decision, PointActions
+from poochplan.formats.profile import Profile, RuntimeCost
+from poochplan.planner.judge.host_time import recorded_ops, runtime_seconds
 from poochplan.planner.planning import plan
-from poochplan.planner.problem import build_problem
-from poochplan.planner.runtime_cost import recorded_ops, runtime_seconds
-from poochplan.planner.schedule import Schedule, keep_all
-from poochplan.planner.schema import Decision, PointActions
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import Schedule, keep_all
 from poochplan.planner.whatif import for_machine
-from poochplan.profiler.schema import Profile, RuntimeCost
 
 from .random_profiles import resnet_like, transformer_like
 

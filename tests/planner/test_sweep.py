@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from poochplan.errors import UsageError
+from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as module
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.sweep import SweepPoint, default_budgets, sweep
-from poochplan.profiler.schema import Profile
 
 from .random_profiles import resnet_like, transformer_like
 

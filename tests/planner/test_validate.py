@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, PoochError
+from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.validate import check_profile
+from poochplan.planner.problem.validate import check_profile
 from poochplan.planner.whatif import static_bytes
-from poochplan.profiler.schema import PointKind, Profile
 
 from .random_profiles import resnet_like
 

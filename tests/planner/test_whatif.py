@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.links import PRESET_BYTES_PER_S, preset_link
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.whatif import for_machine, parse_link, static_bytes
-from poochplan.profiler.presets import PRESET_BYTES_PER_S, preset_link
-from poochplan.profiler.schema import Profile
 
 from .random_profiles import resnet_like, transformer_like
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from poochplan.planner.candidate import movable
+from poochplan.formats.profile import Kind, Link, Profile
+from poochplan.planner.judge.candidate import movable
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem import build_problem
-from poochplan.profiler.schema import Kind, Link, Profile
+from poochplan.planner.problem.problem import build_problem
 
 from .random_profiles import Recorder, link
 

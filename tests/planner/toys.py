@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.profiler.schema import Kind, Profile
+from poochplan.formats.profile import Kind, Profile
 
 from .random_profiles import Recorder, link
 

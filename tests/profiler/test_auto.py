@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import poochplan
 from poochplan.errors import StepError
+from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
-from poochplan.profiler.clock import CpuClock
-from poochplan.profiler.estimate import needed_without_memory
-from poochplan.profiler.runner import Runner
-from poochplan.profiler.schema import Profile
+from poochplan.profiler.capture.clock import CpuClock
+from poochplan.profiler.fake.estimate import needed_without_memory
+from poochplan.profiler.real import Runner
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:

@@ -17,9 +17,9 @@ from torch.autograd import grad  # as users import it
 
 import poochplan
 from poochplan.errors import SpillError, StepError, UsageError
+from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
-from poochplan.profiler.link import measure_link
-from poochplan.profiler.schema import Profile
+from poochplan.profiler.link.measure import measure_link
 
 MODES = ["run", "swap-all", "auto", "fake"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)

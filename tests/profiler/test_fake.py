@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import poochplan
 from poochplan.errors import StepError, UsageError
-from poochplan.profiler.corrections import workspace_bytes
-from poochplan.profiler.fake import building
-from poochplan.profiler.schema import PointKind, Profile
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.profiler.fake.corrections import workspace_bytes
+from poochplan.profiler.fake.fake import building
 
 
 def _conv() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:

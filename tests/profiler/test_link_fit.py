@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.profiler.link import CURVE_SIZES_BYTES, SIZES_BYTES
-from poochplan.profiler.link_fit import fit_line
-from poochplan.profiler.schema import LinkDirection
+from poochplan.formats.profile import LinkDirection
+from poochplan.profiler.link.curve import fit_line
+from poochplan.profiler.link.measure import CURVE_SIZES_BYTES, SIZES_BYTES
 
 MIB = 1 << 20
 GRIDS = pytest.mark.parametrize("sizes", [SIZES_BYTES, CURVE_SIZES_BYTES])

@@ -12,8 +12,8 @@ from nets import CASES, LINK
 from torch import nn
 
 import poochplan
-from poochplan.profiler.op_bench import OpBench, OpSpec, cache_path
-from poochplan.profiler.schema import Device, Profile
+from poochplan.formats.profile import Device, Profile
+from poochplan.profiler.fake.op_bench import OpBench, OpSpec, cache_path
 
 aten = torch.ops.aten
 HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num_threads())

@@ -16,8 +16,8 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
-from poochplan.profiler.live import live_bytes
-from poochplan.profiler.schema import Kind, Phase, PointKind, Profile
+from poochplan.formats.occupancy import live_bytes
+from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 
 
 def _profile(step: Callable[[], torch.Tensor], model: nn.Module, **options: object) -> Profile:
@@ -238,7 +238,7 @@ def test_a_truncated_profile_is_refused(chain: Profile, tmp_path: Path) -> None:
 
 
 def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
-    from poochplan.profiler.link import measure_link
+    from poochplan.profiler.link.measure import measure_link
 
     link = measure_link(torch.device("cpu"), tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poochplan.profiler.roofline import DEVICES, LAUNCH_S, op_bytes, op_flops, op_seconds, parse_roofline
+from poochplan.profiler.fake.roofline import DEVICES, LAUNCH_S, op_bytes, op_flops, op_seconds, parse_roofline
 
 
 class Ops(TorchDispatchMode):

@@ -10,7 +10,7 @@ import torch
 from nets import CASES, LINK
 
 import poochplan
-from poochplan.profiler.runtime_cost import runtime_cost
+from poochplan.profiler.trials.handle_cost import runtime_cost
 
 
 def test_a_profile_says_what_handles_swaps_and_recording_cost() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import StepError
-from poochplan.profiler.schema import Kind, Profile
+from poochplan.formats.profile import Kind, Profile
 
 Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 

@@ -12,9 +12,9 @@ import torch
 from nets import LINK, Residual
 
 import poochplan
+from poochplan.formats.profile import LayerTimes, Phase, Profile
 from poochplan.planner.whatif import for_machine
-from poochplan.profiler.reconciliation import Reconciled, reconcile
-from poochplan.profiler.schema import LayerTimes, Phase, Profile
+from poochplan.profiler.assembly.reconcile import Reconciled, reconcile
 from poochplan.report.tables import profile_rows
 
 F, B, OPT = Phase

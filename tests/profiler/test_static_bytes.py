@@ -11,7 +11,7 @@ from nets import LINK
 from torch import nn
 
 import poochplan
-from poochplan.profiler.schema import Profile
+from poochplan.formats.profile import Profile
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512

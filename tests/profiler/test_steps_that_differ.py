@@ -10,9 +10,9 @@ from nets import LINK, Residual
 from torch import nn
 
 import poochplan
+from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.schema import Phase, Profile
-from poochplan.profiler.verification import UNVERIFIED
+from poochplan.profiler.trials.compare import UNVERIFIED
 
 
 class Alternates(nn.Module):

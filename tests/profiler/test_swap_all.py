@@ -16,11 +16,11 @@ from nets import CASES, LINK, equal, train
 from torch import nn
 
 import poochplan
-from poochplan.planner.problem import build_problem
+from poochplan.formats.profile import Profile
+from poochplan.planner.problem.problem import build_problem
 from poochplan.profiler import profiling
-from poochplan.profiler.schema import Profile
-from poochplan.profiler.verification import DIFFERS
-from poochplan.profiler.verification_parts import parts_of
+from poochplan.profiler.trials.compare import DIFFERS
+from poochplan.profiler.trials.parts import parts_of
 from poochplan.workload import load_workload
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -155,7 +155,7 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
 def test_a_limit_of_the_address_space_counts_as_memory() -> None:
     script = """
         import resource
-        from poochplan.profiler.fitting import available_bytes
+        from poochplan.profiler.fake.memory_left import available_bytes
         pages = int(open("/proc/self/statm").read().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (64 << 20), resource.RLIM_INFINITY))
         print(available_bytes())

@@ -16,8 +16,8 @@ from nets import LINK, Residual
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.profiler.schema import Kind, Phase, PointKind, Profile
-from poochplan.profiler.tables import FRAMES, OUTSIDE
+from poochplan.formats.profile import Kind, Phase, PointKind, Profile
+from poochplan.formats.queries import FRAMES, OUTSIDE
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from nets import CASES, equal, train
 from random_plans import random_plan
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from poochplan.planner.schema import Plan
-from poochplan.runtime.entry import Handle
-from poochplan.runtime.transfers import Copy, raise_held_back
+from poochplan.formats.plan import Plan
+from poochplan.runtime.devices.transfers import Copy, raise_held_back
+from poochplan.runtime.engine.saved_value import Handle
 
 CASE = CASES["residual"]
 HANGS_AFTER_S = 120

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
-from poochplan.planner.schema import Plan
-from poochplan.runtime.report import Report
+from poochplan.formats.plan import Plan
+from poochplan.runtime.run_report import Report
 
 
 class Residual(nn.Module):
@@ -125,7 +125,7 @@ CASES = {
 
 
 def _link() -> object:
-    from poochplan.profiler.schema import Link, LinkDirection
+    from poochplan.formats.profile import Link, LinkDirection
 
     direction = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
     return Link(name="spill", outward=direction, inward=direction)

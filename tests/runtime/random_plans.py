@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from poochplan.planner.schema import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
-from poochplan.profiler.schema import PointKind, Profile
+from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
+from poochplan.formats.profile import PointKind, Profile
 
 
 def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float] = (1, 2, 2)) -> Plan:

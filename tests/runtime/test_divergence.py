@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
 from poochplan.errors import DivergenceError, ModelMismatchError
-from poochplan.planner.schema import Decision, Plan
+from poochplan.formats.plan import Decision, Plan
 
 WIDTH = 8
 Step = Callable[[nn.Module], torch.Tensor]

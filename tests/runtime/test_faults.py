@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import poochplan
 from poochplan.errors import SpillError
-from poochplan.planner.schema import Plan
-from poochplan.runtime.cpu import CpuDevice
-from poochplan.runtime.transfers import copy_out
+from poochplan.formats.plan import Plan
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.transfers import copy_out
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 

@@ -17,7 +17,7 @@ from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, 
 from nets import equal, train
 
 import poochplan
-from poochplan.planner.schema import Plan
+from poochplan.formats.plan import Plan
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 

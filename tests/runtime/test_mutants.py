@@ -15,10 +15,12 @@ from random_plans import random_plan
 
 import poochplan
 from poochplan.errors import SpillError
-from poochplan.planner.schema import Decision, Plan, PointActions
-from poochplan.runtime import engine, entry, transfers
+from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.runtime.devices import transfers
+from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.engine import engine
+from poochplan.runtime.engine import saved_value as entry
 from poochplan.runtime.session import Session
-from poochplan.runtime.transfers import copy_in, copy_out
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]

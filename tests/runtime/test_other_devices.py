@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.runtime.devices import model_device, usable_device
-from poochplan.runtime.operators import traits
-from poochplan.runtime.recorder import Recorder, written_tensors
-from poochplan.runtime.report import MemoryPeaks
-from poochplan.runtime.storages import storage_key
+from poochplan.runtime.devices.opening import model_device, usable_device
+from poochplan.runtime.replays.recorder import Recorder, written_tensors
+from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import storage_key
 
 pytestmark = pytest.mark.cpu_device
 

@@ -7,10 +7,10 @@ from nets import CASES, Case, equal, train
 
 import poochplan
 from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import policy_names
-from poochplan.planner.schema import Plan
-from poochplan.profiler.schema import Profile
 
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)
 

@@ -10,13 +10,13 @@ from nets import CASES, Case, train
 from plans import plan_with, random_decisions
 
 import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Schedule, assemble, fit
-from poochplan.planner.schema import Decision, Plan
-from poochplan.profiler.schema import Phase, PointKind, Profile
-from poochplan.runtime.operators import traits
-from poochplan.runtime.recorder import Recorder
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import Schedule, assemble, fit
+from poochplan.runtime.replays.recorder import Recorder
+from poochplan.tensors.operators import traits
 
 STEPS = 2
 

@@ -13,11 +13,11 @@ from plans import plan_with, random_decisions, random_tuning
 from torch import nn
 
 import poochplan
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Schedule, assemble, fit
-from poochplan.planner.schema import Decision
-from poochplan.planner.simulate import simulate
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import Schedule, assemble, fit
 
 NEVER_MINE = "it was there before the step"
 """Why inputs and constants are not recomputed."""

@@ -15,12 +15,12 @@ from random_plans import random_plan
 from torch import nn
 
 import poochplan
-from poochplan.planner.problem import build_problem
-from poochplan.planner.schedule import assemble
-from poochplan.planner.schema import Decision, Plan, PointActions
-from poochplan.profiler.schema import Profile
-from poochplan.profiler.verification import DIFFERS
-from poochplan.runtime.recorder import RecordedOp, Slot
+from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.formats.profile import Profile
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import assemble
+from poochplan.profiler.trials.compare import DIFFERS
+from poochplan.runtime.replays.recorder import RecordedOp, Slot
 
 REPLAY_ALL = (0, 0, 1)
 
@@ -120,8 +120,8 @@ def test_a_value_written_where_recording_is_off() -> None:
     _check(lambda: Stages(between), _loss, plan_of)
 
 
-def _with_saves(plan: Plan) -> list[poochplan.planner.schema.PointActions]:
-    from poochplan.planner.schema import PointActions
+def _with_saves(plan: Plan) -> list[poochplan.formats.plan.PointActions]:
+    from poochplan.formats.plan import PointActions
 
     have = {actions.index: actions for actions in plan.schedule if actions.at == "save"}
     return [have.get(index, PointActions(at="save", index=index)) for index in range(len(plan.values))]

@@ -19,12 +19,14 @@ from random_plans import random_plan
 from torch import nn
 
 import poochplan
-from poochplan.planner.schema import Plan
-from poochplan.runtime import recorder, replay, session, storages
-from poochplan.runtime.course import Course
-from poochplan.runtime.engine import Engine
-from poochplan.runtime.entry import Handle
-from poochplan.runtime.host import HostSlab
+from poochplan.formats.plan import Plan
+from poochplan.runtime import session
+from poochplan.runtime.engine.course import Course
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.host_slab import HostSlab
+from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.replays import recorder, replay
+from poochplan.tensors import storages
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.slow]
 SWAP, REPLAY = (0, 1, 0), (0, 0, 1)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.planner.schema import Plan
+from poochplan.formats.plan import Plan
 
 CASE = CASES["residual"]
 

@@ -13,15 +13,15 @@ from nets import CASES, Case, equal, metered_peaks, train
 from plans import plan_with, random_decisions, random_tuning
 
 import poochplan
-from poochplan.planner.candidate import try_decisions
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Link, LinkDirection, Profile
+from poochplan.planner.judge.candidate import try_decisions
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.polish import polish
-from poochplan.planner.problem import Problem, build_problem
-from poochplan.planner.schedule import Schedule, assemble, fit, lists_of
-from poochplan.planner.schema import Decision
-from poochplan.planner.search import Budget
-from poochplan.planner.simulate import simulate
-from poochplan.profiler.schema import Link, LinkDirection, Profile
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import Schedule, assemble, fit, lists_of
+from poochplan.planner.search.descent import Budget
+from poochplan.planner.search.polish import polish
 
 SLOW = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=5e7)
 SHARE = 0.3

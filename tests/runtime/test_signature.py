@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 import poochplan
-from poochplan.runtime.signature import input_signature
+from poochplan.tensors.signatures import input_signature
 
 pytestmark = pytest.mark.cpu_device
 Pair = namedtuple("Pair", "left right")

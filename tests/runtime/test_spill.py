@@ -15,9 +15,9 @@ from random_plans import random_plan
 
 import poochplan
 from poochplan.errors import SpillError
-from poochplan.runtime.cpu import CpuDevice
-from poochplan.runtime.spill import SpillFile, choose_spill_dir, file_system_type
-from poochplan.runtime.transfers import copy_in, copy_out
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.transfers import copy_in, copy_out
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]

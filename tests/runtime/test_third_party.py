@@ -7,9 +7,9 @@ from nets import Case, equal, train
 from plans import plan_with
 from third_party_networks import NETWORKS, QUICK, random_schedule
 
-from poochplan.planner.problem import build_problem
-from poochplan.planner.schema import Decision
-from poochplan.planner.simulate import simulate
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.problem.problem import build_problem
 
 PLANS, STEPS = 2, 2
 

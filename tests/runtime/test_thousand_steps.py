@@ -18,12 +18,12 @@ from random_plans import random_plan
 from torch import nn
 
 import poochplan
-from poochplan.planner.schema import Decision, Plan
-from poochplan.runtime.cpu import CpuDevice
-from poochplan.runtime.entry import Entry, Handle
-from poochplan.runtime.recorder import Slot
+from poochplan.formats.plan import Decision, Plan
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.transfers import Copy
+from poochplan.runtime.engine.saved_value import Entry, Handle
+from poochplan.runtime.replays.recorder import Slot
 from poochplan.runtime.session import Session
-from poochplan.runtime.transfers import Copy
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 

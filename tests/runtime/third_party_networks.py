@@ -12,10 +12,10 @@ from plans import random_decisions, random_tuning
 from torch import nn
 from torch.nn import functional as F
 
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem import Problem
-from poochplan.planner.schedule import Schedule, fit
-from poochplan.profiler.schema import Profile
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import Schedule, fit
 
 Tensor = torch.Tensor
 Made = tuple[nn.Module, Callable[[nn.Module], Tensor]]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
-from ..errors import UsageError
-from ..files import check_output
+from poochplan.errors import UsageError
+from poochplan.formats.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

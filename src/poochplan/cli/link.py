@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..units import format_bytes, format_rate, format_seconds, parse_rate
+from poochplan.errors import UsageError
+from poochplan.units import format_bytes, format_rate, format_seconds, parse_rate
+
 from .base import Verb
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ..profiler.schema import Link, LinkDirection
+    from poochplan.formats.profile import Link, LinkDirection
 
 
 class LinkVerb(Verb):
@@ -44,9 +45,9 @@ class LinkVerb(Verb):
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         import msgspec
 
-        from ..profiler.link_cache import cache_path, cached_link
-        from ..report.tables import frame_table, summary_table
-        from ..runtime.devices import usable_device
+        from poochplan.profiler.link.cache import cache_path, cached_link
+        from poochplan.report.tables import frame_table, summary_table
+        from poochplan.runtime.devices.opening import usable_device
 
         where = usable_device(options.device)
         if where.type != "cpu" and throttle is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
-from ..units import format_bytes, parse_budget, parse_bytes
+from poochplan.errors import UsageError
+from poochplan.units import format_bytes, parse_budget, parse_bytes
+
 from .base import positive
 
 if TYPE_CHECKING:
-    from ..profiler.schema import Profile
+    from poochplan.formats.profile import Profile
 
 DEFAULT_MARGIN = "512MiB"
 MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
@@ -42,7 +43,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def profile_for(profile: Profile, options: argparse.Namespace) -> Profile:
     """The profile on the machine that the options name; raises what ``for_machine`` raises."""
-    from ..planner.whatif import for_machine
+    from poochplan.planner.whatif import for_machine
 
     return for_machine(
         profile, link=options.link, device_memory=options.device_memory, compute_scale=options.compute_scale

@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import TimeLimitError
+from poochplan.errors import TimeLimitError
+
 from .base import Verb, at_least, positive
 from .machine import add_machine_arguments, chosen_budget, profile_for, require_budget
 
 if TYPE_CHECKING:
-    from ..planner.schema import Plan
-    from ..profiler.schema import Profile
+    from poochplan.formats.plan import Plan
+    from poochplan.formats.profile import Profile
 
 LAYERS_SHOWN = 12
 
@@ -76,8 +77,8 @@ class PlanVerb(Verb):
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
-        from ..planner.planning import plan
-        from ..profiler.schema import Profile
+        from poochplan.formats.profile import Profile
+        from poochplan.planner.planning import plan
 
         options = self.options
         require_budget(options)
@@ -114,8 +115,8 @@ class PlanVerb(Verb):
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
         """Shows what every policy makes of the budget; returns it as data."""
-        from ..planner.comparison import compare_policies, comparison_rows
-        from ..report.policies import policy_data, policy_table
+        from poochplan.planner.comparison import compare_policies, comparison_rows
+        from poochplan.report.policies import policy_data, policy_table
 
         seconds: dict[str, float] = {}
         with self.progress("comparing policies"):
@@ -125,8 +126,8 @@ class PlanVerb(Verb):
         return policy_data(rows, seconds)
 
     def _show(self, made: Plan) -> None:
-        from ..report.layers import decisions_by_layer
-        from ..report.tables import frame_table, plan_rows, summary_table
+        from poochplan.report.layer_table import decisions_by_layer
+        from poochplan.report.tables import frame_table, plan_rows, summary_table
 
         self.show(summary_table(f"Plan for {made.workload}", plan_rows(made)))
         by_layer = decisions_by_layer(made)
@@ -155,7 +156,7 @@ def draw(
     measured_overhead: float | None = None,
 ) -> None:
     """Writes the timeline picture of a plan, with what was measured where there is something."""
-    from ..report.timeline import timeline_of, write_timeline
+    from poochplan.report.timeline import timeline_of, write_timeline
 
     timeline = timeline_of(profile, plan, measured_peak_bytes=measured_peak_bytes, measured_overhead=measured_overhead)
     write_timeline(timeline, path, force=force)
@@ -165,7 +166,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
     """What ``pooch plan --json`` prints: budget, prediction, decisions and how they were found."""
     import msgspec
 
-    from ..report.layers import decision_totals
+    from poochplan.report.layer_table import decision_totals
 
     prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
     decisions = {

@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..units import format_seconds, format_with_spread, parse_rate
+from poochplan.errors import UsageError
+from poochplan.units import format_seconds, format_with_spread, parse_rate
+
 from .base import Verb, at_least, parse_overrides
 
 if TYPE_CHECKING:
-    from ..profiler.schema import Profile
-    from ..workload import LoadedWorkload
+    from poochplan.formats.profile import Profile
+    from poochplan.workload import LoadedWorkload
 
 MODES = ("auto", "run", "swap-all", "fake")
 
@@ -84,7 +85,7 @@ class ProfileVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from ..report.tables import profile_rows, summary_table
+        from poochplan.report.tables import profile_rows, summary_table
 
         options = self.options
         if options.output is not None:
@@ -114,7 +115,7 @@ class ProfileVerb(Verb):
                     raise UsageError(f"{name}: a roofline moves no bytes, its link is a preset; drop {name}")
             if options.cached_link:
                 raise UsageError("--cached-link: a roofline's link is a preset; drop --cached-link")
-            from ..profiler.roofline import parse_roofline
+            from poochplan.profiler.fake.roofline import parse_roofline
 
             parse_roofline(options.roofline)
         elif options.roofline is not None:
@@ -126,7 +127,7 @@ class ProfileVerb(Verb):
     def _load(self) -> LoadedWorkload:
         if not self._is_fake():
             return load(self.options)
-        from ..profiler.fake import building
+        from poochplan.profiler.fake.fake import building
 
         with building():
             return load(self.options)
@@ -134,13 +135,13 @@ class ProfileVerb(Verb):
     def _measure(self, loaded: LoadedWorkload, throttle: float | None) -> Profile:
         import torch
 
-        from ..profiler.profiling import profile
+        from poochplan.profiler.profiling import profile
 
         options, workload = self.options, loaded.workload
         with self.progress(f"profiling {loaded.name}") as say:
             link = None
             if options.cached_link:
-                from ..profiler.link_cache import cached_link
+                from poochplan.profiler.link.cache import cached_link
 
                 say("the link")
                 where = next((parameter.device for parameter in workload.model.parameters()), torch.device("cpu"))
@@ -162,7 +163,7 @@ class ProfileVerb(Verb):
             )
 
     def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:
-        from ..report.tables import frame_table, plain_rows
+        from poochplan.report.tables import frame_table, plain_rows
 
         top = profile.to_frame("layers").head(self.options.top)
         headings = {
@@ -192,9 +193,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> LoadedWorkload:
     """The seeded workload that the options name; raises what ``load_workload`` raises."""
     overrides = parse_overrides(options.settings)
-    from ..runtime.devices import usable_device
-    from ..verify import seed_everything
-    from ..workload import load_workload
+    from poochplan.runtime.devices.opening import usable_device
+    from poochplan.verify import seed_everything
+    from poochplan.workload import load_workload
 
     if options.device is not None:
         usable_device(options.device)

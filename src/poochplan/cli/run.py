@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputFileError, PoochError, UsageError
-from ..units import parse_bytes
+from poochplan.errors import InputFileError, PoochError, UsageError
+from poochplan.units import parse_bytes
+
 from .base import Verb, at_least, parse_overrides
 from .machine import DEFAULT_MARGIN
 from .plan import draw
 from .profile import add_workload_arguments
 
 if TYPE_CHECKING:
-    from ..planner.plan_set import PlanSet
-    from ..planner.schema import Plan
-    from ..profiler.schema import Profile
-    from ..report.runs import RunSummary
-    from ..verify import Build
+    from poochplan.formats.plan import Plan
+    from poochplan.formats.plan_set import PlanSet
+    from poochplan.formats.profile import Profile
+    from poochplan.report.runs import RunSummary
+    from poochplan.verify import Build
 
 
 class RunVerb(Verb):
@@ -81,7 +82,7 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from ..planner.plan_set import PlanSet
+        from poochplan.formats.plan_set import PlanSet
 
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
@@ -108,7 +109,7 @@ class RunVerb(Verb):
 
     def _builder(self, device: str) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
-        from ..workload import load_workload
+        from poochplan.workload import load_workload
 
         return lambda: load_workload(options.workload, overrides, device).workload
 
@@ -129,16 +130,16 @@ class RunVerb(Verb):
         )
 
     def _plans(self) -> Plan | PlanSet:
-        from ..planner.plan_set import PlanSet
-        from ..planner.schema import Plan
+        from poochplan.formats.plan import Plan
+        from poochplan.formats.plan_set import PlanSet
 
         first, *others = self.options.plans
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
     def _profile(self, plan: Plan | PlanSet) -> Profile:
         """The profile that the plan was made from: the one that was named, or the one beside the plan."""
-        from ..planner.plan_set import PlanSet
-        from ..profiler.schema import Profile
+        from poochplan.formats.plan_set import PlanSet
+        from poochplan.formats.profile import Profile
 
         if isinstance(plan, PlanSet):
             raise UsageError(
@@ -169,8 +170,9 @@ class RunVerb(Verb):
 
     def _measure(self, plans: Plan | PlanSet, build: Build) -> tuple[Plan, RunSummary]:
         """What was measured, and the plan that the steps followed."""
+        from poochplan.report.runs import RunSummary
+
         from .. import verify
-        from ..report.runs import RunSummary
 
         options = self.options
         shared: dict[str, Any] = {
@@ -194,7 +196,7 @@ class RunVerb(Verb):
         return planned.plan, summary
 
     def _show(self, plan: Plan, summary: RunSummary) -> None:
-        from ..report.tables import summary_table
+        from poochplan.report.tables import summary_table
 
         steps = f"{self.options.steps} steps and {self.options.timed} timed ones"
         self.show(summary_table(f"{plan.workload}: {steps} under the plan", summary.rows(plan)))

@@ -6,16 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InfeasibleError, PoochError, TimeLimitError, UsageError
-from ..units import format_bytes, format_rate, format_seconds
+from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageError
+from poochplan.units import format_bytes, format_rate, format_seconds
+
 from .base import Verb, at_least, positive
 from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for
 from .plan import default_plan_name
 
 if TYPE_CHECKING:
-    from ..planner.sweep import SweepPoint
-    from ..profiler.schema import Profile
-    from ..report.frontier import Frontier
+    from poochplan.formats.profile import Profile
+    from poochplan.planner.sweep import SweepPoint
+    from poochplan.report.frontier import Frontier
 
 
 class SweepVerb(Verb):
@@ -60,9 +61,9 @@ class SweepVerb(Verb):
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
-        from ..planner.comparison import all_policies
-        from ..planner.planning import smallest_budget
-        from ..profiler.schema import Profile
+        from poochplan.formats.profile import Profile
+        from poochplan.planner.comparison import all_policies
+        from poochplan.planner.planning import smallest_budget
 
         options = self.options
         csv = self.output(options.output or default_sweep_name(options.profile))
@@ -93,7 +94,7 @@ class SweepVerb(Verb):
 
     def _budgets(self, profile: Profile, smallest: int) -> tuple[int, ...]:
         """Bytes, from small to large; raises ``UsageError`` for a budget that cannot be read."""
-        from ..planner.sweep import default_budgets
+        from poochplan.planner.sweep import default_budgets
 
         options = self.options
         if options.budgets is not None:
@@ -112,7 +113,7 @@ class SweepVerb(Verb):
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
         """Fills ``finished``, which is what there is when the sweep is interrupted."""
-        from ..planner.sweep import Solving, sweep
+        from poochplan.planner.sweep import Solving, sweep
 
         options = self.options
         solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap)
@@ -125,8 +126,8 @@ class SweepVerb(Verb):
             sweep(profile, budgets, policies, solving=solving, processes=options.processes, finished=note)
 
     def _write(self, frontier: Frontier, csv: Path, picture: Path | None) -> None:
-        from ..report.frontier import frontier_table, write_frontier
-        from ..report.frontier_picture import write_frontier_picture
+        from poochplan.report.frontier import frontier_table, write_frontier
+        from poochplan.report.frontier_picture import write_frontier_picture
 
         write_frontier(frontier, csv, force=self.options.force)
         self.show(frontier_table(frontier))
@@ -136,7 +137,7 @@ class SweepVerb(Verb):
 
     def _keep_finished(self, frontier: Frontier, csv: Path) -> None:
         """Writes the rows of an interrupted sweep; the picture is left out."""
-        from ..report.frontier import write_frontier
+        from poochplan.report.frontier import write_frontier
 
         if not frontier.points:
             self.show("Interrupted before any plan was finished: nothing was written")
@@ -174,8 +175,8 @@ def _listed(text: str, what: str) -> list[str]:
 
 
 def _frontier(profile: Profile, smallest: int, points: list[SweepPoint], policies: tuple[str, ...]) -> Frontier:
-    from ..planner.whatif import link_text
-    from ..report.frontier import Frontier
+    from poochplan.planner.whatif import link_text
+    from poochplan.report.frontier import Frontier
 
     held = profile.link.throttle_bytes_per_s
     subtitle = (

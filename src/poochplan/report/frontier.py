@@ -8,10 +8,11 @@ from pathlib import Path
 import pandas as pd
 from rich.table import Table
 
-from ..files import write_atomic
-from ..planner.planning import ILP
-from ..planner.sweep import SweepPoint
-from ..units import format_bytes
+from poochplan.formats.files import write_atomic
+from poochplan.planner.planning import ILP
+from poochplan.planner.sweep import SweepPoint
+from poochplan.units import format_bytes
+
 from .tables import overhead_text
 
 COLUMNS = (

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import write_atomic
-from ..planner.comparison import all_policies
-from ..planner.planning import ILP
-from ..units import format_bytes
+from poochplan.formats.files import write_atomic
+from poochplan.planner.comparison import all_policies
+from poochplan.planner.planning import ILP
+from poochplan.units import format_bytes
+
 from .frontier import Frontier
 
 if TYPE_CHECKING:

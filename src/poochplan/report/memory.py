@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..profiler.live import live_bytes
-from ..profiler.schema import Kind, Profile
+from poochplan.formats.occupancy import live_bytes
+from poochplan.formats.profile import Kind, Profile
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..planner.comparison import ComparisonRow
-from ..units import format_bytes, format_seconds
+from poochplan.planner.comparison import ComparisonRow
+from poochplan.units import format_bytes, format_seconds
+
 from .tables import overhead_text
 
 _COLUMNS = ("peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")

@@ -7,13 +7,14 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..planner.schema import Plan
-from ..units import format_bytes, format_seconds
+from poochplan.formats.plan import Plan
+from poochplan.units import format_bytes, format_seconds
+
 from .tables import Rows, arena_row, overhead_text, swapped_text
 
 if TYPE_CHECKING:
-    from ..runtime.report import MemoryPeaks, StepReport
-    from ..verify import Comparison, Run
+    from poochplan.runtime.run_report import MemoryPeaks, StepReport
+    from poochplan.verify import Comparison, Run
 
 MUCH_FRAGMENTATION = 0.1
 

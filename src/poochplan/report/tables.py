@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from ..planner.schema import Plan, Prediction
-from ..profiler.schema import Profile
-from ..profiler.tables import OUTSIDE
-from ..units import format_bytes, format_rate, format_seconds, format_with_spread
-from .layers import decision_totals
+from poochplan.formats.plan import Plan, Prediction
+from poochplan.formats.profile import Profile
+from poochplan.formats.queries import OUTSIDE
+from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
+
+from .layer_table import decision_totals
 from .memory import static_bytes
 
 Rows = Mapping[str, str]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..files import write_atomic
-from ..planner.schema import Plan
-from ..planner.streams import Lane
-from ..profiler.schema import Phase, Profile
-from ..units import format_bytes, format_seconds
-from .layers import simulate_plan
+from poochplan.formats.files import write_atomic
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Phase, Profile
+from poochplan.planner.judge.streams import Lane
+from poochplan.units import format_bytes, format_seconds
+
+from .layer_table import simulate_plan
 from .memory import MemoryCurve, in_core_curve, static_bytes
 from .tables import overhead_text, swapped_text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import UsageError
+from poochplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..errors import UsageError
-from ..runtime.devices import usable_device
-from ..workload import Workload
+from poochplan.errors import UsageError
+from poochplan.runtime.devices.opening import usable_device
+from poochplan.workload import Workload
+
 from .common import make_optimizer, seeded
 
 _START_TOKEN = 0  # what the decoder reads first; the data use tokens from 1 on

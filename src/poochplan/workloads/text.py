@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.devices import usable_device
-from ..workload import Workload
+from poochplan.runtime.devices.opening import usable_device
+from poochplan.workload import Workload
+
 from .common import make_optimizer, require, seeded
 
 _IGNORED_LABEL = -100  # the ignore_index of cross entropy, as transformers uses it

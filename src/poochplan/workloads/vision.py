@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.devices import usable_device
-from ..workload import Workload
+from poochplan.runtime.devices.opening import usable_device
+from poochplan.workload import Workload
+
 from .common import make_optimizer, require, seeded
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UsageError
-from ..runtime.devices import usable_device
-from ..workload import Workload
+from poochplan.errors import UsageError
+from poochplan.runtime.devices.opening import usable_device
+from poochplan.workload import Workload
+
 from .common import make_optimizer, require, seeded
 
 

@@ -1,0 +1,1 @@
+"""The referee: what a schedule does to memory and to time."""

@@ -1,0 +1,279 @@
+"""The referee: what a schedule does to memory and to time, by the semantics of ``docs/semantics.md``.
+
+Memory depends on the schedule alone and is exact at every tick, replays included. Time is a piecewise-linear
+simulation of one compute stream and one copy queue per direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from poochplan.formats.plan import Decision
+from poochplan.planner.problem.needs import claim_for_never_replayed, replay_closure
+from poochplan.planner.problem.problem import Floats, Ints, Problem
+from poochplan.planner.schedule.schedule import Schedule
+
+from .streams import Span, Streams
+
+
+class Wait(NamedTuple):
+    """The compute stream waits for a copy of ``value`` at a point."""
+
+    point: int
+    value: int
+    is_out: bool
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a schedule does."""
+
+    peak_bytes: int
+    first_step_peak_bytes: int
+    peak_tick: int
+    peak_layer: str
+    memory_bytes: Ints
+    """Most bytes live at each tick, inside replays included."""
+    step_s: float
+    stall_s: float
+    """Seconds the compute stream waits for copies."""
+    replay_s: float
+    interference_s: float
+    """Seconds lost because compute runs slower beside copies."""
+    out_bytes: int
+    in_bytes: int
+    waits: tuple[Wait, ...] = ()
+    """Where the compute stream waits, in order."""
+    trace: tuple[Span, ...] = ()
+    """Compute, stalls, replays and copies, for pictures; empty unless asked for."""
+    tick_start_s: Floats = field(default_factory=lambda: np.zeros(0))
+    """When each tick begins; empty unless a trace was asked for."""
+
+
+class _Do(StrEnum):
+    OUT = "out"
+    WAIT_OUT = "wait_out"
+    IN = "in"
+    WAIT_IN = "wait_in"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True)
+class ReplayRun:
+    """One replay, and the saved values it brings back."""
+
+    tick: int
+    targets: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+
+
+def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
+    """Runs ``schedule`` through the exact semantics; ``trace`` adds what a picture needs."""
+    walk = Walk(problem, schedule)
+    memory = _memory(problem, walk)
+    peak_tick = int(np.argmax(memory))
+    streams, waits, tick_start_s = _time(problem, walk, trace)
+    replay_s = sum(run.seconds for run in walk.replays)
+    return Simulation(
+        peak_bytes=int(memory[peak_tick]),
+        first_step_peak_bytes=int((memory - problem.first_step_less_bytes).max()),
+        peak_tick=peak_tick,
+        peak_layer=problem.layer_at(peak_tick),
+        memory_bytes=memory,
+        step_s=problem.step_s + replay_s + streams.stall_s + streams.interference_s,
+        stall_s=streams.stall_s,
+        replay_s=replay_s,
+        interference_s=streams.interference_s,
+        out_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_out),
+        in_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_in),
+        waits=waits,
+        trace=tuple(sorted(streams.spans, key=lambda span: span.start_s)),
+        tick_start_s=tick_start_s,
+    )
+
+
+class Walk:
+    """Goes once through the points as the runtime does; holds where each value is and what was done.
+
+    A value is resident until it is released; a recomputed one is away from its forward death to its replay.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.decisions = problem, schedule.decisions
+        count = problem.value_count
+        self.back_tick = [-1] * count
+        self.release_tick = [-1] * count
+        self.claim: Ints = np.full(count, -1, dtype=np.int64)
+        self.is_arriving = [False] * count
+        self.commands: list[tuple[int, _Do, int]] = []
+        """(point, what, value), or the position in ``replays`` for a replay."""
+        self.replays: list[ReplayRun] = []
+        self.copied_out: list[int] = []
+        self.copied_in: list[int] = []
+        self._run(schedule)
+
+    def _run(self, schedule: Schedule) -> None:
+        problem = self.problem
+        points = problem.save_points, problem.use_points
+        actions = {points[action.at == "use"][action.index]: action for action in schedule.actions}
+        first_uses = {
+            point: value
+            for value, point in enumerate(problem.first_use_point)
+            if point >= 0 and self.decisions[value] is not Decision.KEEP
+        }
+        for point in sorted({*actions, *first_uses}):
+            action = actions.get(point)
+            if action is not None:
+                for value in action.swap_out:
+                    self.commands.append((point, _Do.OUT, value))
+                    self.copied_out.append(value)
+                for value in action.release:
+                    self._release(point, value)
+                for value in action.prefetch:
+                    self._fetch(point, value)
+                for value in action.replay:
+                    self._replay(point, value)
+            used = first_uses.get(point, -1)
+            if used >= 0:
+                self._use(point, used)
+        claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
+
+    def _release(self, point: int, value: int) -> None:
+        self.commands.append((point, _Do.WAIT_OUT, value))
+        self.release_tick[value] = int(self.problem.point_ticks[point])
+
+    def _is_away(self, value: int) -> bool:
+        return self.release_tick[value] >= 0 and self.back_tick[value] < 0
+
+    def _fetch(self, point: int, value: int) -> None:
+        if self._is_away(value):
+            self.back_tick[value] = int(self.problem.point_ticks[point])
+            self.is_arriving[value] = True
+            self.commands.append((point, _Do.IN, value))
+            self.copied_in.append(value)
+
+    def _use(self, point: int, value: int) -> None:
+        if self.decisions[value] is Decision.RECOMPUTE:
+            self._replay(point, value)
+        else:
+            self._fetch(point, value)
+            self._wait(point, value)
+
+    def _wait(self, point: int, value: int) -> None:
+        if self.is_arriving[value]:
+            self.is_arriving[value] = False
+            self.commands.append((point, _Do.WAIT_IN, value))
+
+    def _replay(self, point: int, value: int) -> None:
+        if self.back_tick[value] >= 0:
+            return
+        tick = int(self.problem.point_ticks[point])
+        graph = self.problem.replay
+        targets = replay_closure(self.problem, self.decisions, value, self.back_tick)
+        merged = graph.merged(targets)
+        for source in merged.inputs:
+            self._fetch(point, source)
+            self._wait(point, source)
+        for target in targets:
+            self.back_tick[target] = tick
+            replay = graph.replays[target]
+            assert replay is not None
+            for source in replay.inputs:
+                self.claim[source] = max(self.claim[source], tick)
+        self.commands.append((point, _Do.REPLAY, len(self.replays)))
+        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds))
+
+
+def lives(problem: Problem, walk: Walk) -> tuple[Ints, Ints, Ints]:
+    """Per saved value: last tick of its forward life, then first and last tick of its second life; -1 without one."""
+    last = problem.tick_count - 1
+    death = problem.forward_death
+    end = np.maximum(problem.freed, walk.claim)
+    release = np.array(walk.release_tick, dtype=np.int64)
+    back = np.array(walk.back_tick, dtype=np.int64)
+    recomputed = np.array([decision is Decision.RECOMPUTE for decision in walk.decisions])
+    first_end = np.where(
+        recomputed, death, np.where(release >= 0, np.maximum(death, release - 1), np.maximum(death, end))
+    )
+    return np.minimum(first_end, last), back, np.where(back >= 0, np.minimum(np.maximum(end, back), last), -1)
+
+
+def _memory(problem: Problem, walk: Walk) -> Ints:
+    """Most bytes live at each tick."""
+    size_bytes = problem.rounded_bytes
+    first_end, back, end = lives(problem, walk)
+    change = np.zeros(problem.tick_count + 1, dtype=np.int64)
+    np.add.at(change, problem.born, size_bytes)
+    np.subtract.at(change, first_end + 1, size_bytes)
+    again = np.flatnonzero(back >= 0)
+    np.add.at(change, back[again], size_bytes[again])
+    np.subtract.at(change, end[again] + 1, size_bytes[again])
+    memory: Ints = np.cumsum(change)[:-1] + problem.base_bytes
+    _add_inside_replays(problem, walk.replays, memory)
+    return memory
+
+
+def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: Ints) -> None:
+    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there, one after another."""
+    by_tick: dict[int, list[ReplayRun]] = {}
+    for run in replays:
+        by_tick.setdefault(run.tick, []).append(run)
+    for tick, runs in by_tick.items():
+        target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
+        live = int(memory[tick]) - sum(target_bytes)
+        for run, brought_back in zip(runs, target_bytes, strict=True):
+            memory[tick] = max(memory[tick], live + run.peak_bytes)
+            live += brought_back
+
+
+def _time(problem: Problem, walk: Walk, trace: bool) -> tuple[Streams, tuple[Wait, ...], Floats]:
+    streams = Streams(problem.link, trace)
+    work = problem.point_work_list
+    out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}
+    in_seconds = {value: problem.in_seconds(value) for value in walk.copied_in}
+    waits: list[Wait] = []
+    done_s = 0.0
+    for point, what, value in walk.commands:
+        if work[point] > done_s:
+            streams.compute(work[point] - done_s)
+            done_s = work[point]
+        if what is _Do.OUT:
+            streams.queue_out(value, out_seconds[value], problem.names[value])
+        elif what is _Do.IN:
+            streams.queue_in(value, in_seconds[value], problem.names[value])
+        elif what is _Do.REPLAY:
+            run = walk.replays[value]
+            streams.replay(run.seconds, ", ".join(problem.names[target] for target in run.targets))
+        else:
+            is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
+            (streams.wait_out if is_out else streams.wait_in)(value, problem.names[value])
+            if streams.stall_s > stalled_s:
+                waits.append(Wait(point, value, is_out, streams.stall_s - stalled_s))
+        if trace:
+            streams.mark(int(problem.point_ticks[point]), done_s)
+    streams.compute(problem.step_s - done_s)
+    return streams, tuple(waits), _tick_starts(problem, streams) if trace else np.zeros(0)
+
+
+def _tick_starts(problem: Problem, streams: Streams) -> Floats:
+    """Wall time at which each tick begins."""
+    work = np.zeros(problem.tick_count)
+    work[problem.op_ticks] = problem.work_before_op_s[:-1]
+    work[problem.point_ticks] = problem.point_work_s
+    starts = np.zeros(problem.tick_count)
+    marks = [(-1, 0.0, 0.0), *streams.marks, (problem.tick_count, problem.step_s, streams.now_s)]
+    for (tick, work_s, wall_s), (next_tick, _, _) in pairwise(marks):
+        # Between two marks the compute stream never waits, so wall time is a function of work done.
+        inside = [(w, t) for w, t in streams.progress if work_s < w and t > wall_s]
+        x, y = [work_s, *(w for w, _ in inside)], [wall_s, *(t for _, t in inside)]
+        ticks = slice(tick + 1, min(next_tick, problem.tick_count - 1) + 1)
+        starts[ticks] = np.interp(work[ticks], x, y)
+    return starts

@@ -1,0 +1,1 @@
+"""The integer program: PLAN decides, BOUND proves."""

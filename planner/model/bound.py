@@ -1,0 +1,115 @@
+"""The proven lower bound on the step time of every plan: the relaxation BOUND, first as LP, then as MIP.
+
+Proven for every plan that follows ``docs/semantics.md`` and releases a value, if at all, before its first use; the
+argument, row by row, is in ``docs/planner.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from poochplan.planner.judge.candidate import movable
+from poochplan.planner.problem.problem import Problem
+
+from .fluid import FluidModel, Purpose, Request, build_fluid_model
+from .solvers import Cancel, Limits, LinearSolution, solve_linear
+from .whole_rows import large_values
+
+INTEGRAL_SHARE = 0.0005
+"""Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
+INTEGRAL_GAP = 2e-4
+"""The MIP stops when it is solved to this share of the step."""
+LARGE_SHARE = 0.02
+"""Values of more than this share of the saved bytes move in one piece in the MIP."""
+GRID = 60
+"""Slots at which the MIP counts these."""
+SAFETY = 1e-6
+"""Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
+
+
+def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits) -> float:
+    """Seconds: the bound of the LP for ``budget_bytes``; the in-core step where the solver proves nothing in time.
+
+    The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
+    """
+    started_s = time.perf_counter()
+    model = _model(problem, budget_bytes)
+    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
+    found = solve_linear(model.linear.arrays(), solver, Limits(left_s), relaxed=True)
+    return _bound_of(model, found)
+
+
+def integral_bound(
+    problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None = None
+) -> float:
+    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum."""
+    started_s = time.perf_counter()
+    large = large_values(problem, movable(problem), LARGE_SHARE)
+    model = _model(problem, budget_bytes, large)
+    small = INTEGRAL_SHARE * model.all_bytes
+    for columns in (model.swap, model.recompute):
+        for value, column in columns.items():
+            if model.resident[value] < small:
+                model.linear.is_integer[column] = False
+    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
+    scaled = Limits(left_s, INTEGRAL_GAP, INTEGRAL_GAP * problem.step_s / model.time_unit_s)
+    found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
+    return max(problem.step_s, _bound_of(model, found) - SAFETY * problem.step_s)
+
+
+def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> FluidModel:
+    request = Request(budget_bytes, tuple(movable(problem)), Purpose.BOUND, whole=large, grid=GRID)
+    return build_fluid_model(problem, request)
+
+
+def _bound_of(model: FluidModel, found: LinearSolution) -> float:
+    # Above ``longest`` the columns' upper bounds could cut off a plan.
+    added = 0.0 if found.bound is None else min(max(0.0, found.bound), model.longest)
+    return model.problem.step_s + added * model.time_unit_s
+
+
+class Proof:
+    """State: the best bound proven so far, while the plan is searched for.
+
+    With a thread of its own the MIP runs beside the search (the solver lets go of the interpreter); without, only the
+    LP is solved.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, solver: str, deadline_s: float, *, threaded: bool) -> None:
+        self._problem, self._budget_bytes, self._solver, self._deadline_s = problem, budget_bytes, solver, deadline_s
+        self._cancel = Cancel()
+        self._error: BaseException | None = None
+        self.linear_s = lower_bound(problem, budget_bytes, solver, self._limits())
+        self._integral_s = 0.0
+        is_beside = threaded and solver == "highs"  # PuLP tells no dual bound
+        self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if is_beside else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def _limits(self) -> Limits:
+        return Limits(time_s=max(0.5, self._deadline_s - time.perf_counter()))
+
+    def _run(self) -> None:
+        try:
+            self._integral_s = integral_bound(
+                self._problem, self._budget_bytes, self._solver, self._limits(), self._cancel
+            )
+        except BaseException as error:  # raised again in the thread that asks
+            self._error = error
+
+    def end(self) -> None:
+        """Ends the MIP, if it is still running, and waits for its thread."""
+        self._cancel.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self, *, is_enough: bool) -> float:
+        """Seconds that no step within the budget is shorter than; does not wait for more when the LP is enough."""
+        if is_enough:
+            self.end()
+        elif self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return max(self.linear_s, self._integral_s)

@@ -1,0 +1,250 @@
+"""The solvers: HiGHS in-process, and by name whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from poochplan.errors import SolverError, UsageError
+from poochplan.planner.problem.problem import Floats
+
+from .linear import Arrays, proven_bound
+
+_SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
+_PULP_STATUS = {
+    pulp.LpSolutionOptimal: "optimal",
+    pulp.LpSolutionIntegerFeasible: "time limit",
+    pulp.LpSolutionNoSolutionFound: "no solution found",
+    pulp.LpSolutionInfeasible: "infeasible",
+    pulp.LpSolutionUnbounded: "unbounded",
+}
+_HAS_SOLUTION = ("optimal", "time limit")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a solver may stop."""
+
+    time_s: float = 60.0
+    gap: float = 0.005
+    """Relative to the objective."""
+    absolute_gap: float = 0.0
+    """In the unit of the objective; the solver stops at whichever gap is reached first."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSolution:
+    """What a solver says about a linear model."""
+
+    status: str
+    """``optimal`` (within the gap), ``time limit``, ``infeasible``, ``no solution found`` or what the solver says."""
+    values: Floats | None
+    """Per column; None when none was found."""
+    objective: float | None
+    bound: float | None
+    """No solution of the model is below it; None when nothing is proven."""
+
+
+def choose_solver(name: str | None = None) -> str:
+    """The name of an available solver: the one asked for, else HiGHS, else CBC.
+
+    Raises
+    ------
+    UsageError
+        The solver asked for is unknown to PuLP or not installed, or none is there.
+    """
+    available = {solver.lower(): solver for solver in pulp.listSolvers(onlyAvailable=True)}
+    if name is None:
+        for default in _SHORT:
+            if _SHORT[default].lower() in available:
+                return default
+        raise UsageError("no ILP solver is installed; pip install highspy")
+    wanted = _SHORT.get(name.lower(), name)
+    if wanted.lower() in available:
+        return next((short for short, full in _SHORT.items() if full.lower() == wanted.lower()), name.lower())
+    short_of = {full.lower(): short for short, full in _SHORT.items()}
+    found = ", ".join(sorted(short_of.get(full, full) for full in available)) or "none"
+    known = {solver.lower() for solver in pulp.listSolvers()}
+    what = "is not installed" if wanted.lower() in known else "is unknown"
+    raise UsageError(f"solver {name!r} {what} (found: {found}); name one of these, or leave it out")
+
+
+class Cancel:
+    """Lets another thread end a run of HiGHS early; other solvers run to their limit."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._running: Any = None
+
+    def attach(self, highs: Any) -> None:
+        """Makes ``highs`` the run that :meth:`set` ends."""
+        highs.HandleUserInterrupt = True
+        self._running = highs
+        if self.is_set:
+            highs.cancelSolve()
+
+    def set(self) -> None:
+        """Ends the run, and any that is still to come."""
+        self.is_set = True
+        if self._running is not None:
+            self._running.cancelSolve()
+
+
+def solve_linear(
+    model: Arrays,
+    solver: str,
+    limits: Limits,
+    *,
+    relaxed: bool = False,
+    start: Mapping[int, float] | None = None,
+    cancel: Cancel | None = None,
+) -> LinearSolution:
+    """Solves ``model`` with ``solver`` (a name of :func:`choose_solver`).
+
+    ``relaxed`` lets integer columns take any value between their bounds; the bound is then :func:`proven_bound` of
+    the solver's duals. ``start`` holds values of some integer columns to begin from, where the solver takes them (HiGHS
+    does).
+
+    Raises
+    ------
+    SolverError
+        The solver died.
+    """
+    try:
+        if solver == "highs":
+            status, values, objective, bound = _solve_highs(model, limits, relaxed, start, cancel)
+        else:
+            status, values, objective, bound = _solve_pulp(model, solver, limits, relaxed)
+    except (pulp.PulpSolverError, OSError, RuntimeError) as error:
+        raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
+    return LinearSolution(status, values, objective, bound)
+
+
+_Result = tuple[str, Floats | None, float | None, float | None]
+
+
+def _solve_highs(
+    model: Arrays, limits: Limits, relaxed: bool, start: Mapping[int, float] | None, cancel: Cancel | None
+) -> _Result:
+    import highspy
+
+    highs = _highs(limits)
+    if cancel is not None:
+        cancel.attach(highs)
+    is_integral = any(model.is_integer) and not relaxed
+    highs.passModel(_highs_model(model, is_integral))
+    if is_integral and start:
+        highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
+    if not is_integral:
+        highs.setOptionValue("solver", "ipm")
+        highs.setOptionValue("run_crossover", "off")
+    highs.run()
+    status = _highs_status(highs)
+    info = highs.getInfo()
+    if is_integral and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return status if status not in _HAS_SOLUTION else "no solution found", None, None, _finite(info.mip_dual_bound)
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return status if status not in _HAS_SOLUTION else "no solution found", None, None, None
+    solution = highs.getSolution()
+    values = np.array(solution.col_value)
+    if is_integral:
+        return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
+    return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _highs(limits: Limits) -> Any:
+    import highspy
+
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", max(0.1, limits.time_s))
+    highs.setOptionValue("threads", 1)  # two runs may go on side by side
+    highs.setOptionValue("mip_rel_gap", limits.gap)
+    highs.setOptionValue("mip_abs_gap", limits.absolute_gap)
+    return highs
+
+
+def _highs_model(model: Arrays, is_integral: bool) -> Any:
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.row_low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = model.cost, model.low, model.high
+    lp.row_lower_, lp.row_upper_ = model.row_low, model.row_high
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = lp.num_col_, lp.num_row_
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = model.start, model.column
+    lp.a_matrix_.value_ = model.coefficient
+    if is_integral:
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        lp.integrality_ = [kinds[integer] for integer in model.is_integer]
+    return lp
+
+
+def _highs_status(highs: Any) -> str:
+    import highspy
+
+    status = highs.getModelStatus()
+    names = {
+        highspy.HighsModelStatus.kOptimal: "optimal",
+        highspy.HighsModelStatus.kTimeLimit: "time limit",
+        highspy.HighsModelStatus.kInterrupt: "time limit",
+        highspy.HighsModelStatus.kInfeasible: "infeasible",
+        highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
+    }
+    return names.get(status, str(highs.modelStatusToString(status)).lower())
+
+
+def _solve_pulp(model: Arrays, solver: str, limits: Limits, relaxed: bool) -> _Result:
+    problem, variables, rows = _pulp_model(model, relaxed)
+    full = {name.lower(): name for name in pulp.listSolvers()}[_SHORT.get(solver, solver).lower()]
+    options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        problem.solve(pulp.getSolver(full, msg=False, **options))
+    status = _PULP_STATUS.get(int(problem.sol_status), "not solved")
+    found = [variable.varValue for variable in variables]
+    if status not in _HAS_SOLUTION or all(value is None for value in found):
+        return status if status not in _HAS_SOLUTION else "no solution found", None, None, None
+    # A variable that stands in no row is unknown to the solver: any value will do.
+    values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
+    bound = None
+    if relaxed and all(row.pi is not None for row in rows):
+        bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
+    return status, values, float(model.cost @ values), bound
+
+
+def _pulp_model(model: Arrays, relaxed: bool) -> tuple[pulp.LpProblem, list[pulp.LpVariable], list[pulp.LpConstraint]]:
+    """The model as PuLP wants it; rows are equations or bounded on one side."""
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"x{index}", low, high, cat="Integer" if integer and not relaxed else "Continuous")
+        for index, (low, high, integer) in enumerate(zip(model.low, model.high, model.is_integer, strict=True))
+    ]
+    problem.setObjective(
+        pulp.LpAffineExpression([(v, float(c)) for v, c in zip(variables, model.cost, strict=True) if c])
+    )
+    rows = []
+    for row, (low, high) in enumerate(zip(model.row_low, model.row_high, strict=True)):
+        span = slice(model.start[row], model.start[row + 1])
+        terms = zip(model.column[span].tolist(), model.coefficient[span].tolist(), strict=True)
+        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms])
+        if low == high:
+            sense, side = pulp.LpConstraintEQ, float(low)
+        elif np.isneginf(low):
+            sense, side = pulp.LpConstraintLE, float(high)
+        else:
+            assert np.isposinf(high), "rows are equations or bounded on one side"
+            sense, side = pulp.LpConstraintGE, float(low)
+        rows.append(pulp.LpConstraint(expression, sense, rhs=side, name=f"r{row}"))
+        problem.addConstraint(rows[-1])
+    return problem, variables, rows

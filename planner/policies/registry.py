@@ -1,0 +1,225 @@
+"""What every policy is given and gives back, and the registry of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from poochplan.errors import UsageError
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Kind, Phase, Profile
+from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import Schedule
+
+FITTING_STYLES = (*STYLES, ON_DEMAND)
+"""All ways to schedule decisions; the last one fits whenever any schedule of these decisions does."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyInput:
+    """One step and a budget, and what several policies want to know of the step."""
+
+    profile: Profile
+    problem: Problem
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, profile: Profile, budget_bytes: int) -> PolicyInput:
+        """The input for a profile; raises what :func:`build_problem` raises."""
+        return cls(profile, build_problem(profile), budget_bytes)
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """Saved values that may be something else than kept, in the order of their save points."""
+        return tuple(movable(self.problem))
+
+    @cached_property
+    def replayable(self) -> frozenset[int]:
+        """Saved values that may be recomputed."""
+        replays = self.problem.replay.replays
+        return frozenset(value for value in self.movable if replays[value] is not None)
+
+    @cached_property
+    def forward_ops(self) -> tuple[int, ...]:
+        """Ops of the forward pass, in order."""
+        return tuple(index for index, op in enumerate(self.profile.ops) if op.phase is Phase.FORWARD)
+
+    @cached_property
+    def op_kinds(self) -> tuple[str, ...]:
+        """Per op: its operator without namespace, overload and the underscore of in-place: ``convolution``, ``add``."""
+        return tuple(_kind_of(op.name) for op in self.profile.ops)
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """Per saved value: the op that wrote the content that is saved; -1 when no op of the step did.
+
+        After ``relu_`` in place, that is ``relu_`` and not the op that bore the storage.
+        """
+        problem = self.problem
+        last_writer = dict[int, int]()
+        save_ops = {problem.replay.value_of[v]: problem.point_ops[p] for v, p in enumerate(problem.save_points)}
+        for index in self.forward_ops:
+            op = self.profile.ops[index]
+            for value in (*op.outputs, *op.writes):
+                if value in save_ops and index < save_ops[value]:
+                    last_writer[value] = index
+        return tuple(last_writer.get(value, -1) for value in problem.replay.value_of)
+
+    @cached_property
+    def dimensions(self) -> tuple[int, ...]:
+        """Per saved value: how many dimensions its tensor has."""
+        return tuple(len(self.profile.values[value].shape) for value in self.problem.replay.value_of)
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """Forward ops that gradients flow through: they read a parameter, or a floating value of such an op."""
+        carrying: set[int] = set()
+        found: set[int] = set()
+        for index in self.forward_ops:
+            op = self.profile.ops[index]
+            reads = (self.profile.values[value] for value in op.inputs)
+            if carrying.intersection(op.inputs) or any(value.kind is Kind.PARAMETER for value in reads):
+                found.add(index)
+                carrying.update(v for v in (*op.outputs, *op.writes) if _is_floating(self.profile.values[v].dtype))
+        return frozenset(found)
+
+    @cached_property
+    def forward_edges(self) -> tuple[tuple[int, int], ...]:
+        """The graph of differentiable forward ops: (writer, reader) for each floating value between them."""
+        last_writer: dict[int, int] = {}
+        edges = []
+        for index in self.forward_ops:
+            if index not in self.differentiable:
+                continue
+            op = self.profile.ops[index]
+            sources = {last_writer[value] for value in (*op.inputs, *op.writes) if value in last_writer}
+            edges += [(source, index) for source in sorted(sources)]
+            for value in (*op.outputs, *op.writes):
+                if _is_floating(self.profile.values[value].dtype):
+                    last_writer[value] = index
+        return tuple(edges)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Per op: the length of the longest chain of ops that ends in it.
+
+        Backward ops come after the deepest forward op, as every gradient does.
+        """
+        level_of_value: dict[int, int] = {}
+        levels: list[int] = []
+        deepest = 0
+        for op in self.profile.ops:
+            is_forward = op.phase is Phase.FORWARD
+            before = max((level_of_value.get(value, 0) for value in (*op.inputs, *op.writes)), default=0)
+            level = 1 + (before if is_forward else max(before, deepest))
+            deepest = max(deepest, level) if is_forward else deepest
+            level_of_value.update(dict.fromkeys((*op.outputs, *op.writes), level))
+            levels.append(level)
+        return tuple(levels)
+
+    def wish(self, *, swap: Sequence[int] = (), recompute: Sequence[int] = ()) -> tuple[Decision, ...]:
+        """Decisions that keep everything but these values; those that must be kept are kept."""
+        decisions = [Decision.KEEP] * self.problem.value_count
+        for decision, values in ((Decision.SWAP, swap), (Decision.RECOMPUTE, recompute)):
+            for value in values:
+                if not self.problem.must_keep[value]:
+                    decisions[value] = decision
+        return tuple(decisions)
+
+    def candidate(self, wish: Sequence[Decision]) -> Candidate:
+        """Decisions, scheduled in the way that suits them best and simulated. The registry gives it its name."""
+        return try_decisions(self.problem, "", wish, self.budget_bytes, FITTING_STYLES)
+
+    def rank(self, candidate: Candidate) -> tuple[int, float, int]:
+        """Smaller is better; see :meth:`Candidate.rank`."""
+        return candidate.rank(self.budget_bytes)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the peak is within the budget, in the first step too."""
+        return candidate.peak_bytes <= self.budget_bytes
+
+    def judge(self, schedule: Schedule) -> Candidate:
+        """A schedule that a policy prescribes, simulated."""
+        return Candidate("", schedule.decisions, schedule, simulate(self.problem, schedule))
+
+    def first_that_fits(self, count: int, make: Callable[[int], Candidate]) -> tuple[int, Candidate]:
+        """The first of ``count`` plans that fits, when each fits where the one before it does; else the last one.
+
+        Found by bisection, in about ``log2(count)`` calls of ``make``.
+        """
+        low, high = 0, count - 1
+        made: dict[int, Candidate] = {}
+        while low < high:
+            middle = (low + high) // 2
+            made[middle] = make(middle)
+            if self.fits(made[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return low, made.get(low) or make(low)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named way to decide."""
+
+    name: str
+    summary: str
+    source: str
+    """Paper and section; empty for a plain baseline."""
+    run: Callable[[PolicyInput], Candidate]
+
+
+_POLICIES: dict[str, Policy] = {}
+
+
+def policy(
+    name: str, summary: str, source: str = ""
+) -> Callable[[Callable[[PolicyInput], Candidate]], Callable[[PolicyInput], Candidate]]:
+    """Registers a function as the policy ``name``."""
+
+    def register(run: Callable[[PolicyInput], Candidate]) -> Callable[[PolicyInput], Candidate]:
+        _POLICIES[name] = Policy(name, summary, source, run)
+        return run
+
+    return register
+
+
+def policies() -> tuple[Policy, ...]:
+    """All policies but the ILP, by name."""
+    return tuple(_POLICIES[name] for name in sorted(_POLICIES))
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names that :func:`run_policy` knows."""
+    return tuple(sorted(_POLICIES))
+
+
+def run_policy(name: str, given: PolicyInput) -> Candidate:
+    """The policy's plan: within the budget where the policy finds one, else the one with the least peak.
+
+    Raises
+    ------
+    UsageError
+        There is no policy of that name.
+    """
+    found = _POLICIES.get(name)
+    if found is None:
+        raise unknown_policy(name)
+    return replace(found.run(given), policy=name)
+
+
+def unknown_policy(name: str) -> UsageError:
+    """What to raise for a name that is not a policy's."""
+    return UsageError(f"policy {name!r} is unknown: expected ilp or one of {', '.join(policy_names())}")
+
+
+def _kind_of(name: str) -> str:
+    return name.removeprefix("aten.").split(".")[0].rstrip("_")
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.removeprefix("torch.").startswith(("float", "bfloat", "complex"))

@@ -1,0 +1,1 @@
+"""The planning problem: one step as arrays, and what its replays need."""

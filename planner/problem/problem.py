@@ -1,0 +1,259 @@
+"""Profile -> Problem: what the planner has to know about one step, as plain arrays.
+
+Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the allocation unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poochplan.errors import PoochError
+from poochplan.formats.profile import Kind, Link, LinkDirection, Phase, PointKind, Profile
+
+from .replays import ReplayGraph, build_replay_graph
+from .validate import check_profile
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One training step to be planned. Saved values are numbered in the order of their first packs."""
+
+    tick_count: int
+    op_ticks: Ints
+    op_layers: tuple[str, ...]
+    work_before_op_s: Floats
+    """Compute seconds before each op, in-core; one entry more than ops, the last is the whole step."""
+    point_ticks: Ints
+    point_work_s: Floats
+    """Compute seconds before each point, in-core."""
+    point_ops: tuple[int, ...]
+    """Ops completed before each point."""
+    point_is_save: tuple[bool, ...]
+    point_value: tuple[int, ...]
+    """Saved value that each point packs or unpacks."""
+    handles: tuple[int, ...]
+    """Saved value of each handle; -1 for a handle outside the plan."""
+    save_points: tuple[int, ...]
+    """Point of each saved value's first pack."""
+    use_points: tuple[int, ...]
+    """Point of each use, in order."""
+    names: tuple[str, ...]
+    layers: tuple[str, ...]
+    size_bytes: Ints
+    """Bytes a copy moves."""
+    rounded_bytes: Ints
+    """Bytes a resident value takes."""
+    born: Ints
+    forward_death: Ints
+    freed: Ints
+    save_tick: Ints
+    first_use: Ints
+    """Tick of the first use point; ``tick_count`` when backward never uses it."""
+    first_use_point: tuple[int, ...]
+    """-1 when backward never uses it."""
+    must_keep: tuple[str, ...]
+    """Why a value can only be kept; empty when it may be swapped."""
+    replay: ReplayGraph
+    base_bytes: Ints
+    """Bytes at each tick that no decision moves, workspace included; saved values are not in it."""
+    first_step_less_bytes: Ints
+    """How much less is live at each tick of the first step, before the optimizer has state."""
+    link: Link
+
+    @cached_property
+    def point_tick_list(self) -> list[int]:
+        """``point_ticks`` for code that reads one at a time."""
+        return list(map(int, self.point_ticks))
+
+    @cached_property
+    def point_work_list(self) -> list[float]:
+        """``point_work_s`` for code that reads one at a time."""
+        return list(map(float, self.point_work_s))
+
+    @cached_property
+    def save_ticks(self) -> list[int]:
+        """Tick of each save point."""
+        return [self.point_tick_list[point] for point in self.save_points]
+
+    @cached_property
+    def use_ticks(self) -> list[int]:
+        """Tick of each use point."""
+        return [self.point_tick_list[point] for point in self.use_points]
+
+    @cached_property
+    def point_index(self) -> tuple[int, ...]:
+        """Per point: its index among the save points or among the use points."""
+        counts = {True: -1, False: -1}
+        found = []
+        for is_save in self.point_is_save:
+            counts[is_save] += 1
+            found.append(counts[is_save])
+        return tuple(found)
+
+    @property
+    def value_count(self) -> int:
+        """Number of saved values."""
+        return len(self.names)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the in-core step."""
+        return float(self.work_before_op_s[-1])
+
+    def out_seconds(self, value: int) -> float:
+        """Seconds of a value's copy to the host, alone on the link."""
+        return copy_seconds(self.link.outward, int(self.size_bytes[value]), self.link.throttle_bytes_per_s)
+
+    def in_seconds(self, value: int) -> float:
+        """Seconds of a value's copy back, alone on the link."""
+        return copy_seconds(self.link.inward, int(self.size_bytes[value]), self.link.throttle_bytes_per_s)
+
+    def layer_at(self, tick: int) -> str:
+        """Layer of the op at a tick, or of the value packed or unpacked there."""
+        index = int(np.searchsorted(self.op_ticks, tick))
+        if index < len(self.op_ticks) and self.op_ticks[index] == tick:
+            return self.op_layers[index]
+        point = int(np.searchsorted(self.point_ticks, tick))
+        if point < len(self.point_ticks) and self.point_value[point] >= 0:
+            return self.layers[self.point_value[point]]
+        return ""
+
+
+def copy_seconds(direction: LinkDirection, size_bytes: int, throttle_bytes_per_s: float | None = None) -> float:
+    """Seconds that a copy of ``size_bytes`` takes alone: latency plus bytes over bandwidth."""
+    bandwidth = direction.bandwidth_bytes_per_s
+    if throttle_bytes_per_s is not None:
+        bandwidth = min(bandwidth, throttle_bytes_per_s)
+    return direction.latency_s + size_bytes / bandwidth
+
+
+def build_problem(profile: Profile) -> Problem:
+    """The planning problem of a profile.
+
+    Raises
+    ------
+    PoochError
+        The profile is none to plan from; see :func:`~.validate.check_profile`.
+    """
+    check_profile(profile)
+    saved_of, value_of = _saved_values(profile)
+    op_ticks = np.array(profile.op_ticks, dtype=np.int64)
+    point_ticks = np.array(profile.point_ticks, dtype=np.int64)
+    handle_value = tuple(saved_of[handle.value] for handle in profile.handles)
+    point_value = tuple(handle_value[point.handle] for point in profile.points)
+    is_save = tuple(point.kind is PointKind.SAVE for point in profile.points)
+    save_points = tuple(index for index, save in enumerate(is_save) if save)
+    first_use_point = _first_uses(point_value, is_save, len(value_of))
+    first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
+    values = [profile.values[value] for value in value_of]
+    work = np.concatenate(([0.0], np.cumsum([op.duration_s for op in profile.ops])))
+    point_ops = tuple(point.op for point in profile.points)
+    save_tick = point_ticks[list(save_points)]
+    return Problem(
+        tick_count=profile.tick_count,
+        op_ticks=op_ticks,
+        op_layers=tuple(_op_layer(op.layer, op.phase) for op in profile.ops),
+        work_before_op_s=work,
+        point_ticks=point_ticks,
+        point_work_s=work[list(point_ops)],
+        point_ops=point_ops,
+        point_is_save=is_save,
+        point_value=point_value,
+        handles=handle_value,
+        save_points=save_points,
+        use_points=tuple(index for index, save in enumerate(is_save) if not save),
+        names=tuple(value.name for value in values),
+        layers=tuple(value.layer for value in values),
+        size_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
+        rounded_bytes=np.array([profile.rounded_bytes(value.size_bytes) for value in values], dtype=np.int64),
+        born=np.array([_born_tick(profile, value.born) for value in values], dtype=np.int64),
+        forward_death=np.array([value.forward_death for value in values], dtype=np.int64),
+        freed=np.array([value.freed for value in values], dtype=np.int64),
+        save_tick=save_tick,
+        first_use=first_use,
+        first_use_point=first_use_point,
+        must_keep=_must_keep(profile, value_of, first_use),
+        replay=build_replay_graph(
+            profile, saved_of, value_of, [point_ops[p] for p in save_points], save_tick.tolist(), first_use.tolist()
+        ),
+        base_bytes=_base_bytes(profile, saved_of),
+        first_step_less_bytes=_first_step_less_bytes(profile),
+        link=profile.link,
+    )
+
+
+def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
+    saved_of = [-1] * len(profile.values)
+    value_of: list[int] = []
+    for point in profile.points:
+        if point.kind is not PointKind.SAVE:
+            continue
+        value = profile.handles[point.handle].value
+        if saved_of[value] >= 0:
+            raise PoochError(f"points: value {profile.values[value].name} has two save points; profile again")
+        saved_of[value] = len(value_of)
+        value_of.append(value)
+    return saved_of, value_of
+
+
+def _first_uses(point_value: tuple[int, ...], is_save: tuple[bool, ...], count: int) -> tuple[int, ...]:
+    first = [-1] * count
+    for index, value in enumerate(point_value):
+        if not is_save[index] and value >= 0 and first[value] < 0:
+            first[value] = index
+    return tuple(first)
+
+
+def _must_keep(profile: Profile, value_of: list[int], first_use: Ints) -> tuple[str, ...]:
+    reasons = []
+    for saved, value in enumerate(value_of):
+        record = profile.values[value]
+        reason = record.pinned
+        if not reason and record.forward_death >= first_use[saved]:
+            reason = "held by something other than autograd until it is used"
+        reasons.append(reason)
+    return tuple(reasons)
+
+
+def _op_layer(layer: str, phase: Phase) -> str:
+    return layer or ("optimizer" if phase is Phase.OPTIMIZER else "")
+
+
+def _born_tick(profile: Profile, op: int) -> int:
+    return profile.op_ticks[op] if op >= 0 else 0
+
+
+def _base_bytes(profile: Profile, saved_of: list[int]) -> Ints:
+    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
+    for index, value in enumerate(profile.values):
+        if saved_of[index] < 0:
+            size_bytes = profile.rounded_bytes(value.size_bytes)
+            change[_born_tick(profile, value.born)] += size_bytes
+            change[min(value.freed, profile.tick_count - 1) + 1] -= size_bytes
+    base = np.cumsum(change)[:-1]
+    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
+        base[tick] += profile.rounded_bytes(op.workspace_bytes)
+    return base.astype(np.int64)
+
+
+def _first_step_less_bytes(profile: Profile) -> Ints:
+    less = np.zeros(profile.tick_count, dtype=np.int64)
+    optimizer_ticks = [
+        tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if op.phase is Phase.OPTIMIZER
+    ]
+    state_bytes = sum(
+        profile.rounded_bytes(value.size_bytes)
+        for value in profile.values
+        if value.kind is Kind.OPTIMIZER_STATE and value.born < 0
+    )
+    if optimizer_ticks:
+        less[: optimizer_ticks[0]] = state_bytes
+    return less

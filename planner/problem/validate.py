@@ -1,0 +1,55 @@
+"""What a profile must be for a plan to mean anything; each fault is one line that names the field."""
+
+from __future__ import annotations
+
+import math
+
+from poochplan.errors import PoochError
+from poochplan.formats.profile import PointKind, Profile
+
+
+def check_profile(profile: Profile) -> None:
+    """Raises a :class:`~poochplan.errors.PoochError` for the first fault found.
+
+    Faults are: no saved value, no backward, an op without a duration, a value that is read before it is born (a cycle),
+    a link without bandwidth.
+    """
+    _check_points(profile)
+    _check_ops(profile)
+    _check_link(profile)
+
+
+def _check_points(profile: Profile) -> None:
+    kinds = {point.kind for point in profile.points}
+    if PointKind.SAVE not in kinds:
+        raise PoochError(
+            "the profile has no saved value: nothing is kept from forward for backward, so nothing to plan"
+        )
+    if PointKind.USE not in kinds:
+        raise PoochError(
+            "the profile has no backward: expected a use of a saved value, found none; profile a whole training step"
+        )
+
+
+def _check_ops(profile: Profile) -> None:
+    for index, op in enumerate(profile.ops):
+        if not (math.isfinite(op.duration_s) and op.duration_s >= 0):
+            raise PoochError(
+                f"ops[{index}] ({op.name}): expected a duration of at least 0 s, found {op.duration_s}; profile again"
+            )
+        for value in (*op.inputs, *op.writes):
+            born = profile.values[value].born
+            if born > index:
+                raise PoochError(
+                    f"ops[{index}] ({op.name}) reads {profile.values[value].name}, which only op {born} bears: "
+                    "expected ops in the order in which they ran, found a cycle; profile again"
+                )
+
+
+def _check_link(profile: Profile) -> None:
+    for name, direction in (("outward", profile.link.outward), ("inward", profile.link.inward)):
+        if not direction.bandwidth_bytes_per_s > 0 or direction.latency_s < 0:
+            raise PoochError(
+                f"link.{name}: expected a bandwidth above 0 and a latency of at least 0, found "
+                f"{direction.bandwidth_bytes_per_s} bytes/s and {direction.latency_s} s; measure the link again"
+            )

@@ -1,0 +1,1 @@
+"""From decisions to a schedule: what happens at which point of the step."""

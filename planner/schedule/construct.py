@@ -1,0 +1,253 @@
+"""Constructive scheduling: points for releases, copies and replays of given decisions, within a budget where they can.
+
+Copies out go in the order in which their bytes can be given up. A release happens when memory asks for it, at the last
+point before the tick that asks, and only if that tick needs it; a prefetch in the order of need, as early as memory
+permits; a replay at the use point of its value. A swapped value is away from its release to the next point that needs
+it: before the first replay that starts from it, between two of them, or between the last one and its own use. One that
+memory never asks to release is kept after all, and its copies are saved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from poochplan.formats.plan import Decision
+from poochplan.planner.problem.needs import needs_of
+from poochplan.planner.problem.problem import Ints, Problem
+
+from .style import Style, Tuning
+
+Lists: TypeAlias = dict[int, dict[str, list[int]]]
+"""Point -> field of ``PointActions`` -> values."""
+
+
+class Fitting:
+    """State of one fitting: the memory curve so far, and the points chosen so far."""
+
+    def __init__(
+        self, problem: Problem, decisions: Sequence[Decision], budget_bytes: int, style: Style, tuning: Tuning
+    ) -> None:
+        self.problem, self.budget_bytes, self.style, self.tuning = problem, budget_bytes, style, tuning
+        self.decisions = list(decisions)
+        self.ticks = problem.point_tick_list
+        self.death: list[int] = problem.forward_death.tolist()
+        self.size: list[int] = problem.rounded_bytes.tolist()
+        self.needs = needs_of(problem, decisions, tuning.replay_at)
+        self.end = np.maximum(problem.freed, self.needs.last_claim)
+        self.release: dict[int, int] = {}
+        self.back: dict[int, int] = {}
+        """Per released value: the point that needs it next; -1 when none does."""
+        self.prefetch: dict[int, int] = {}
+        self.curve = self._curve_unreleased()
+
+    def actions(self) -> Lists:
+        """What happens at each point, as ``assemble`` takes it; ``decisions`` are then the final ones."""
+        swapped = [value for value, decision in enumerate(self.decisions) if decision is Decision.SWAP]
+        if self.style.release == "early":
+            for value in swapped:
+                self._release_at(value, self._early_point(value))
+        else:
+            self._release_where_memory_asks(swapped)
+        for value in swapped:
+            if value not in self.release:
+                self.decisions[value] = Decision.KEEP
+        self._prefetch()
+        return self._collect()
+
+    def _curve_unreleased(self) -> Ints:
+        problem = self.problem
+        change = np.zeros(problem.tick_count + 2, dtype=np.int64)
+        last = problem.tick_count - 1
+        recomputed = np.array([decision is Decision.RECOMPUTE for decision in self.decisions])
+        until = np.where(recomputed, problem.forward_death, np.maximum(problem.forward_death, self.end))
+        np.add.at(change, problem.born, problem.rounded_bytes)
+        np.subtract.at(change, np.minimum(until, last) + 1, problem.rounded_bytes)
+        back_point = np.array(self.needs.back_point, dtype=np.int64)
+        back = np.flatnonzero(recomputed & (back_point >= 0))
+        np.add.at(change, problem.point_ticks[back_point[back]], problem.rounded_bytes[back])
+        np.subtract.at(change, np.minimum(self.end[back], last) + 1, problem.rounded_bytes[back])
+        curve: Ints = np.cumsum(change)[: problem.tick_count] + problem.base_bytes
+        self._add_inside_replays(curve)
+        return curve
+
+    def _add_inside_replays(self, curve: Ints) -> None:
+        """Raises ``curve`` at the ticks of replays, which run one after another where a point has several."""
+        results: dict[int, int] = {}
+        peaks: dict[int, int] = {}
+        for point, _, targets in self.needs.replays:
+            before = results.get(point, 0)
+            peaks[point] = max(peaks.get(point, 0), before + self.problem.replay.merged(targets).peak_bytes)
+            results[point] = before + sum(self.size[target] for target in targets)
+        for point, peak in peaks.items():
+            curve[self.ticks[point]] += max(0, peak - results[point])
+
+    # -- releases -----------------------------------------------------------------------------------------------------
+
+    def _need_after(self, value: int, point: int) -> int:
+        """The first point that needs a value released at ``point``; -1 when none does."""
+        needed = self.needs.points[value]
+        index = bisect_left(needed, point)
+        return needed[index] if index < len(needed) else -1
+
+    def _last_absent_tick(self, value: int, point: int) -> int:
+        """Last tick at which a value released at ``point`` stays away; -1 when it must not leave any more."""
+        back = self._need_after(value, point)
+        if back >= 0:
+            return self.ticks[back] - 1
+        if self.problem.first_use_point[value] >= 0:
+            return -1
+        return min(max(self.death[value], int(self.end[value])), self.problem.tick_count - 1)
+
+    def _absence(self, value: int, point: int) -> slice:
+        first = max(self.death[value] + 1, self.ticks[point])
+        return slice(first, max(first, self._last_absent_tick(value, point) + 1))
+
+    def _release_at(self, value: int, point: int) -> None:
+        self.release[value] = point
+        self.back[value] = self._need_after(value, point)
+        self.curve[self._absence(value, point)] -= self.size[value]
+
+    def _take_back(self, value: int) -> None:
+        self.curve[self._absence(value, self.release.pop(value))] += self.size[value]
+        del self.back[value]
+
+    def _early_point(self, value: int) -> int:
+        """The last save point before which forward has let go of the value, its own at the earliest."""
+        problem = self.problem
+        index = bisect_right(problem.save_ticks, self.death[value] + 1) - 1
+        return problem.save_points[max(index, value)]
+
+    def _release_where_memory_asks(self, swapped: Sequence[int]) -> None:
+        queued = {value: position for position, value in enumerate(self._queue(swapped))}
+        first = {value: position for position, value in enumerate(self.tuning.release_order)}
+        waiting = sorted(swapped, key=lambda v: (first.get(v, len(first)), queued[v]))
+        tick = 0
+        while True:
+            over = np.flatnonzero(self.curve[tick:] > self.budget_bytes)
+            if not len(over):
+                return
+            tick += int(over[0])
+            point = bisect_right(self.ticks, tick) - 1
+            for value in self._released_for(tick, point, waiting):
+                waiting.remove(value)
+            if self.curve[tick] > self.budget_bytes:
+                # These decisions do not fit: release the rest early, so that what is missing is exact.
+                for value in waiting:
+                    self._release_at(value, self._early_point(value))
+                return
+
+    def _released_for(self, tick: int, point: int, waiting: Sequence[int]) -> list[int]:
+        """Releases from the front of ``waiting`` until ``tick`` fits, less those it turns out not to need."""
+        released = []
+        for value in waiting:
+            if self._helps(value, tick, point):
+                self._release_at(value, point)
+                released.append(value)
+                if self.curve[tick] <= self.budget_bytes:
+                    break
+        for value in reversed(released[:-1]):  # the last in the queue is waited for the longest
+            if self.curve[tick] + self.size[value] <= self.budget_bytes:
+                self._take_back(value)
+        return [value for value in released if value in self.release]
+
+    def _helps(self, value: int, tick: int, point: int) -> bool:
+        return (
+            self.death[value] < tick
+            and self.problem.save_points[value] <= point
+            and self.tuning.stay_until.get(value, 0) <= point
+            and tick <= self._last_absent_tick(value, point)
+        )
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _prefetch(self) -> None:
+        problem = self.problem
+        use_ticks = problem.use_ticks
+        order = {value: position for position, value in enumerate(self.tuning.fetch_order)}
+        needed = [value for value, back in self.back.items() if back >= 0]
+        earliest = use_ticks[0] if use_ticks else 0
+        for value in sorted(needed, key=lambda v: (order.get(v, len(order)), self.back[v], v)):
+            point = self.back[value]
+            back_tick = self.ticks[point]
+            if self.style.prefetch == "early":
+                gone = max(self.ticks[self.release[value]], self.death[value]) + 1
+                lowest = max(earliest, gone)
+                if value in self.tuning.fetch_from:
+                    lowest = max(lowest, self.ticks[self.tuning.fetch_from[value]])
+                full = np.flatnonzero(self.curve[lowest:back_tick] > self.budget_bytes - self.size[value])
+                start = lowest + int(full[-1]) + 1 if len(full) else lowest
+                use = bisect_left(use_ticks, start)
+                if use < len(use_ticks):
+                    point = min(point, problem.use_points[use])
+            self.prefetch[value] = point
+            self.curve[self.ticks[point] : back_tick] += self.size[value]
+            if self.style.in_order:
+                earliest = self.ticks[point]
+
+    def _queue(self, values: Sequence[int]) -> dict[int, int]:
+        """Value -> point at which its copy out is queued, in the order of the queue.
+
+        A copy is queued at its save point, unless its bytes cannot be given up for long: a value that forward still
+        holds lets the others go first, as long as the link is busy.
+        """
+        if self.tuning.out_order or self.tuning.out_from:
+            return self._queue_as_told(values)
+        problem = self.problem
+        ticks, work_s = self.ticks, problem.point_work_list
+        wanted = set(values)
+        frees = {value: max(ticks[problem.save_points[value]], self.death[value] + 1) for value in values}
+        released = self.release
+        issued: dict[int, int] = {}
+        pending: list[int] = []
+        link_free_s = 0.0
+        last = problem.value_count - 1
+        for index, point in enumerate(problem.save_points):
+            if index in wanted:
+                pending.append(index)
+            if not pending:
+                continue
+            soon = len(ticks) - 1 if index == last else problem.save_points[index + 1]
+            for value in sorted(pending, key=lambda v: (frees[v], v)):
+                is_due = frees[value] <= ticks[soon] or released.get(value, soon + 1) <= soon
+                if index == last or is_due or link_free_s <= work_s[soon]:
+                    issued[value] = point
+                    pending.remove(value)
+                    link_free_s = max(link_free_s, work_s[point]) + problem.out_seconds(value)
+        return issued
+
+    def _queue_as_told(self, values: Sequence[int]) -> dict[int, int]:
+        """The same by the tuning's order; a copy that would be queued after its release goes ahead."""
+        problem, tuning = self.problem, self.tuning
+        place = {value: position for position, value in enumerate(tuning.out_order)}
+
+        def by_default(value: int) -> tuple[int, int, int]:
+            save = problem.save_points[value]
+            return place.get(value, len(place)), max(self.ticks[save], self.death[value] + 1), value
+
+        issued: dict[int, int] = {}
+        before = 0
+        for value in sorted(values, key=by_default):
+            own = max(problem.save_points[value], tuning.out_from.get(value, 0))
+            issued[value] = before = max(own, before)
+        issued = {value: min(point, self.release.get(value, point)) for value, point in issued.items()}
+        return dict(sorted(issued.items(), key=lambda item: item[1]))
+
+    def _collect(self) -> Lists:
+        lists: Lists = {}
+
+        def add(point: int, action: str, value: int) -> None:
+            lists.setdefault(point, {}).setdefault(action, []).append(value)
+
+        for value, point in self._queue(list(self.release)).items():
+            add(point, "swap_out", value)
+        for value, point in self.release.items():
+            add(point, "release", value)
+        for value, point in self.prefetch.items():
+            add(point, "prefetch", value)
+        for point, value, _ in self.needs.replays:
+            add(point, "replay", value)
+        return lists

@@ -1,0 +1,1 @@
+"""The search for the best plan within a budget."""

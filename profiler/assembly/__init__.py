@@ -1,0 +1,1 @@
+"""From what was captured and timed to a Profile."""

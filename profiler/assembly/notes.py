@@ -1,0 +1,36 @@
+"""What a profile says of its model and step beside the figures."""
+
+from __future__ import annotations
+
+import torch
+
+from poochplan.profiler.capture.capture import Capture
+from poochplan.units import format_bytes
+
+EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
+
+
+def model_notes(model: torch.nn.Module) -> list[str]:
+    """Whether the model, or a part of it, was in eval mode."""
+    resting = [(name, module) for name, module in model.named_modules() if not module.training]
+    if not resting:
+        return []
+    if len(resting) == sum(1 for _ in model.modules()):
+        return [EVAL_MODE]
+    name, module = resting[0]
+    first = f"{name} ({type(module).__name__})" if name else "the model itself"
+    return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
+
+
+def kept_notes(capture: Capture) -> list[str]:
+    """Which saved tensors no plan decides about."""
+    if not capture.kept:
+        return []
+    sizes: dict[int, int] = {}
+    for _, _, parts in capture.kept:
+        sizes |= parts
+    kind, layer, _ = capture.kept[0]
+    return [
+        f"saved tensors that are sparse, nested or of a subclass are always kept: {format_bytes(sum(sizes.values()))} "
+        f"in {len(capture.kept)}, first {kind} in {layer or 'the step, outside the model'}"
+    ]

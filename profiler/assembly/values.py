@@ -1,0 +1,163 @@
+"""From what was captured and timed to a Profile: kinds, names, lifetimes. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
+from poochplan.profiler.capture.capture import Capture, CapturedOp, CapturedValue
+
+
+def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:
+    """The ops with their reconciled seconds. An allocation that is never written whole counts as opaque."""
+    writers = _writers(capture)
+
+    def opaque(op: CapturedOp) -> bool:
+        return op.opaque or (op.uninitialised and not all(_overwritten(writers.get(out, [])) for out in op.outputs))
+
+    return tuple(
+        Op(
+            name=op.name,
+            layer=op.layer,
+            phase=op.phase,
+            duration_s=duration_s,
+            spread_s=spread_s,
+            inputs=tuple(op.inputs),
+            outputs=tuple(op.outputs),
+            writes=tuple(op.writes),
+            random=op.random,
+            opaque=opaque(op),
+            workspace_bytes=op.workspace_bytes,
+        )
+        for op, duration_s, spread_s in zip(capture.ops, durations_s, spreads_s, strict=True)
+    )
+
+
+def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tuple[Value, ...]:
+    """The values with names, kinds, lifetimes and what stands against swapping or recomputing them.
+
+    ``kinds`` gives those known from outside (parameters, buffers, gradients, optimizer state) by value.
+    """
+    saved = {handle[0] for handle in capture.handles}
+    first_use = _first_uses(capture)
+    names = _names(capture, kinds)
+    writers = _writers(capture)
+    values = []
+    for number, captured in enumerate(capture.values):
+        kind = kinds.get(number) or _kind(captured, number in saved)
+        died = last_tick if captured.died is None else captured.died
+        let_go = _let_go(capture, number, last_tick)
+        values.append(
+            Value(
+                name=names[number],
+                layer=captured.layer,
+                kind=kind,
+                size_bytes=captured.size_bytes,
+                dtype=captured.dtype,
+                shape=captured.shape,
+                born=captured.born,
+                forward_death=died,
+                freed=max(died, let_go),
+                pinned=_pinned(captured, number in saved, died, first_use.get(number)),
+                unreplayable=_unreplayable(captured, writers.get(number, [])) if number in saved else "",
+            )
+        )
+    return tuple(values)
+
+
+def build_handles(capture: Capture) -> tuple[Handle, ...]:
+    return tuple(
+        Handle(value=value, layer=layer, dtype=dtype, shape=shape) for value, layer, dtype, shape in capture.handles
+    )
+
+
+def build_points(capture: Capture) -> tuple[Point, ...]:
+    return tuple(Point(kind=kind, handle=handle, op=op) for kind, handle, op in capture.points)
+
+
+def ops_fingerprint(ops: tuple[Op, ...], points: tuple[Point, ...], values: tuple[Value, ...]) -> str:
+    """Digest of the sequence of ops and points with the values' sizes; independent of machine and durations."""
+    digest = hashlib.sha256()
+    for op in ops:
+        digest.update(f"{op.name}|{op.layer}|{op.phase}|{op.inputs}|{op.outputs}|{op.writes}\n".encode())
+    for point in points:
+        digest.update(f"{point.kind}|{point.handle}|{point.op}\n".encode())
+    for value in values:
+        digest.update(f"{value.size_bytes}|{value.dtype}|{value.shape}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _first_uses(capture: Capture) -> dict[int, int]:
+    """Tick of the first use point of each saved value."""
+    first: dict[int, int] = {}
+    for index, (kind, handle, op) in enumerate(capture.points):
+        if kind is PointKind.USE:
+            first.setdefault(capture.handles[handle][0], op + index)
+    return first
+
+
+def _let_go(capture: Capture, number: int, last_tick: int) -> int:
+    if number not in capture.saved_values:
+        return -1
+    let_go = capture.values[number].let_go
+    return last_tick if let_go is None else let_go
+
+
+def _kind(captured: CapturedValue, saved: bool) -> Kind:
+    if captured.born < 0:
+        return Kind.INPUT
+    return Kind.ACTIVATION if saved else Kind.TEMPORARY
+
+
+def _pinned(captured: CapturedValue, saved: bool, died: int, first_use: int | None) -> str:
+    if not saved:
+        return ""
+    if captured.pinned_because:
+        return captured.pinned_because
+    if captured.born < 0:
+        return "input of the step: held by the caller, or made outside torch"
+    if first_use is not None and died >= first_use:
+        return "held by something other than autograd until backward uses it"
+    return ""
+
+
+def _writers(capture: Capture) -> dict[int, list[CapturedOp]]:
+    """The forward ops that bear or write each value, in order."""
+    writers: dict[int, list[CapturedOp]] = {}
+    for op in capture.ops:
+        if op.phase is Phase.FORWARD:
+            for number in (*op.outputs, *op.writes):
+                writers.setdefault(number, []).append(op)
+    return writers
+
+
+def _unreplayable(captured: CapturedValue, writers: list[CapturedOp]) -> str:
+    if captured.born < 0:
+        return "it was there before the step"
+    for op in writers:
+        if op.opaque:
+            return f"{op.name} cannot be run again"
+    if writers[0].uninitialised and not _overwritten(writers):
+        return f"{writers[0].name} leaves it uninitialised, and what writes it is not seen"
+    return ""
+
+
+def _overwritten(writers: list[CapturedOp]) -> bool:
+    """Whether the storage that the first writer leaves uninitialised is written whole by the second."""
+    return len(writers) > 1 and writers[1].overwrites in writers[0].outputs
+
+
+def _names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
+    """Readable and unique: ``layer/operator`` of the op that bore it, with ``#2`` and so on for the later ones."""
+    seen: Counter[str] = Counter()
+    names = []
+    for number, captured in enumerate(capture.values):
+        if captured.born >= 0:
+            parts = capture.ops[captured.born].name.split(".")
+            stem = f"{captured.layer or 'step'}/{parts[1] if len(parts) > 1 else parts[0]}"
+        else:
+            stem = f"before/{kinds.get(number, Kind.INPUT)}"
+        seen[stem] += 1
+        names.append(stem if seen[stem] == 1 else f"{stem}#{seen[stem]}")
+    return names

@@ -1,0 +1,423 @@
+"""Capture: one real step, every op and value of it, and when each value would die if autograd did not hold it.
+
+The pack hook clones each saved value and lets go of the original, and backward runs on the clones. So the death of an
+original tells when forward itself lets go of it (forward death), and the death of a handle when autograd does; memory
+during capture is about that of the in-core step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from poochplan.errors import StepError
+from poochplan.formats.profile import Phase, PointKind
+from poochplan.profiler.assembly.reconcile import Floats
+from poochplan.profiler.step.forward_only import CALLS_BACKWARD
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.replays.recorder import statistics_of, written_tensors
+from poochplan.tensors.modes import ToggledMode, around_compiled, before_forward, uncompiled_hooks
+from poochplan.tensors.operators import covers_storage, traits
+from poochplan.tensors.signatures import input_signature
+from poochplan.tensors.storages import (
+    Geometry,
+    has_storage,
+    is_host_scalar,
+    is_made_of_parts,
+    is_plain,
+    parts_of,
+    storage_key,
+)
+
+from .clock import clock_of, workspace_of
+
+COMPILED_REGION = "compiled_region"
+
+
+Shapes = tuple[Any, ...]
+
+
+def shapes_of(outputs: Any) -> Shapes:
+    """Shape of each tensor that an operator returns, in its own nesting; those of nested tensors are left out."""
+    if isinstance(outputs, torch.Tensor):
+        return () if outputs.is_nested else tuple(outputs.shape)
+    return tuple(map(shapes_of, outputs)) if isinstance(outputs, (tuple, list)) else ()
+
+
+class CapturedOp:
+    """One op under way to becoming a ``schema.Op``."""
+
+    __slots__ = (
+        "duration_s",
+        "inputs",
+        "layer",
+        "name",
+        "opaque",
+        "outputs",
+        "overwrites",
+        "phase",
+        "random",
+        "shapes",
+        "uninitialised",
+        "workspace_bytes",
+        "writes",
+    )
+
+    def __init__(self, name: str, layer: str, phase: Phase) -> None:
+        self.name = name
+        self.layer = layer
+        self.phase = phase
+        self.duration_s = 0.0
+        self.workspace_bytes = 0
+        self.shapes: Shapes = ()
+        """Of what it returns."""
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self.writes: list[int] = []
+        self.random = False
+        self.opaque = False
+        self.uninitialised = False
+        """Bears storages that nobody has written yet."""
+        self.overwrites: int | None = None
+        """The value whose every byte it writes without reading one."""
+
+
+class CapturedValue:
+    """One storage. Ticks are None while it lives."""
+
+    __slots__ = (
+        "born",
+        "died",
+        "dtype",
+        "key",
+        "layer",
+        "let_go",
+        "packed_version",
+        "pinned_because",
+        "shape",
+        "size_bytes",
+    )
+
+    def __init__(self, tensor: torch.Tensor, layer: str, born: int) -> None:
+        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.shape = tuple(tensor.shape)
+        self.layer = layer
+        self.born = born
+        self.key = storage_key(tensor)
+        self.died: int | None = None
+        """Tick of forward death."""
+        self.let_go: int | None = None
+        """Tick at which the last handle died; None while one lives, or when there was none."""
+        self.packed_version: int | None = None
+        self.pinned_because = ""
+
+
+class CapturedHandle:
+    """What autograd holds in capture: the clone's view, and whose handle this is."""
+
+    __slots__ = ("capture", "geometry", "holder", "layer", "ordinal", "used", "value")
+
+    def __init__(self, capture: Capture, value: int, ordinal: int, geometry: Geometry, holder: Clone) -> None:
+        self.capture = capture
+        self.value = value
+        self.ordinal = ordinal
+        self.geometry = geometry
+        self.holder = holder
+        self.layer = capture.tracker.current()
+        self.used = False
+
+    def __del__(self) -> None:
+        self.capture.handle_died(self.value)
+
+
+class Clone:
+    """The copy of a saved value that backward runs on; shared by the value's handles."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
+        self.storage = storage
+
+
+class Capture(ToggledMode):
+    """Dispatch mode and hooks of the capturing step. State: ticks so far, values by storage, live handles."""
+
+    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.tracker = tracker
+        self.phase = Phase.FORWARD
+        self.ops: list[CapturedOp] = []
+        self.values: list[CapturedValue] = []
+        self.handles: list[tuple[int, str, str, tuple[int, ...]]] = []
+        """(value, layer, dtype, shape) of each pack."""
+        self.points: list[tuple[PointKind, int, int]] = []
+        """(kind, handle, ops completed before)."""
+        self.kept: list[tuple[str, str, dict[int, int]]] = []
+        """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
+        self.inputs: tuple[str, ...] | None = None
+        """Of the model's first call; None before it."""
+        self._static = static
+        self._paused = False
+        self._by_key: dict[int, int] = {}
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._clones: dict[int, weakref.ref[Clone]] = {}
+        self._clone_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live_handles: dict[int, int] = {}
+        self.saved_values: set[int] = set()
+        self._clock = clock_of(torch.device(device_type))
+        self._workspace = workspace_of(torch.device(device_type))
+        self._marks: list[tuple[CapturedOp, Any, Any]] = []
+        """Each op, between its two marks."""
+
+    @contextlib.contextmanager
+    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+        """Captures for the length of a block."""
+        with (
+            self.tracker.on(model),
+            around_compiled(model, self._opaque_region),
+            before_forward(model, self._called),
+            uncompiled_hooks(self.pack, self.unpack),
+        ):
+            self.switch_on()
+            try:
+                yield self
+            finally:
+                self.switch_off()
+                self._read_clock()
+
+    def _read_clock(self) -> None:
+        self._clock.synchronize()
+        for op, begin, end in self._marks:
+            op.duration_s = self._clock.seconds(begin, end)
+        self._marks.clear()
+
+    def durations(self) -> Floats:
+        """Seconds of each op of this step, as a run of (1, ops)."""
+        return np.array([[op.duration_s for op in self.ops]])
+
+    @property
+    def last_tick(self) -> int:
+        return len(self.ops) + len(self.points) - 1
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value of the tensor's storage; one met for the first time was there before the step."""
+        known = self._by_key.get(storage_key(tensor))
+        return known if known is not None else self._new_value(tensor, "", born=-1)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.inputs is None:
+            self.inputs = input_signature(args, kwargs)
+
+    # -- ops --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer = self.tracker.current() if not self._paused else ""
+        facts = traits(func)
+        if self._paused or facts.pure_view:
+            return func(*args, **kwargs)
+        op = CapturedOp(facts.name, layer, self.phase)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        plain = self._ordinary(leaves)
+        op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
+        op.random = facts.random
+        statistics = list(statistics_of(facts, args).values())
+        foreign = [tensor for tensor in statistics if storage_key(tensor) not in self._static]
+        op.opaque = not facts.trusted or bool(foreign) or not all(map(self._can_be_recorded, leaves))
+        op.uninitialised = facts.uninitialised
+        if facts.uninitialised:
+            op.inputs = []  # they give it a shape, and a replay knows that
+        if facts.overwriting and plain and plain[0] is args[0] and covers_storage(plain[0]):
+            op.overwrites = self.value_of(plain[0])
+        # A replay gives the op throw-away statistics, so that these are no part of what it writes.
+        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
+        op.writes = self._writes([*declared, *foreign])
+        outputs = self._run(op, func, args, kwargs)
+        op.shapes = shapes_of(outputs)
+        self._born(op, outputs)
+        self.ops.append(op)
+        return outputs
+
+    def _ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """The tensors among them that have storages, and those that sparse and nested ones are made of."""
+        if not any(isinstance(leaf, torch.Tensor) and is_made_of_parts(leaf) for leaf in leaves):
+            return [x for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)]
+        paused, self._paused = self._paused, True
+        try:
+            parts = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
+            return [part for part in parts if has_storage(part, self.device_type)]
+        finally:
+            self._paused = paused
+
+    def _can_be_recorded(self, tensor: torch.Tensor) -> bool:
+        return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
+
+    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op's result; notes what it took."""
+        self._workspace.begin()
+        begin = self._clock.begin()
+        outputs = func(*args, **kwargs)
+        self._marks.append((op, begin, self._clock.end()))
+        op.workspace_bytes = self._workspace.taken_bytes()
+        return outputs
+
+    def _writes(self, written: list[torch.Tensor]) -> list[int]:
+        values = list(dict.fromkeys(map(self.value_of, self._ordinary(written))))
+        self._pin_saved(values)
+        return values
+
+    def _pin_saved(self, written: list[int]) -> None:
+        for value in written:
+            if value in self.saved_values and self.phase is Phase.FORWARD:
+                self.values[value].pinned_because = "written in place after it was saved"
+
+    def _born(self, op: CapturedOp, outputs: Any) -> None:
+        for part in self._ordinary(pytree.tree_leaves(outputs)):
+            if storage_key(part) not in self._by_key:
+                op.outputs.append(self._new_value(part, op.layer, born=len(self.ops)))
+
+    def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
+        number = len(self.values)
+        value = CapturedValue(tensor, layer, born)
+        self.values.append(value)
+        self._by_key[value.key] = number
+        self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
+        return number
+
+    def _died(self, number: int) -> None:
+        value = self.values[number]
+        value.died = self.last_tick
+        self._deaths.pop(number, None)
+        if self._by_key.get(value.key) == number:
+            del self._by_key[value.key]
+
+    def _opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            op = CapturedOp(COMPILED_REGION, path, self.phase)
+            op.opaque = True
+            leaves = pytree.tree_leaves((args, kwargs))
+            op.inputs = list(dict.fromkeys(map(self.value_of, self._ordinary(leaves))))
+            before = [(x, x._version) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)]
+            self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+            with self.away():
+                outputs = self._run(op, call, args, kwargs)
+            op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if x._version != version))
+            self._pin_saved(op.writes)
+            for part in self._ordinary(pytree.tree_leaves(outputs)):
+                if storage_key(part) not in self._by_key:
+                    op.outputs.append(self._new_value(part, path, born=self.ops.index(op)))
+            return outputs
+
+        return region
+
+    # -- points -----------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
+        if (
+            not is_plain(tensor, self.device_type)
+            or storage_key(tensor) in self._static
+            or self.phase is not Phase.FORWARD
+        ):
+            self._kept(tensor)
+            return tensor.detach()
+        number = self._packed_value(tensor)
+        value = self.values[number]
+        ordinal = len(self.handles)
+        clone_reference = self._clones.get(number)
+        clone = clone_reference() if clone_reference is not None else None
+        if number not in self.saved_values:
+            self.saved_values.add(number)
+            value.packed_version = tensor._version
+            # What the save point tells the runtime is the tensor as it was packed, not as it was born.
+            value.dtype, value.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
+        elif tensor._version != value.packed_version:
+            value.pinned_because = "written in place after it was saved"
+            clone = None
+        if clone is None:
+            clone = self._cloned(tensor.untyped_storage(), number)
+            self._clones[number] = weakref.ref(clone)
+        handle = CapturedHandle(self, number, ordinal, Geometry.of(tensor), clone)
+        self.handles.append((number, handle.layer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        self._live_handles[number] = self._live_handles.get(number, 0) + 1
+        value.let_go = None
+        return handle
+
+    def _kept(self, tensor: torch.Tensor) -> None:
+        """Notes a saved tensor that no plan moves or rebuilds."""
+        if self.phase is Phase.FORWARD and is_made_of_parts(tensor):
+            parts = [part for part in self._ordinary([tensor]) if storage_key(part) not in self._static]
+            if parts:
+                kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                kind = kind if tensor.is_nested or tensor.layout is not torch.strided else type(tensor).__name__
+                where = self.tracker.current()
+                self.kept.append((kind, where, {storage_key(x): x.untyped_storage().nbytes() for x in parts}))
+
+    def _packed_value(self, tensor: torch.Tensor) -> int:
+        known = self._by_key.get(storage_key(tensor))
+        if known is not None:
+            return known
+        # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
+        inside_region = bool(self.ops) and self.ops[-1].opaque and self.ops[-1].name == COMPILED_REGION
+        number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
+        if inside_region:
+            self.ops[-1].outputs.append(number)
+        return number
+
+    def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
+        if isinstance(handle, torch.Tensor):
+            return handle
+        if self.phase is Phase.FORWARD:
+            raise StepError(CALLS_BACKWARD)
+        if not handle.used:
+            handle.used = True
+            self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))
+        self._paused = True
+        try:
+            return self._on(self._storage_of(handle.holder, handle.value), handle.geometry)
+        finally:
+            self._paused = False
+
+    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
+        """A copy of the value ``number``, which lies in ``storage``."""
+        copy = self._copy(storage)
+        self._follow_clone(copy, number)
+        return Clone(copy)
+
+    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
+        """Where the copy of the value ``number`` is to be read."""
+        assert clone.storage is not None
+        return clone.storage
+
+    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+        """A tensor of that geometry on a clone."""
+        return geometry.on(storage)
+
+    def handle_died(self, number: int) -> None:
+        self._live_handles[number] -= 1
+        if self._live_handles[number] == 0:
+            self.values[number].let_go = self.last_tick
+
+    def _follow_clone(self, storage: torch.UntypedStorage, number: int) -> None:
+        key = storage._cdata
+        self._by_key[key] = number
+        self._clone_deaths[key] = weakref.ref(storage, lambda _: self._clone_died(key))
+
+    def _clone_died(self, key: int) -> None:
+        self._by_key.pop(key, None)
+        self._clone_deaths.pop(key, None)
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        self._paused = True
+        try:
+            return storage.clone()
+        finally:
+            self._paused = False

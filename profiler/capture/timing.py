@@ -1,0 +1,166 @@
+"""Timing: the ops of the step one by one, over several steps that dispatch the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from poochplan.formats.profile import Phase
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.modes import ToggledMode, around_compiled
+from poochplan.tensors.operators import traits
+
+from .capture import COMPILED_REGION, CapturedOp, Shapes, shapes_of
+from .clock import Clock, clock_of
+
+
+@dataclass(frozen=True)
+class DispatchedOp:
+    """What tells an op of one step from that of another."""
+
+    name: str
+    layer: str
+    """Empty in backward, where the capture's own hooks have a part in it."""
+    shapes: Shapes
+
+    def __str__(self) -> str:
+        shapes = f" {list(self.shapes)}".replace("(", "[").replace(")", "]")
+        return f"{self.name}{f' in {self.layer}' if self.layer else ''}{shapes if self.shapes else ''}"
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """What the timed steps say about the ops of the captured one."""
+
+    runs: Floats | None
+    """Seconds of each op in each step that dispatched the same, (steps, ops); None when none did."""
+    note: str
+    """Where and how steps differ, and what the durations are then; empty when they do not."""
+
+
+class OpTimer(ToggledMode):
+    """Seconds of each op (pure views left out, as in the capture), in order of dispatch. State: the phase."""
+
+    def __init__(self, clock: Clock, tracker: LayerTracker) -> None:
+        super().__init__()
+        self.ops: list[DispatchedOp] = []
+        self.phase = Phase.FORWARD
+        self._clock = clock
+        self._tracker = tracker
+        self._marks: list[tuple[Any, Any]] = []
+
+    def enter(self, phase: Phase) -> None:
+        """The phase that begins."""
+        self.phase = phase
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = traits(func)
+        if facts.pure_view:
+            return func(*args, **(kwargs or {}))
+        layer = "" if self.phase is Phase.BACKWARD else self._tracker.current()
+        outputs = self._timed(func, args, kwargs or {})
+        self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
+        return outputs
+
+    def opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            with self.away():
+                outputs = self._timed(call, args, kwargs)
+            self.ops.append(DispatchedOp(COMPILED_REGION, "" if self.phase is Phase.BACKWARD else path, ()))
+            return outputs
+
+        return region
+
+    def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        begin = self._clock.begin()
+        outputs = call(*args, **kwargs)
+        self._marks.append((begin, self._clock.end()))
+        return outputs
+
+    def durations_s(self) -> list[float]:
+        """Seconds of each op so far."""
+        self._clock.synchronize()
+        return [self._clock.seconds(begin, end) for begin, end in self._marks]
+
+
+def time_ops(
+    model: torch.nn.Module,
+    where: torch.device,
+    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
+    captured: list[CapturedOp],
+    iterations: int,
+) -> OpTimes:
+    """Seconds of each captured op in those of ``iterations`` steps that dispatch the same ops.
+
+    Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
+    """
+    wanted = _dispatched(captured)
+    runs: list[list[float]] = []
+    differences: dict[str, str] = {}
+    for _ in range(iterations):
+        timer = _timed_step(model, where, one_step)
+        what, difference = _first_difference(wanted, timer.ops)
+        if what:
+            differences.setdefault(what, difference)
+        if what != "ops":
+            runs.append(timer.durations_s())
+    return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations))
+
+
+def steps_differ(
+    model: torch.nn.Module,
+    where: torch.device,
+    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
+    captured: list[CapturedOp],
+) -> list[str]:
+    """A note, if one more step dispatches other ops than the captured one, or ops of other shapes."""
+    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step).ops)
+    return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
+
+
+_DIFFER_IN = {"ops": "the ops they dispatch", "shapes": "shapes"}
+
+
+def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
+    return [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
+
+
+def _timed_step(
+    model: torch.nn.Module, where: torch.device, one_step: Callable[[Callable[[Phase], None]], PhaseSeconds]
+) -> OpTimer:
+    """The timer of one step."""
+    tracker = LayerTracker()
+    timer = OpTimer(clock_of(where), tracker)
+    with tracker.on(model), around_compiled(model, timer.opaque_region):
+        timer.switch_on()
+        try:
+            one_step(timer.enter)
+        finally:
+            timer.switch_off()
+    return timer
+
+
+def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:
+    """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
+    for index, (one, other) in enumerate(zip_longest(wanted, found)):
+        if one is None or other is None or (one.name, one.layer) != (other.name, other.layer):
+            return "ops", f"op {index}: {one or 'no op'}, then {other or 'no op'}"
+    for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        if one != other:
+            return "shapes", f"op {index}: {one}, then {other}"
+    return "", ""
+
+
+def _note(differences: dict[str, str], used: int, iterations: int) -> str:
+    if "ops" in differences:
+        of = f"of {used} of {iterations} timed steps" if used else "of the captured step alone"
+        return f"steps differ in the ops they dispatch, first at {differences['ops']}; op durations are {of}"
+    if "shapes" in differences:
+        return f"steps differ in shapes, first at {differences['shapes']}; op durations are medians over such steps"
+    return ""

@@ -1,0 +1,311 @@
+"""A step without memory: its model, its inputs and its capture under a fake-tensor mode.
+
+Fake tensors have a device, a shape and a storage with an identity and a size, and no bytes; ops on them compute shapes.
+So the capture is that of a real step (``capture.py``); durations come from a roofline, or from running each distinct op
+by itself (``op_bench.py``).
+
+What is fake and what stays real:
+
+* What comes from files, and small number sequences and constants (``torch.arange``, ``torch.zeros``), are real. Models
+  look into such tensors (is this mask all ones?), and a profile must go the way the real step goes.
+* Ops on real tensors alone run really: while a workload is *built*, always; in a *step*, views and small ops.
+* All else is fake: the model, what ``torch.empty`` and the generators make, and all that touches a fake tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from poochplan.errors import StepError
+from poochplan.profiler.capture.capture import Capture, CapturedOp
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.modes import compiled_modules
+from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
+
+from .corrections import CORRECTED, corrected
+from .op_bench import OpSpec
+from .recency import Recency, cache_bytes
+from .roofline import Roofline, op_seconds
+
+_CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
+SMALL_ELEMENTS = 1 << 20
+"""Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
+
+
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class StepMode(FakeMemory):
+    """The fake-tensor mode of one profile. State: whether a workload is being built."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.building = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not self.building:
+            _refuse_real_parts(leaves, func)
+        makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
+        if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
+            outputs = super().__torch_dispatch__(func, types, args, kwargs)
+            if self.building:  # nothing may refer to a parameter that Module.to() or .half() is to convert
+                self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+            if func in CORRECTED:
+                with self:
+                    return corrected(func, args, outputs)
+            return outputs
+        if leaves and (self.building or traits(func).pure_view):
+            return func(*args, **kwargs)
+        if not _small(leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:  # to see the size of the result before memory is taken for it
+            fakes = super().__torch_dispatch__(func, types, args, kwargs)
+        except _NEEDS_CONTENT:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if _small(pytree.tree_leaves(fakes)) else fakes
+
+
+def _refuse_real_parts(leaves: list[torch.Tensor], func: Any) -> None:
+    found = next((x for x in leaves if type(x) is torch.Tensor and is_made_of_parts(x)), None)
+    if found is not None:
+        kind = "nested" if found.is_nested else str(found.layout).removeprefix("torch.")
+        raise StepError(
+            f"step(): expected dense inputs in mode fake, found a {kind} one in {func}; "
+            "leave it out of the profiled step, or profile in mode run"
+        )
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_nested and is_made_of_parts(leaf)
+
+
+def _small(leaves: list[Any]) -> bool:
+    return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+class FakeCapture(Capture):
+    """The capture of a step on fake tensors; an op takes the seconds of a roofline, or is described in ``specs``."""
+
+    def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
+        super().__init__("cpu", tracker, static)
+        self._mode = mode
+        self._roofline = roofline
+        self.specs: list[OpSpec] = []
+        """Of each op, where there is no roofline."""
+        self._recency = Recency(cache_bytes())
+        self._uncounted = ""
+        """The first op with a sparse tensor: how many elements that has, only data can tell."""
+
+    def notes(self) -> list[str]:
+        """What data would have decided and nothing here has."""
+        if not self._uncounted:
+            return []
+        return [
+            f"sparse tensors may have no elements without data, first in {self._uncounted}: their bytes and what is "
+            "done with them are estimates; profile in mode run or swap-all for exact figures"
+        ]
+
+    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
+        outputs = func(*args, **kwargs)
+        if not self._uncounted and any(map(_is_sparse, pytree.tree_leaves((args, kwargs, outputs)))):
+            self._uncounted = f"{op.name} in {op.layer}" if op.layer else op.name
+        if self._roofline is None:
+            self.specs.append(OpSpec(func, args, kwargs, outputs, cached=self._found_in_cache(op)))
+        else:
+            op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
+        return outputs
+
+    def _found_in_cache(self, op: CapturedOp) -> frozenset[int]:
+        """Which of the op's inputs, by position, the processor's cache holds as it begins."""
+        for born in self.ops[-1].outputs if self.ops else ():
+            self._recency.touch(born, self.values[born].size_bytes)
+        cached = frozenset(index for index, value in enumerate(op.inputs) if self._recency.holds(value))
+        for value in op.inputs:
+            self._recency.touch(value, self.values[value].size_bytes)
+        return cached
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        return torch.UntypedStorage(storage.nbytes(), device="meta")  # nothing to copy
+
+    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+        # Made outside the mode, whose cache of dispatches would hold the storage for good.
+        with _disable_current_modes():
+            return FakeTensor(self._mode, geometry.on(storage), torch.device(self.device_type))
+
+
+@contextlib.contextmanager
+def building() -> Iterator[StepMode]:
+    """Inside the block, models, optimizers and made-up data are built without memory; :func:`faked` takes them.
+
+    Raises ``StepError`` when the building needs the content of such a tensor.
+    """
+    mode = StepMode()
+    mode.building = True
+    try:
+        with explained("the workload"), mode:
+            yield mode
+    finally:
+        mode.building = False
+
+
+@contextlib.contextmanager
+def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[StepMode]:
+    """Runs the block under a fake mode with fakes in the place of the model's and the optimizer's tensors.
+
+    Afterwards the very same tensors, gradients, optimizer state and generator states are back. A model that was built
+    in :func:`building` is taken as it is.
+
+    Raises
+    ------
+    StepError
+        A compiled callable, fake tensors of another mode, or a step that needs the content of a tensor.
+    """
+    compiled = compiled_modules(model)
+    if compiled:
+        raise StepError(
+            f"model: expected no compiled callable in mode fake, found {next(iter(compiled)) or 'the model itself'}; "
+            "profile the model as it is before torch.compile"
+        )
+    mode = _mode_of(model) or StepMode()
+    with contextlib.ExitStack() as undo:
+        undo.callback(_restore_generators, random.getstate(), np.random.get_state(), torch.get_rng_state())
+        undo.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
+        _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of what is raised anyway
+        fakes: dict[torch.Tensor, torch.Tensor] = {}
+        for module in model.modules():
+            undo.callback(_restore_attributes, module, dict(module.__dict__))
+            _replace_tensors(module, mode, fakes, undo)
+        if optimizer is not None:
+            _replace_state(optimizer, mode, fakes, undo)
+        with explained("step()"), mode:
+            yield mode
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """One clear line in place of the errors of fake tensors."""
+    try:
+        yield
+    except (*_NEEDS_CONTENT, UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
+        operator = getattr(error, "func", None) or getattr(error, "reason", "") or type(error).__name__
+        lacks = "needs a tensor's content" if isinstance(error, _NEEDS_CONTENT) else "has no shape function"
+        raise StepError(
+            f"{what}: expected ops that run without data in mode fake, found {operator}, which {lacks}; "
+            "leave it out of the profiled step, or profile in mode run"
+        ) from error
+
+
+def _mode_of(model: torch.nn.Module) -> StepMode | None:
+    """The mode of the model's fake tensors; None when they are real."""
+    found: StepMode | None = None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, FakeTensor):
+            if not isinstance(tensor.fake_mode, StepMode):
+                raise StepError(
+                    "model: expected real tensors or fake ones made inside poochplan.profiler.fake.fake.building(), "
+                    f"found {name} of another fake-tensor mode; build the model there"
+                )
+            found = tensor.fake_mode
+    return found
+
+
+def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The fake of a real parameter or buffer, with its gradient's; tied ones share one."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor not in fakes:
+        fakes[tensor] = mode.from_tensor(tensor)
+        fakes[tensor].grad = None if tensor.grad is None else mode.from_tensor(tensor.grad)
+    return fakes[tensor]
+
+
+def _replace_tensors(
+    module: torch.nn.Module, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor], undo: contextlib.ExitStack
+) -> None:
+    for owned in (module._parameters, module._buffers):
+        before = dict(owned)
+        gradients = [(x, x.grad) for x in before.values() if isinstance(x, torch.nn.Parameter)]
+        undo.callback(_restore_tensors, owned, before, gradients)
+        for name, tensor in before.items():
+            if tensor is not None:
+                owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
+
+
+def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
+    """Whether it trains, and what a step without memory has put in the place of what was there; all else stays, since
+    attributes may go with hooks that were installed.
+    """
+    module.training = before["training"]
+    for name, value in list(module.__dict__.items()):
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_fakes(value):
+            del module.__dict__[name]
+            if name in before:
+                module.__dict__[name] = before[name]
+
+
+def _holds_fakes(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and stands_for_memory(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _restore_tensors(owned: dict[str, Any], before: dict[str, Any], gradients: list[Any]) -> None:
+    owned.clear()
+    owned.update(before)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def _replace_state(
+    optimizer: torch.optim.Optimizer,
+    mode: StepMode,
+    fakes: dict[torch.Tensor, torch.Tensor],
+    undo: contextlib.ExitStack,
+) -> None:
+    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    undo.callback(_restore_optimizer, optimizer, state, groups)
+    optimizer.state.clear()
+    for parameter, entries in state.items():
+        optimizer.state[_faked(parameter, mode, fakes)] = {
+            name: _faked_state(value, mode) if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
+        }
+    for group in optimizer.param_groups:
+        group["params"] = [_faked(parameter, mode, fakes) for parameter in group["params"]]
+
+
+def _faked_state(value: torch.Tensor, mode: StepMode) -> torch.Tensor:
+    return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam asks its counter for a number
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Any) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, content in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(content)
+
+
+def _restore_generators(python: Any, numpy: Any, cpu: torch.Tensor) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)

@@ -1,0 +1,225 @@
+"""Durations of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
+
+Two ops are the same when operator, arguments and the layout of every tensor are, and what the processor's cache holds
+of them (``recency.py``): where something large is not there, the cache is emptied before each run, and what the step's
+op would find is read. What cannot be run by itself (operators of other namespaces, ops too large for the memory there
+is, ops that fail on made-up contents) is estimated: the bytes it reads and writes at the rate of a copy. Seconds are
+kept in a file of the user's cache folder, one for each version of torch, device and thread count.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+
+from poochplan.formats.files import cache_folder, write_cache
+from poochplan.formats.profile import Device
+from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import Geometry, has_storage
+
+from .memory_left import available_bytes
+from .recency import cache_bytes
+from .roofline import op_bytes
+
+REPEATS = 5
+ENOUGH_S, LONG_S = 0.4, 1.0
+"""No further run of an op whose runs took this long together; an op that takes longer than the second is run once: what
+the first run has to set up is nothing beside it."""
+_COPIED_BYTES = 64 << 20
+_DRAWN = 1 << 18
+"""Numbers that are drawn at random for a made-up tensor; over a larger one they are repeated."""
+SMALL_BYTES = 256 << 10
+"""What an op reads of so little from memory takes some ten microseconds; emptying the cache, which also has the
+interpreter in it, would cost a small op more."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor argument: its layout, and which of the op's storages it lies on."""
+
+    geometry: Geometry
+    storage: int
+    storage_bytes: int
+
+
+class Arguments(NamedTuple):
+    """Of one run of an op. ``cached`` alone is in the processor's cache when it begins; None for as it comes."""
+
+    args: Any
+    kwargs: dict[str, Any]
+    cached: list[torch.UntypedStorage] | None = None
+
+
+class OpSpec:
+    """One call of an operator, without its tensors. ``cached``: those of its storages, in order of appearance, that are
+    in the processor's cache when it begins; None where it finds all that matters there.
+    """
+
+    def __init__(
+        self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any, cached: frozenset[int] | None = None
+    ) -> None:
+        self.func = func
+        storages: dict[int, int] = {}
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.leaves = [_spec_of(leaf, storages) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.bytes = op_bytes(func, args, kwargs, outputs)
+        missing_bytes = sum(
+            leaf.storage_bytes
+            for leaf in self.leaves
+            if isinstance(leaf, TensorSpec) and cached is not None and leaf.storage not in cached
+        )
+        self.cached = cached if missing_bytes > SMALL_BYTES else None
+        self.key = hashlib.sha256(
+            f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}".encode()
+        ).hexdigest()[:24]
+        simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        self.runnable = traits(func).trusted and all(
+            leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
+        )
+
+    def made_up(self) -> dict[int, torch.UntypedStorage]:
+        """Contents for its storages: floats between a half and one, integers zero, booleans true."""
+        specs = {leaf.storage: leaf for leaf in reversed(self.leaves) if isinstance(leaf, TensorSpec)}
+        return {storage: _filled(spec) for storage, spec in specs.items()}
+
+    def arguments(self, storages: dict[int, torch.UntypedStorage]) -> Arguments:
+        """Arguments on these storages."""
+        leaves = [
+            leaf.geometry.on(storages[leaf.storage]) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        if self.cached is None:
+            return Arguments(args, kwargs)
+        return Arguments(args, kwargs, [storages[index] for index in sorted(self.cached) if index in storages])
+
+
+def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str:
+    if not has_storage(tensor, "cpu"):
+        return TensorSpec(Geometry.of(tensor), -1, 0) if tensor.numel() == 0 else "a tensor of another kind"
+    storage = tensor.untyped_storage()
+    return TensorSpec(Geometry.of(tensor), storages.setdefault(storage._cdata, len(storages)), storage.nbytes())
+
+
+def _filled(spec: TensorSpec) -> torch.UntypedStorage:
+    dtype = spec.geometry.dtype
+    flat = torch.empty(spec.storage_bytes // dtype.itemsize, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        flat.fill_(1.0)
+        if dtype in (torch.float32, torch.float64):
+            drawn = torch.empty(min(_DRAWN, flat.numel()), dtype=dtype).uniform_(0.5, 1.0)
+            torch.cat([drawn] * (flat.numel() // _DRAWN) + [drawn[: flat.numel() % _DRAWN]], out=flat)
+    else:
+        flat.fill_(dtype is torch.bool)
+    return flat.untyped_storage()
+
+
+class OpBench:
+    """Seconds of ops, measured or remembered. ``counts`` says how many distinct ones came from where."""
+
+    def __init__(self, device: Device) -> None:
+        self._path = cache_path(device)
+        self._known = _read(self._path)
+        self.counts = {"measured": 0, "cached": 0, "estimated": 0}
+        self._copy_bytes_per_s = 0.0
+
+    def seconds(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[float]:
+        """Seconds of each, in order; what is new is written to the cache."""
+        found: dict[str, float] = {}
+        distinct = {spec.key: spec for spec in specs}
+        say(f"running {len(distinct)} distinct ops by themselves")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for key, spec in distinct.items():
+                found[key] = self._one(spec)
+        write_cache(self._path, msgspec.json.encode(self._known))
+        return [found[spec.key] for spec in specs]
+
+    def _one(self, spec: OpSpec) -> float:
+        if spec.key in self._known:
+            self.counts["cached"] += 1
+            return self._known[spec.key]
+        if not spec.runnable and not spec.bytes:  # a mark of torch's own profiler, say
+            return 0.0
+        measured_s = _measured(spec) if spec.runnable and 2 * spec.bytes < available_bytes() else None
+        if measured_s is None:
+            self.counts["estimated"] += 1
+            return spec.bytes / self._copy_rate()
+        self.counts["measured"] += 1
+        self._known[spec.key] = measured_s
+        return measured_s
+
+    def _copy_rate(self) -> float:
+        """Bytes per second that a copy reads and writes."""
+        if not self._copy_bytes_per_s:
+            source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+            took_s = _median_s(lambda: Arguments((source,), {}), torch.clone)
+            self._copy_bytes_per_s = 2 * _COPIED_BYTES / took_s
+        return self._copy_bytes_per_s
+
+
+def _measured(spec: OpSpec) -> float | None:
+    """Median seconds of the op; None when it fails on made-up contents."""
+    try:
+        storages = spec.made_up()
+        # What is written in place is written again: a few runs take numbers of about one nowhere where they are slower.
+        return _median_s(lambda: spec.arguments(storages), spec.func)
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return None
+
+
+def _median_s(prepare: Callable[[], Arguments], run: Callable[..., Any]) -> float:
+    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`ENOUGH_S`."""
+    times_s: list[float] = []
+    for _ in range(1 + REPEATS):
+        arguments = prepare()
+        if arguments.cached is not None:
+            _fill_cache(arguments.cached)
+        start_s = time.perf_counter()
+        run(*arguments.args, **arguments.kwargs)
+        times_s.append(time.perf_counter() - start_s)
+        if times_s[0] > LONG_S or (len(times_s) > 1 and sum(times_s) > ENOUGH_S):
+            break
+    return median(times_s[1:] or times_s)
+
+
+def _fill_cache(storages: list[torch.UntypedStorage]) -> None:
+    """Has the processor's cache hold these, and nothing else of an op's."""
+    _evictor().add_(1)
+    for storage in storages:
+        torch.empty(0, dtype=torch.uint8).set_(storage).any()
+
+
+@functools.cache
+def _evictor() -> torch.Tensor:
+    return torch.zeros(cache_bytes(), dtype=torch.uint8)
+
+
+def cache_path(device: Device) -> Path:
+    """The file of durations for this torch, device and thread count, in the user's cache folder."""
+    machine = f"{torch.__version__}|{device.kind}|{device.name}|{_cpu_model()}|{device.threads}"
+    return cache_folder() / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _read(path: Path) -> dict[str, float]:
+    """What the file knows; nothing when there is none, or it is broken."""
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return {key: value for key, value in known.items() if math.isfinite(value) and value >= 0}

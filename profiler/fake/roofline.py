@@ -1,0 +1,226 @@
+"""Roofline: seconds of an op on a device that is not there, from its flops and its bytes.
+
+``seconds = max(flops / rate of its dtype, bytes of its inputs and outputs / memory bandwidth) + launch``
+(S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009, section 3). Flops are those of
+``torch.utils.flop_counter``, which counts two per multiply-add and does not halve causal attention; the operators that
+only the CPU dispatches have formulas here (``_FORMULAS``). The estimate knows neither caches nor occupancy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from poochplan.errors import UsageError
+from poochplan.tensors.operators import traits
+
+LAUNCH_S = 5e-6
+"""Seconds that every kernel takes beside its work: start, tail and the gap to the next one."""
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as two slopes. Rates are what dense kernels reach, not what the data sheet promises."""
+
+    name: str
+    fp32_flops_per_s: float
+    """Products of fp32 matrices, in full precision (torch's default)."""
+    cudnn_fp32_flops_per_s: float
+    """Convolutions and recurrent layers in fp32, which torch by default runs in TF32 where the device has it."""
+    half_flops_per_s: float
+    """fp16 and bf16, on tensor cores where the device has them."""
+    fp64_flops_per_s: float
+    memory_bytes_per_s: float
+    """Nominal bandwidth of the device's memory."""
+    memory_bytes: int
+    """Size of the device's memory; 0 when unknown."""
+    link: str
+    """Name of the link it is usually attached by (``presets.py``)."""
+
+    def flops_per_s(self, dtype: torch.dtype, cudnn: bool) -> float:
+        """The rate for an op of that dtype."""
+        if dtype in (torch.float16, torch.bfloat16):
+            return self.half_flops_per_s
+        if dtype in (torch.float64, torch.complex128):
+            return self.fp64_flops_per_s
+        return self.cudnn_fp32_flops_per_s if cudnn else self.fp32_flops_per_s
+
+
+DEVICES = {
+    # V100 SXM2: data sheet fp32 15.7, tensor cores 125 (fp16), fp64 7.8 TFLOP/s; 900 GB/s; no TF32, no bf16 cores.
+    # PoocH's evaluation counts on 12 TFLOP/s of fp32: 77% of the data sheet.
+    "v100": Roofline(
+        name="v100",
+        fp32_flops_per_s=12e12,
+        cudnn_fp32_flops_per_s=12e12,
+        half_flops_per_s=100e12,
+        fp64_flops_per_s=6e12,
+        memory_bytes_per_s=900e9,
+        memory_bytes=16 << 30,
+        link="pcie3",
+    ),
+    # A100 SXM 80 GB: fp32 19.5, TF32 156, bf16 312, fp64 19.5 (tensor cores) TFLOP/s dense; 2,039 GB/s.
+    # 77% of the data sheet without tensor cores, 70% with them: what large GEMMs of cuBLAS reach.
+    "a100": Roofline(
+        name="a100",
+        fp32_flops_per_s=15e12,
+        cudnn_fp32_flops_per_s=110e12,
+        half_flops_per_s=220e12,
+        fp64_flops_per_s=13e12,
+        memory_bytes_per_s=2039e9,
+        memory_bytes=80 << 30,
+        link="pcie4",
+    ),
+    # H200 SXM: fp32 67, TF32 494, bf16 989, fp64 67 (tensor cores) TFLOP/s dense; 4,800 GB/s; 141 GB.
+    "h200": Roofline(
+        name="h200",
+        fp32_flops_per_s=50e12,
+        cudnn_fp32_flops_per_s=350e12,
+        half_flops_per_s=690e12,
+        fp64_flops_per_s=47e12,
+        memory_bytes_per_s=4800e9,
+        memory_bytes=141 * 10**9,
+        link="pcie5",
+    ),
+}
+
+
+def parse_roofline(text: str) -> Roofline:
+    """The device of that name, or one given as ``FLOPS,BYTES`` per second, such as ``50e12,2e12``.
+
+    A device given by numbers has one rate for every dtype and is attached by ``pcie4``.
+
+    Raises ``UsageError`` for anything else.
+    """
+    if text in DEVICES:
+        return DEVICES[text]
+    parts = text.split(",")
+    try:
+        rates = [float(part) for part in parts]
+    except ValueError:
+        rates = []
+    if len(rates) != 2 or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise UsageError(
+            f"roofline: expected {', '.join(DEVICES)} or FLOPS,BYTES per second such as 50e12,2e12, found {text!r}"
+        )
+    return Roofline(
+        name=text,
+        fp32_flops_per_s=rates[0],
+        cudnn_fp32_flops_per_s=rates[0],
+        half_flops_per_s=rates[0],
+        fp64_flops_per_s=rates[0],
+        memory_bytes_per_s=rates[1],
+        memory_bytes=0,
+        link="pcie4",
+    )
+
+
+def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> float:
+    """Seconds of one dispatched op, from its arguments and outputs; 0 for an allocation, which launches nothing."""
+    if traits(func).uninitialised:
+        return 0.0
+    leaves = [x for x in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(x, torch.Tensor)]
+    flops = op_flops(func, args, kwargs, outputs)
+    arithmetic_s = 0.0
+    if flops:
+        dtype = next((x.dtype for x in leaves if x.dtype.is_floating_point or x.dtype.is_complex), torch.float32)
+        arithmetic_s = flops / roofline.flops_per_s(dtype, cudnn=str(func._overloadpacket) in _OF_CUDNN)
+    return max(arithmetic_s, op_bytes(func, args, kwargs, outputs) / roofline.memory_bytes_per_s) + LAUNCH_S
+
+
+def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
+    """Floating-point operations; 0 for operators that no formula knows: those are bound by memory."""
+    packet = getattr(func, "_overloadpacket", None)
+    own = _FORMULAS.get(str(packet))
+    if own is not None:
+        return own(args)
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+_OF_CUDNN = frozenset(
+    {"aten.convolution", "aten.convolution_backward", "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward"}
+)
+# Read of these arguments (by position) only what the output or the indices ask for.
+_GATHERS = {"embedding": (0,), "index": (0,), "gather": (0,), "index_select": (0,), "nll_loss_forward": (0,)}
+
+
+def op_bytes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
+    """Bytes that cross the memory bus when each input is read once and each output written once.
+
+    An argument written in place counts twice (once where nothing of it is read), a view that is returned not at all.
+    """
+    facts = traits(func)
+    fresh = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    known = {x.untyped_storage()._cdata for x in inputs if _has_bytes(x)}
+    written_bytes = sum(_bytes(x) for x in fresh if _has_bytes(x) and x.untyped_storage()._cdata not in known)
+    gathered = _GATHERS.get(facts.name.split(".")[1] if "." in facts.name else "", ())
+    total = written_bytes
+    for position, argument in enumerate((*args, *kwargs.values())):
+        for tensor in pytree.tree_leaves(argument):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            size_bytes = _bytes(tensor)
+            total += min(size_bytes, written_bytes) if position in gathered else size_bytes
+    for position in facts.written:
+        if position < len(args) and not (facts.overwriting and position == 0):
+            total += sum(_bytes(x) for x in pytree.tree_leaves(args[position]) if isinstance(x, torch.Tensor))
+    return total
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of its elements, an expanded one's counted once."""
+    if not _has_bytes(tensor):
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _attention(args: Any) -> int:
+    query, key, value = (x.shape for x in args[:3])
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(args: Any) -> int:
+    grad, query, key, value = (x.shape for x in args[:4])
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+def _convolution_backward(args: Any) -> int:
+    """As many as forward for each of the gradients asked for, of the input and of the weight.
+
+    Of its own because torch's formula counts the weight's gradient of a grouped convolution once per group.
+    """
+    grad, inputs, weight = args[:3]
+    transposed, output_mask = args[7], args[10]
+    positions = (inputs if transposed else grad).shape[2:].numel()
+    return int(2 * inputs.shape[0] * positions * weight.numel() * sum(output_mask[:2]))
+
+
+def _rnn_layer(args: Any) -> int:
+    """Two per weight and position of the input ``[length, batch, features]``: each is multiplied once."""
+    length, batch = args[0].shape[:2]
+    return int(2 * length * batch * (args[1].numel() + args[2].numel()))
+
+
+def _rnn_layer_backward(args: Any) -> int:
+    """Twice the forward: gradients of the input and of the weights."""
+    return 2 * _rnn_layer(args)
+
+
+_FORMULAS: dict[str, Callable[[Any], int]] = {
+    "aten.convolution_backward": _convolution_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
+}

@@ -1,0 +1,1 @@
+"""The link between device and host: measured, fitted, and remembered."""

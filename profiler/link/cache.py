@@ -1,0 +1,71 @@
+"""The measured link, kept per machine in a JSON file in the user's cache folder; what is wrong there is no error."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+import torch
+
+from poochplan.formats.files import cache_folder, encode_readable, write_cache
+from poochplan.formats.profile import Link
+from poochplan.runtime.devices.spill import choose_spill_dir, file_system_type
+
+from .measure import CURVE_SIZES_BYTES, measure_link
+
+VERSION = 2
+"""Of the way links are measured and fitted; files of another one are measured anew."""
+
+
+class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The file. Links by :func:`link_key`."""
+
+    version: int
+    links: dict[str, Link]
+
+
+def cache_path() -> Path:
+    """The file of links in the user's cache folder."""
+    return cache_folder() / "links.json"
+
+
+def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
+    """What the link depends on: device, disk, throttle and torch; raises ``SpillError`` as the spill file would."""
+    if where.type == "cuda":
+        parts = [torch.cuda.get_device_name(where), "pinned"]
+    else:
+        folder = choose_spill_dir(directory)
+        device = folder.stat().st_dev
+        disk = f"{file_system_type(folder)} {os.major(device)}:{os.minor(device)}"
+        parts = [platform.processor() or platform.machine(), platform.node(), disk]
+    return ", ".join([*parts, f"throttle {throttle_bytes_per_s or 'none'}", f"torch {torch.__version__}"])
+
+
+def cached_link(
+    where: torch.device,
+    directory: str | Path | None = None,
+    throttle_bytes_per_s: float | None = None,
+    *,
+    refresh: bool = False,
+) -> tuple[Link, bool]:
+    """The link, and whether it comes from the cache. Measured and stored where it is not there, or on ``refresh``.
+
+    Raises what :func:`measure_link` raises.
+    """
+    key = link_key(where, directory, throttle_bytes_per_s)
+    known = _load().get(key)
+    if known is not None and not refresh:
+        return known, True
+    link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
+    write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
+    return link, False
+
+
+def _load() -> dict[str, Link]:
+    try:
+        found = msgspec.json.decode(cache_path().read_bytes(), type=CachedLinks)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return found.links if found.version == VERSION else {}

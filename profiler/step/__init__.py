@@ -1,0 +1,1 @@
+"""The user's step, run under observation and left as it was found."""

@@ -1,0 +1,136 @@
+"""What a step may not do in forward: run backward, take gradients, step the optimizer. Told as it happens.
+
+Every way of running autograd from Python passes one function of torch's, also for a graph that saves nothing and that
+no hook sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from poochplan.errors import StepError
+from poochplan.tensors.modes import before_forward
+from poochplan.tensors.signatures import tensor_leaves
+from poochplan.tensors.storages import stands_for_memory
+
+CALLS_BACKWARD = "step(): expected forward only, found that it calls backward; return the loss instead"
+TAKES_GRADIENTS = (
+    "step(): expected forward only, found that it calls torch.autograd.grad or torch.func; return the loss instead, "
+    "and leave gradients of gradients (as in a gradient penalty) out of the profiled step: no plan describes them"
+)
+STEPS_OPTIMIZER = (
+    "step(): expected forward only, found that it steps the optimizer; return the loss, and pass the optimizer "
+    "as optimizer="
+)
+
+
+@contextlib.contextmanager
+def forward_only(model: torch.nn.Module) -> Iterator[None]:
+    """Raises ``StepError`` where the block runs backward, takes gradients or steps an optimizer of the model."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _being_compiled(outputs):
+            raise StepError(CALLS_BACKWARD if kwargs.get("accumulate_grad") else TAKES_GRADIENTS)
+        return run(outputs, *args, **kwargs)
+
+    def refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not stepped.isdisjoint(model.parameters()):
+            raise StepError(STEPS_OPTIMIZER)
+
+    handle = register_optimizer_step_pre_hook(refuse_optimizer)
+    torch.autograd._engine_run_backward = refuse  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" in str(error):  # torch.func, before it gets so far
+            raise StepError(TAKES_GRADIENTS) from error
+        raise
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        handle.remove()
+
+
+def _being_compiled(outputs: Any) -> bool:
+    """Whether it is the compiler that runs this backward: it traces one while it compiles forward."""
+    traced = all(isinstance(x, (FunctionalTensor, FakeTensor)) and not stands_for_memory(x) for x in outputs)
+    return traced or TracingContext.try_get() is not None
+
+
+@contextlib.contextmanager
+def inputs_explained(model: torch.nn.Module) -> Iterator[None]:
+    """One clear line for what fails in the block because an input of the model lies on another device than it.
+
+    An input elsewhere is no error in itself: the model may move it.
+    """
+    where = next(model.parameters()).device
+    elsewhere: list[str] = []
+
+    def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
+        elsewhere.extend(f"{path} on {leaf.device}" for path, leaf in leaves if leaf.device != where)
+
+    with before_forward(model, note):
+        try:
+            yield
+        except RuntimeError as error:
+            told = any(word in str(error) for word in ("device", "meta"))
+            if not elsewhere or not told or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise StepError(
+                f"step(): expected the model's inputs on {where}, where its parameters are, found input "
+                f"{elsewhere[0]}, and the step failed ({type(error).__name__}); move the data to {where}"
+            ) from error
+
+
+def checked_loss(loss: Any, model: torch.nn.Module) -> torch.Tensor:
+    """What ``step()`` returned, if backward can start from it; raises ``StepError`` otherwise."""
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"step(): expected the scalar loss, a tensor, found {type(loss).__name__}; return the loss")
+    if loss.is_nested or loss.layout is not torch.strided:
+        kind = "nested" if loss.is_nested else str(loss.layout).removeprefix("torch.")
+        raise StepError(f"step(): expected a scalar loss, found a {kind} tensor; reduce its values, as with .mean()")
+    if loss.numel() != 1:
+        raise StepError(f"step(): expected a scalar loss, found shape {list(loss.shape)}; reduce it, as with .mean()")
+    if not loss.requires_grad:
+        raise StepError(
+            "step(): expected a loss that requires gradients, found one that does not; "
+            "it must come from the model, outside torch.no_grad"
+        )
+    where = next(model.parameters()).device
+    if loss.device.type not in ("cpu", where.type):
+        raise StepError(
+            f"step(): expected a loss on {where}, where the model is, found one on {loss.device}; compute it there"
+        )
+    return loss
+
+
+def check_real(loss: torch.Tensor | None) -> None:
+    """Raises ``StepError`` where a step with data gave a loss without: what it once made is kept outside the model."""
+    if loss is not None and stands_for_memory(loss):
+        raise StepError(
+            "step(): expected a loss with data, found that it uses a tensor of a step without memory, which it kept "
+            'outside the model; keep it in the model, or profile in mode "run" or "swap-all" in a new process'
+        )
+
+
+def check_trains(model: torch.nn.Module, leaves: set[torch.Tensor]) -> None:
+    """Raises ``StepError`` where the step trains nothing of the model. After backward; ``leaves`` are the loss's.
+
+    Gradients alone do not tell, since hooks may have used them up; nor do the leaves, which a checkpoint hides.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if leaves.isdisjoint(parameters) and all(parameter.grad is None for parameter in parameters):
+        raise StepError(
+            "step(): expected a loss that depends on the model's parameters, found one that gives none of them a "
+            "gradient; compute it with the model that is profiled"
+        )

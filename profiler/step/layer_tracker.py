@@ -1,0 +1,54 @@
+"""Layers: which module is running, by path; and which forward layer an op of backward belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from poochplan.tensors.modes import compiled_modules, inside
+
+
+class LayerTracker:
+    """State: the stack of running modules, and the layer of each autograd node by its sequence number."""
+
+    def __init__(self) -> None:
+        self._running: list[str] = []
+        self._layer_of_node: dict[int, str] = {}
+        self._last_backward_layer = ""
+
+    @contextlib.contextmanager
+    def on(self, model: torch.nn.Module) -> Iterator[LayerTracker]:
+        """Follows ``model`` for the length of a block. Modules inside compiled ones get no hooks, or they would compile
+        again.
+        """
+        compiled = compiled_modules(model)
+        with contextlib.ExitStack() as stack:
+            for name, module in model.named_modules():
+                if not inside(name, compiled):
+                    stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
+                    stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            yield self
+
+    def current(self) -> str:
+        """Path of the innermost running module; in backward, of the module whose op is being differentiated."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            layer = self._running[-1] if self._running else ""
+            self._layer_of_node[torch.autograd._get_sequence_nr() - 1] = layer
+            return layer
+        # AccumulateGrad has no sequence number of its own: it belongs to the node before it.
+        self._last_backward_layer = self._layer_of_node.get(node._sequence_nr(), self._last_backward_layer)
+        return self._last_backward_layer
+
+    def _enter(self, name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            self._running.append(name)
+
+        return hook
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            self._running.pop()

@@ -1,0 +1,1 @@
+"""Steps under plans that nobody solved: swapping all, comparing replays, timing the runtime."""

@@ -1,0 +1,163 @@
+"""Mode ``swap-all``: steps whose saved values lie on the host from save to use, so that a step that does not fit runs.
+
+Steps run under the runtime's engine in its safe policy, each copy waited for, so that no copy runs beside an op and
+the time of swapping is just the time inside the hooks. The capture keeps what it copies on the host too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from poochplan.errors import SpillError
+from poochplan.formats.profile import Link
+from poochplan.profiler.capture.capture import Capture, Clone
+from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.devices.device import Device, Stream
+from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.host_slab import ALIGNMENT_BYTES
+from poochplan.runtime.engine.saved_value import Entry
+from poochplan.tensors.modes import uncompiled_hooks
+from poochplan.tensors.signatures import model_signature
+from poochplan.tensors.storages import static_keys
+
+from .plans import trial_plan
+
+
+class SwapAllEngine(Engine):
+    """Follows no plan: swaps every saved value, waits for each copy at once, and fetches on demand."""
+
+    def _begin_clock(self, *, active: bool) -> None:
+        super()._begin_clock(active=active)
+        self._astray = active
+
+    def _swap_soon(self, entry: Entry) -> None:
+        self._swap_out(entry)
+        if entry.out_copy is not None:  # what cannot be written must not stay: the step does not fit with it
+            entry.out_copy.wait()
+            _raise(entry.out_copy.error, "written")
+        self._release(entry)
+
+
+class SwapAll:
+    """Runs steps under the :class:`SwapAllEngine`. ``seconds`` is all the time that was spent swapping so far."""
+
+    def __init__(
+        self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, link: Link, clock: Clock
+    ) -> None:
+        self._device = open_device(where, spill_dir)
+        plan = trial_plan(where.type, link, model_signature(model))
+        self._engine = SwapAllEngine(plan, self._device, lambda: static_keys(model, where.type))
+        self._clock = clock
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step, within the block."""
+        with uncompiled_hooks(self._timed(self._engine.pack), self._timed(self._engine.unpack)):
+            self._engine.begin_step()
+            try:
+                yield
+            finally:
+                self._engine.end_step()
+
+    def _timed(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(argument: Any) -> Any:
+            self._clock.synchronize()
+            start_s = time.perf_counter()
+            with _disable_current_modes():  # the ops of moving are not the step's
+                result = hook(argument)
+            self._clock.synchronize()
+            self.seconds += time.perf_counter() - start_s
+            return result
+
+        return timed
+
+    def close(self) -> None:
+        """Gives the host tier back."""
+        self._device.close()
+
+
+class HostStore:
+    """Contents of storages in a host tier of its own, one behind the other."""
+
+    def __init__(self, where: torch.device, spill_dir: str | Path | None) -> None:
+        self.device: Device = open_device(where, spill_dir)
+        self._end_bytes = 0
+
+    def put(self, storage: torch.UntypedStorage) -> int:
+        """Copies the storage there and waits; its offset. Raises ``SpillError`` when it cannot be written."""
+        offset = self._end_bytes
+        self._end_bytes += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        copy = copy_out(self.device, storage, offset)
+        copy.wait()
+        _raise(copy.error, "written")
+        return offset
+
+    def get(self, offset: int, size_bytes: int) -> torch.UntypedStorage:
+        """A new storage of ``size_bytes`` with what was put at ``offset``; raises ``SpillError``."""
+        storage = self.device.allocate(size_bytes)
+        copy = copy_in(self.device, storage, offset)
+        copy.wait()
+        _raise(copy.error, "read back")
+        return storage
+
+    def forget(self) -> None:
+        """All that was put may be overwritten."""
+        self._end_bytes = 0
+
+    def close(self) -> None:
+        """Gives the host tier back."""
+        self.device.close()
+
+
+def _raise(error: OSError | None, what: str) -> None:
+    if error is not None:
+        raise SpillError(
+            f"profile: a saved value could not be {what} on the host tier ({error.strerror}); "
+            "expected room for all that the step saves; free space, or name another spill directory"
+        ) from error
+
+
+class HostedClone(Clone):
+    """A copy that lies on the host until backward asks for it."""
+
+    __slots__ = ("home", "offset", "size_bytes")
+
+    def __init__(self, offset: int, size_bytes: int) -> None:
+        super().__init__(None)
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.home: Stream | None = None
+
+
+class HostedCapture(Capture):
+    """The capture whose copies lie on the host."""
+
+    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
+        super().__init__(device_type, tracker, static)
+        self._store = store
+
+    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
+        with _disable_current_modes():
+            return HostedClone(self._store.put(storage), storage.nbytes())
+
+    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
+        assert isinstance(clone, HostedClone)
+        if clone.storage is None:
+            with _disable_current_modes():
+                clone.storage = self._store.get(clone.offset, clone.size_bytes)
+            clone.home = self._store.device.compute
+            self._follow_clone(clone.storage, number)
+        assert clone.home is not None
+        self._store.device.use(clone.storage, clone.home)
+        return clone.storage

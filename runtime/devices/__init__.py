@@ -1,0 +1,1 @@
+"""Devices: where storages live and how copies run, behind one small protocol."""

@@ -1,0 +1,263 @@
+"""The CPU device: process memory as device, a spill file as host tier, two I/O threads as the two copy streams."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .device import Event, Stream
+from .spill import SpillFile, choose_spill_dir
+
+CHUNK_BYTES = 1 << 20
+_LOOK_AGAIN_S = 1.0
+"""How often one who waits looks whether the thread still lives."""
+
+Move = Callable[[memoryview, int], int]
+
+
+class SpillCopy:
+    """One queued copy, and the event of its end. States: queued, running, ended (``error`` tells whether well).
+
+    It holds the storage until then, so that whoever gives up waiting harms nothing.
+    """
+
+    def __init__(self, stream: SpillStream, storage: torch.UntypedStorage, host_offset: int) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.host_offset = host_offset
+        self.size_bytes = storage.nbytes()
+        self.error: OSError | None = None
+        self._stream = stream
+        self._has_ended = False
+        # A bare lock, not an Event: that one has a lock of its own, and a copy that the garbage collector finds while
+        # it is held waits for the thread that would need it.
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def done(self) -> bool:
+        return self._has_ended
+
+    def wait(self) -> None:
+        """Blocks until it has ended; with an error when its thread has died before.
+
+        Does nothing on a thread that copies, where the garbage collector may end a value too: it would wait for itself.
+        """
+        if isinstance(threading.current_thread(), _SpillThread):
+            return
+        while not self._has_ended:
+            if not self._stream.is_alive():
+                self.fail("the thread that copies has died")
+            elif self._running.acquire(timeout=_LOOK_AGAIN_S):
+                self._running.release()
+
+    def fail(self, reason: str) -> None:
+        """Ends it without success."""
+        self._end(OSError(errno.EIO, reason))
+
+    def run(self, move: Move, throttle_bytes_per_s: float | None) -> None:
+        """Moves all bytes in chunks, no faster than the throttle on average; never raises."""
+        start_s = time.perf_counter()
+        error: OSError | None = OSError(errno.EIO, "the copy was broken off")
+        try:
+            assert self.storage is not None
+            buffer = _bytes_of(self.storage)
+            moved = 0
+            while moved < self.size_bytes:
+                count = move(buffer[moved : moved + CHUNK_BYTES], self.host_offset + moved)
+                if count == 0:
+                    raise OSError(errno.EIO, "the spill file ended early")
+                moved += count
+                if throttle_bytes_per_s:
+                    ahead_s = moved / throttle_bytes_per_s - (time.perf_counter() - start_s)
+                    if ahead_s > 0:
+                        time.sleep(ahead_s)
+            error = None
+        except BaseException as raised:  # whatever it was, the value must not pass for copied
+            error = raised if isinstance(raised, OSError) else OSError(errno.EIO, str(raised) or repr(raised))
+            error = error.with_traceback(None)  # which would hold the buffer
+        finally:
+            self._end(error)
+
+    def _end(self, error: OSError | None) -> None:
+        if not self._has_ended:
+            self.error, self.storage = error, None
+            self._has_ended = True
+            self._running.release()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class CallingThread:
+    """The compute stream: ops run as they are called, so that a wait blocks the caller."""
+
+    def record(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> float:
+        if event.done():
+            return 0.0
+        assert isinstance(event, SpillCopy)
+        start_s = time.perf_counter()
+        event.wait()
+        return time.perf_counter() - start_s
+
+
+class _SpillThread(threading.Thread):
+    """A thread that copies."""
+
+
+class SpillStream:
+    """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them.
+
+    The thread knows the queue and not the stream, so that it ends also where nobody closes: an interrupt may come
+    between any two steps of making one and keeping it.
+    """
+
+    def __init__(self, name: str, move: Move, throttle_bytes_per_s: float | None) -> None:
+        self._jobs: queue.SimpleQueue[SpillCopy | None] = queue.SimpleQueue()
+        self._last: Event = DONE
+        self._closing = threading.Event()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self.thread = _SpillThread(
+            target=_serve,
+            args=(self._jobs, _unless(self._closing, move), throttle_bytes_per_s),
+            name=f"poochplan-{name}",
+            daemon=True,
+        )
+        self.thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether copies still come to an end. Daemon threads are frozen, not ended, when the interpreter goes."""
+        return self.thread.is_alive() and not sys.is_finalizing()
+
+    def record(self) -> Event:
+        return self._last
+
+    def wait(self, event: Event) -> float:
+        """Of the calling thread's events only, which have always come."""
+        assert event.done()
+        return 0.0
+
+    def copy(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
+        job = SpillCopy(self, storage, host_offset)
+        self._last = job
+        if self.is_alive():
+            self._jobs.put(job)
+        else:
+            job.fail("the thread that copies has ended")
+        return job
+
+    def close(self) -> None:
+        """Ends the thread; copies that nobody waited for are broken off. It has ended also when this is interrupted:
+        while it runs the file must stay open, or it would write to whatever is opened next.
+        """
+        self._closing.set()
+        self._jobs.put(None)
+        interrupt: KeyboardInterrupt | None = None
+        while self.is_alive() and self.thread is not threading.current_thread():
+            try:
+                self.thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        self._last = DONE  # it knows this stream
+        if interrupt is not None:
+            raise interrupt
+
+
+def _serve(jobs: queue.SimpleQueue[SpillCopy | None], move: Move, throttle_bytes_per_s: float | None) -> None:
+    while (job := jobs.get()) is not None:
+        job.run(move, throttle_bytes_per_s)
+        del job  # or the thread would hold the last copy until the next
+
+
+def _unless(closing: threading.Event, move: Move) -> Move:
+    def guarded(chunk: memoryview, at: int) -> int:
+        if closing.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        return move(chunk, at)
+
+    return guarded
+
+
+class CpuDevice:
+    """Keeps one open spill file and two threads from construction to :meth:`close`.
+
+    Parameters
+    ----------
+    directory: where to spill; see :func:`~.spill.choose_spill_dir` for the default and the errors.
+    throttle_bytes_per_s: hold each direction to this rate, so that the link is a known constant.
+    """
+
+    kind = "cpu"
+    where = torch.device("cpu")
+
+    def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
+        self.compute = CallingThread()
+        with contextlib.ExitStack() as stack:  # undone when one of these fails
+            self.file = file = SpillFile(choose_spill_dir(directory))
+            stack.callback(file.close)
+            # pwrite and preadv release the interpreter lock while they move bytes.
+            self.outward = SpillStream(
+                "out", lambda chunk, at: os.pwrite(file.descriptor, chunk, at), throttle_bytes_per_s
+            )
+            stack.callback(self.outward.close)
+            self.inward = SpillStream(
+                "in", lambda chunk, at: os.preadv(file.descriptor, [chunk], at), throttle_bytes_per_s
+            )
+            stack.callback(self.inward.close)
+            self._stack = stack.pop_all()
+
+    def reserve_host(self, size_bytes: int) -> None:
+        """Makes the file ``size_bytes`` long, every block written once; raises ``OSError`` when the disk is full."""
+        self.file.write_ahead(size_bytes)
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
+        return self.outward.copy(storage, host_offset)
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
+        return self.inward.copy(storage, host_offset)
+
+    def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
+        """Nothing to do: there is one compute stream."""
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        for stream in (self.outward, self.inward):
+            self.compute.wait(stream.record())
+
+    def start_peaks(self) -> None:
+        """Nothing to do: the C library keeps no peaks."""
+
+    def peaks(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._stack.close()

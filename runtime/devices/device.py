@@ -1,0 +1,94 @@
+"""The device protocol: all that the engine knows of a machine.
+
+Work is queued on *streams* and ordered by *events*, as on CUDA. Three devices speak it: ``cuda.py``, ``cpu.py``, and
+the hostile one of the tests, which runs every copy as late as its events allow.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from poochplan.runtime.run_report import MemoryPeaks
+
+
+class Event(Protocol):
+    """A place in a stream: all that was queued before it."""
+
+    def done(self) -> bool:
+        """Whether all of that has ended."""
+
+
+class Stream(Protocol):
+    """A queue of work that runs first in, first out."""
+
+    def record(self) -> Event:
+        """The place behind what is queued now."""
+
+    def wait(self, event: Event) -> float:
+        """What is queued from now on runs after ``event``; seconds that the calling thread was held up."""
+
+
+class Job(Protocol):
+    """One queued copy."""
+
+    @property
+    def error(self) -> OSError | None:
+        """Why it failed; None while it runs and when it went well."""
+
+
+class Device(Protocol):
+    """Storages, a host tier, and a stream for each direction beside those that compute."""
+
+    kind: str
+    where: torch.device
+
+    @property
+    def outward(self) -> Stream:
+        """The stream of copies to the host tier."""
+
+    @property
+    def inward(self) -> Stream:
+        """The stream of copies from it."""
+
+    @property
+    def compute(self) -> Stream:
+        """The stream on which the calling thread's ops are queued."""
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        """A device storage of exactly ``size_bytes``, contents undefined; its own stream is the calling thread's."""
+
+    def reserve_host(self, size_bytes: int) -> None:
+        """Makes the host tier that large ahead of its use; raises ``OSError`` where that is not to be had."""
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """Queues a copy of the whole storage to the host tier, on ``outward``. The caller keeps the storage alive.
+
+        One that fails later says so in its ``error``; nothing is raised then.
+        """
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """Queues a copy of the whole storage from the host tier, on ``inward``. The caller keeps the storage alive."""
+
+    def use(self, storage: torch.UntypedStorage, home: Stream) -> None:
+        """Ops on the calling thread's stream are about to use a storage that came (back) on the stream ``home``."""
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Ops of forward run again inside, on the calling thread's stream."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Names what is queued inside, for a timeline."""
+
+    def synchronize(self) -> None:
+        """Holds the calling thread until all that is queued has ended."""
+
+    def start_peaks(self) -> None:
+        """Begins new peaks of the allocator's, where there is one."""
+
+    def peaks(self) -> MemoryPeaks | None:
+        """The allocator's peaks; None where there is none."""
+
+    def close(self) -> None:
+        """Ends the streams and gives the host tier back. Idempotent."""

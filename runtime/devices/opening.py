@@ -1,0 +1,75 @@
+"""Which device a plan runs on: opened for a model, or refused with a clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from poochplan.errors import UsageError
+
+from .cpu import CpuDevice
+from .device import Device
+from .spill import choose_spill_dir
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` where there is none."""
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f'device: expected "cpu", "cuda" or "cuda:N", found {name!r}')
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU "
+            "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
+        )
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
+    return where
+
+
+def model_device(model: torch.nn.Module, kind: str) -> torch.device:
+    """The one device of that kind on which all of the model's parameters lie.
+
+    Raises ``UsageError`` where there is no such device, or a parameter lies elsewhere, or a buffer neither there nor in
+    host memory.
+    """
+    asked = usable_device(kind)
+    where = None if asked.index is None else asked
+    for name, parameter in model.named_parameters():
+        where = where or parameter.device
+        if parameter.device.type != asked.type or parameter.device != where:
+            wanted = kind if where.type != asked.type else str(where)
+            raise UsageError(
+                f"model: expected every parameter on {wanted}, found {name} on {parameter.device}; {_remedy(parameter)}"
+            )
+    where = where or asked
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "cpu" and buffer.device != where:
+            raise UsageError(
+                f"model: expected every buffer on {where}, found {name} on {buffer.device}; {_remedy(buffer)}"
+            )
+    return where
+
+
+def _remedy(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "build it with data, or for mode fake inside poochplan.profiler.fake.fake.building()"
+    return "move the model there"
+
+
+def open_device(
+    where: torch.device, spill_dir: str | Path | None = None, throttle_bytes_per_s: float | None = None
+) -> Device:
+    """The device that runs on ``where``; ``spill_dir`` and the throttle are the CPU device's.
+
+    Raises ``SpillError`` when the spill directory cannot be used.
+    """
+    if where.type == "cpu":
+        return CpuDevice(choose_spill_dir(spill_dir), throttle_bytes_per_s=throttle_bytes_per_s)
+    from .cuda import CudaDevice
+
+    return CudaDevice(where)

@@ -1,0 +1,1 @@
+"""Recording the ops of forward, and running them again."""

@@ -1,0 +1,352 @@
+"""Recording: the ops of planned stretches of forward, with their arguments as references that hold no memory.
+
+A :class:`Slot` stands for one storage. An op's tensor arguments become :class:`View`s on slots, so that a recording
+keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from poochplan.tensors.arguments import Layout, flatten, outputs_of
+from poochplan.tensors.modes import ToggledMode
+from poochplan.tensors.operators import Traits, covers_storage, traits
+from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
+
+if TYPE_CHECKING:
+    from poochplan.runtime.engine.saved_value import Entry
+
+    from .replay import Recipe
+
+
+class View(NamedTuple):
+    """A tensor argument: where it lay, and which content it read."""
+
+    slot: Slot
+    generation: int
+    """Recorded writes to the slot before it was read."""
+    geometry: Geometry
+    watch: tuple[torch.Tensor, int] | None
+    """For a slot that cannot be rebuilt: a version probe, and the version that was read."""
+
+    @property
+    def still_there(self) -> bool:
+        """Whether the storage still holds what was read, when it cannot be rebuilt."""
+        return self.watch is None or self.watch[0]._version == self.watch[1]
+
+
+class RecordedOp:
+    """One op as it was called."""
+
+    __slots__ = (
+        "arguments",
+        "births",
+        "func",
+        "generator",
+        "grad_enabled",
+        "order",
+        "overwrites",
+        "spec",
+        "state",
+        "uninitialised",
+        "usable",
+        "writes",
+    )
+
+    def __init__(self, order: int, func: Any, arguments: list[Any], spec: Layout) -> None:
+        self.order = order
+        self.func = func
+        self.grad_enabled = torch.is_grad_enabled()
+        """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
+        self.usable = True
+        """Whether it can be run again."""
+        self.uninitialised = False
+        """Bears storages whose contents are undefined."""
+        self.overwrites: Slot | None = None
+        """The slot whose every byte it writes without reading one."""
+        self.arguments = arguments
+        """Flat arguments, tensors as :class:`View`."""
+        self.spec = spec
+        self.births: list[tuple[int, Slot]] = []
+        """(position among the flat outputs, slot born there)."""
+        self.writes: list[Slot] = []
+        """Slots that were there before and are written in place."""
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+        """Generator state before the op, when it is random."""
+
+    def allocate_only(self, output: torch.Tensor) -> None:
+        """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
+        options = {"dtype": output.dtype, "device": output.device}
+        self.func = torch.ops.aten.empty_strided.default
+        self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
+
+    def views(self) -> Iterator[View]:
+        return (argument for argument in self.arguments if isinstance(argument, View))
+
+
+OFF = 0
+"""Stands for the number of a window where nothing is recorded."""
+
+
+class Slot:
+    """One storage, as far as recording has seen it.
+
+    Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
+    counters: chunks of ``unsafe_split`` (GRU cells) have counters of their own on one storage. What was written where
+    recording was off is one generation more, which nothing can rebuild.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "birth",
+        "broken",
+        "entry",
+        "key",
+        "packed",
+        "seen_in",
+        "storage",
+        "version",
+        "waiting",
+        "writes",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, version: int, registry: dict[int, Slot]) -> None:
+        self.key = storage._cdata
+        self.birth: RecordedOp | None = None
+        self.writes: list[RecordedOp | None] = []
+        """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
+        self.broken = False
+        """Whether one of the writes was not recorded or cannot be run again."""
+        self.version = version
+        """What its version counter says if every write was recorded."""
+        self.seen_in = OFF
+        """The window of recording in which it was last met."""
+        self.entry: weakref.ref[Entry] | None = None
+        self.packed = False
+        """Whether it has had its save point."""
+        self.waiting: list[weakref.ref[Recipe]] = []
+        """Recipes that read this slot before it was packed: they claim its entry when it comes."""
+        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the slot would
+        # stay for the next storage of that key.
+        self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
+
+    def meet(self, version: int, window: int) -> None:
+        """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
+
+        A counter that is ahead tells of a write that was not recorded. One that is behind is a chunk's own: it says
+        nothing, and between windows that is taken for a write, until the save point; from there on the plan answers
+        for it, since what is written after its save is never planned to be read by a replay.
+        """
+        unbroken = self.packed or (window != OFF and window == self.seen_in)
+        if version > self.version or (version < self.version and not unbroken):
+            self.writes.append(None)
+            self.broken = True
+            self.version = version
+        self.seen_in = window
+
+    def was_written_by(self, op: RecordedOp) -> None:
+        """A recorded op has written it in place."""
+        self.writes.append(op)
+        self.broken |= not op.usable
+        self.version += 1
+
+    def attach(self, entry: Entry) -> None:
+        """The slot has become a saved value: recipes that read it claim the entry instead of what they held."""
+        self.entry = weakref.ref(entry)
+        waiting, self.waiting = self.waiting, []
+        for reference in waiting:
+            recipe = reference()
+            if recipe is not None:
+                recipe.refresh_if_possible()
+
+    def wait_for_entry(self, recipe: Recipe) -> None:
+        """Has the recipe refreshed when this slot is packed."""
+        if all(reference() is not recipe for reference in self.waiting):
+            self.waiting.append(weakref.ref(recipe))
+
+    def entry_at(self, generation: int) -> Entry | None:
+        """The saved value of this slot, when it is still there and holds just this content."""
+        entry = self.entry() if self.entry is not None else None
+        return entry if entry is not None and entry.generation == generation and entry.unwritten else None
+
+    def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
+        """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
+
+        A storage born uninitialised counts only if the first write was seen and covers it: what is written past the
+        dispatcher before is then overwritten.
+        """
+        if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
+            return None
+        writers = [self.birth]
+        for writer in self.writes[:generation]:
+            if writer is None:
+                return None
+            writers.append(writer)
+        return writers if all(writer.usable for writer in writers) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its birth and every write since were recorded, as ops that can be run again."""
+        return self.birth is not None and self.birth.usable and not self.broken
+
+    def _overwritten(self, generation: int) -> bool:
+        first = self.writes[0] if generation >= 1 else None
+        return first is not None and first.overwrites is self
+
+
+class Recorder(ToggledMode):
+    """Switched on and off at planned save points. State: the registry of live slots, and the count of ops."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.registry: dict[int, Slot] = {}
+        self.static: set[int] = set()
+        """Storage keys of parameters and buffers, in this step."""
+        self._recorded: list[Slot] = []
+        self._count = 0
+        self._window = OFF
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = traits(func)
+        if facts.pure_view or not self.is_on:
+            return func(*args, **(kwargs or {}))
+        recorded, written = self._before(func, facts, args, kwargs or {})
+        outputs = func(*args, **(kwargs or {}))
+        self._after(recorded, written, outputs)
+        return outputs
+
+    def switch_on(self) -> None:
+        """Begins a new window of recording, unless one is open."""
+        if not self.is_on:
+            self._window += 1
+        super().switch_on()
+
+    def forget(self, *, in_use: bool) -> None:
+        """Begins with no slots. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
+
+        Slots and ops refer to each other, so that without this they would wait for the garbage collector.
+        """
+        self.registry.clear()
+        for slot in [] if in_use else self._recorded:
+            slot.birth = None
+            slot.writes = []
+        self._recorded = []
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot:
+        """The slot of the tensor's storage, made when it is new."""
+        storage = tensor.untyped_storage()
+        slot = self.registry.get(storage._cdata)
+        if slot is None:
+            slot = self.registry[storage._cdata] = Slot(storage, tensor._version, self.registry)
+        return slot
+
+    def met(self, tensor: torch.Tensor) -> Slot:
+        """The slot of a tensor that is read or packed now; what was written where recording was off shows here."""
+        slot = self.slot_of(tensor)
+        slot.meet(tensor._version, self._window if self.is_on else OFF)
+        return slot
+
+    def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
+        flat, spec = flatten(args, kwargs)
+        self._count += 1
+        recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
+        updated = statistics_of(facts, args)
+        foreign = [tensor for tensor in updated.values() if storage_key(tensor) not in self.static]
+        for position, tensor in updated.items():
+            recorded.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+        if facts.random:
+            recorded.generator = _generator_of(flat, self._device_type)
+            recorded.state = recorded.generator.get_state()
+        recorded.usable = (
+            facts.trusted and not any(argument is _UNUSABLE for argument in recorded.arguments) and not foreign
+        )
+        recorded.uninitialised = facts.uninitialised
+        target = recorded.arguments[0] if facts.overwriting else None
+        if isinstance(target, View) and covers_storage(flat[0]):
+            recorded.overwrites = target.slot
+        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in updated.values())]
+        written = [self.slot_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
+        return recorded, written
+
+    def _reference(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if is_host_scalar(leaf, self._device_type):
+            return leaf.detach().clone()  # its number now; it may be another when a replay reads it
+        if not is_plain(leaf, self._device_type):
+            return _UNUSABLE
+        slot = self.met(leaf)
+        watch = None if slot.is_known else (version_probe(leaf), leaf._version)
+        return View(slot, len(slot.writes), Geometry.of(leaf), watch)
+
+    def _after(self, recorded: RecordedOp, written: list[Slot], outputs: Any) -> None:
+        if recorded.uninitialised and isinstance(outputs, torch.Tensor) and not written:
+            recorded.allocate_only(outputs)
+        recorded.writes = list(dict.fromkeys(written))
+        for slot in recorded.writes:
+            slot.was_written_by(recorded)
+            self._recorded.append(slot)
+        for position, output in enumerate(outputs_of(outputs)):
+            if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
+                continue
+            if storage_key(output) in self.registry:
+                continue
+            slot = self.slot_of(output)
+            slot.birth = recorded
+            slot.seen_in = self._window
+            self._recorded.append(slot)
+            recorded.births.append((position, slot))
+
+
+CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
+"""The operator, and the positions of two of its arguments; its last is the state of its generator."""
+
+_UNUSABLE = object()
+"""Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
+
+
+class Scratch(NamedTuple):
+    """Stands for running statistics in training: a replay gives the op a throw-away tensor in their place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def statistics_of(facts: Traits, args: Any) -> dict[int, torch.Tensor]:
+    """The running statistics that this call only writes, because it normalises by its batch; by argument position."""
+    if not facts.statistics or (len(args) > 5 and args[5] is False):
+        return {}
+    return {position: args[position] for position in facts.statistics if isinstance(args[position], torch.Tensor)}
+
+
+def written_tensors(facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the operator writes in place."""
+    if facts.name == CUDNN_RNN:  # does not declare that dropout between its layers moves a generator on
+        drops = args[CUDNN_RNN_DROPOUT] > 0 and args[CUDNN_RNN_TRAIN]
+        return [args[-1]] if drops and isinstance(args[-1], torch.Tensor) else []
+    if not facts.written:
+        return []
+    candidates = [args[position] for position in facts.written if position < len(args)]
+    candidates += [value for name, value in kwargs.items() if name in facts.written_names]
+    return [leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, torch.Tensor)]
+
+
+def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:
+    for leaf in flat:
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    if device_type != "cuda":
+        return torch.default_generator
+    places = [leaf if isinstance(leaf, torch.device) else getattr(leaf, "device", None) for leaf in flat]
+    indices = [place.index for place in places if place is not None and place.type == "cuda"]
+    known = next((index for index in indices if index is not None), None)
+    return torch.cuda.default_generators[torch.cuda.current_device() if known is None else known]

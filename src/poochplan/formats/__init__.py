@@ -1,0 +1,1 @@
+"""What profiles and plans are, and what can be asked of them. Never imports torch."""

@@ -1,0 +1,123 @@
+"""PlanSet: several plans for one model, each for inputs of another shape. Pure; no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from poochplan.errors import ModelMismatchError, UsageError
+
+from .plan import Plan
+
+Signature = tuple[str, ...]
+"""A step's inputs, one ``path dtype[shape]`` a tensor; see :func:`poochplan.tensors.signatures.input_signature`."""
+
+_ENTRY = re.compile(r"(?P<path>.*) (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]", re.DOTALL)
+
+
+class _Input(NamedTuple):
+    """One entry of a signature."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def holds(self, other: _Input) -> bool:
+        """Whether ``other`` is the same input at the same size or smaller in some dimensions."""
+        same = (self.path, self.dtype, len(self.shape)) == (other.path, other.dtype, len(other.shape))
+        return same and all(mine >= theirs for mine, theirs in zip(self.shape, other.shape, strict=True))
+
+
+class PlanSet:
+    """Plans for the same model on the same device; :meth:`choose` says which one a step with given inputs follows.
+
+    Raises
+    ------
+    UsageError
+        There is no plan, one does not say what its inputs are, two are for the same inputs, or they differ in device
+        or in the rate that copies are held to.
+    ModelMismatchError
+        Two are for different models.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = tuple(plans)
+        _check(self.plans)
+        self._inputs = [_parse(plan.inputs) for plan in self.plans]
+
+    @classmethod
+    def load(cls, *paths: str | Path) -> PlanSet:
+        """Reads each file as a plan; raises what ``Plan.load`` and the constructor raise."""
+        return cls([Plan.load(path) for path in paths])
+
+    def choose(self, signature: Signature) -> Plan | None:
+        """The plan for just these inputs; else the nearest larger one; None when there is none.
+
+        Larger means: the same inputs by path, dtype and number of dimensions, and no dimension smaller. The nearest is
+        the one with the fewest elements in all, the first of those.
+        """
+        asked = _parse(signature)
+        larger = [
+            (sum(math.prod(entry.shape) for entry in inputs), index)
+            for index, inputs in enumerate(self._inputs)
+            if len(inputs) == len(asked) and all(mine.holds(theirs) for mine, theirs in zip(inputs, asked, strict=True))
+        ]
+        return self.plans[min(larger)[1]] if larger else None
+
+    @property
+    def largest(self) -> Plan:
+        """The plan whose inputs have the most elements, the first of those."""
+        sizes = [sum(math.prod(entry.shape) for entry in inputs) for inputs in self._inputs]
+        return self.plans[sizes.index(max(sizes))]
+
+
+def describe(signature: Signature) -> str:
+    """The signature as it stands in messages."""
+    return ", ".join(signature) or "nothing"
+
+
+def _check(plans: tuple[Plan, ...]) -> None:
+    if not plans:
+        raise UsageError("PlanSet: expected at least one plan, found none; pass the plans as a list")
+    first, numbers = plans[0], dict[Signature, int]()
+    for number, plan in enumerate(plans, 1):
+        if not plan.inputs:
+            raise UsageError(
+                f"PlanSet: expected plans that say what inputs they are for, found none in plan {number} "
+                f"({plan.workload}); make a new profile whose step calls the model, and plan from it"
+            )
+        same = numbers.setdefault(tuple(sorted(plan.inputs)), number)
+        if same != number:
+            raise UsageError(
+                f"PlanSet: expected plans for different inputs, found plans {same} and {number} both for "
+                f"{describe(plan.inputs)}; drop one"
+            )
+        if plan.model.fingerprint != first.model.fingerprint:
+            raise ModelMismatchError(
+                f"PlanSet: expected plans for one model, found plan 1 for {first.workload} and plan {number} for "
+                f"{plan.workload}, whose parameters or buffers differ; make a set for each model"
+            )
+        for what, expected, found in (
+            ("device", first.device, plan.device),
+            ("throttle", first.link.throttle_bytes_per_s, plan.link.throttle_bytes_per_s),
+        ):
+            if found != expected:
+                raise UsageError(
+                    f"PlanSet: expected plans for one {what}, found {expected} in plan 1 and {found} in plan {number}; "
+                    "profile all of them alike"
+                )
+
+
+def _parse(signature: Signature) -> list[_Input]:
+    """The entries by path, since keyword arguments may come in any order. Raises ``UsageError`` for any other text."""
+    entries = []
+    for text in signature:
+        match = _ENTRY.fullmatch(text)
+        if match is None:
+            raise UsageError(f"inputs: expected entries such as '0 float32[8, 3]', found {text!r}; make a new plan")
+        shape = tuple(int(size) for size in match["shape"].split(",") if size.strip())
+        entries.append(_Input(match["path"], match["dtype"], shape))
+    return sorted(entries)

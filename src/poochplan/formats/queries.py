@@ -1,0 +1,147 @@
+"""A profile as data frames: one row per layer, per op or per value, with what swapping and recomputing would cost."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import pandas as pd
+
+from poochplan.errors import UsageError
+
+from .occupancy import live_bytes
+from .profile import LayerTimes, Phase, PointKind, Profile
+
+OUTSIDE = "(outside the model)"
+
+
+def profile_frame(profile: Profile, kind: str) -> pd.DataFrame:
+    """The frame of that kind; see :meth:`Profile.to_frame`.
+
+    Raises
+    ------
+    UsageError
+        There is no such kind.
+    """
+    if kind not in FRAMES:
+        raise UsageError(f"to_frame: expected {', '.join(map(repr, FRAMES))}, found {kind!r}; name one of these")
+    return FRAMES[kind](profile)
+
+
+def saved_values(profile: Profile) -> list[int]:
+    """Values that autograd saves, in the order of first packs: those a plan decides on."""
+    saves = (point.handle for point in profile.points if point.kind is PointKind.SAVE)
+    return list(dict.fromkeys(profile.handles[handle].value for handle in saves))
+
+
+def writers_by_value(profile: Profile) -> list[list[int]]:
+    """Forward ops that bear or write each value, in order."""
+    writers: list[list[int]] = [[] for _ in profile.values]
+    for index, op in enumerate(profile.ops):
+        if op.phase is Phase.FORWARD:
+            for value in dict.fromkeys((*op.outputs, *op.writes)):
+                writers[value].append(index)
+    return writers
+
+
+def swap_seconds(profile: Profile, size_bytes: int) -> float:
+    """Seconds out and back in over the profile's link, nothing hidden behind compute."""
+    return sum(
+        direction.latency_s + size_bytes / direction.bandwidth_bytes_per_s
+        for direction in (profile.link.outward, profile.link.inward)
+    )
+
+
+def _layers(profile: Profile) -> pd.DataFrame:
+    columns = ("saved_bytes", "values", "free_bytes", "forward_s", "backward_s", "swap_s", "live_bytes")
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0))
+    live = live_bytes(profile)
+    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
+        if op.phase is not Phase.OPTIMIZER:
+            row = rows[op.layer or OUTSIDE]
+            row["forward_s" if op.phase is Phase.FORWARD else "backward_s"] += op.duration_s
+            row["live_bytes"] = max(row["live_bytes"], int(live[tick]))
+    writers = writers_by_value(profile)
+    own_writers: dict[str, set[int]] = defaultdict(set)
+    lost: set[str] = set()
+    for index in saved_values(profile):
+        value = profile.values[index]
+        layer = value.layer or OUTSIDE
+        row = rows[layer]
+        row["saved_bytes"] += value.size_bytes
+        row["values"] += 1
+        if value.pinned:
+            continue
+        row["free_bytes"] += value.size_bytes
+        row["swap_s"] += swap_seconds(profile, value.size_bytes)
+        own_writers[layer].update(writers[index])
+        if value.unreplayable:
+            lost.add(layer)
+    for layer, row in rows.items():
+        free = layer in own_writers and layer not in lost
+        row["recompute_s"] = sum(profile.ops[op].duration_s for op in own_writers[layer]) if free else math.nan
+        row["ratio"] = row["swap_s"] / row["recompute_s"] if row["recompute_s"] else math.nan
+    for times in profile.layer_times:
+        rows[times.layer or OUTSIDE].update(_spreads(times))
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(_LAYER_COLUMNS)).rename_axis("layer")
+    frame = frame.astype(dict.fromkeys(("saved_bytes", "values", "free_bytes", "live_bytes"), "int64"))
+    return frame.sort_values("saved_bytes", ascending=False, kind="stable")
+
+
+_LAYER_COLUMNS = (
+    "saved_bytes", "values", "free_bytes", "forward_s", "forward_median_s", "forward_spread_s", "backward_s",
+    "backward_median_s", "backward_spread_s", "swap_s", "recompute_s", "ratio", "live_bytes",
+)  # fmt: skip
+
+
+def _spreads(times: LayerTimes) -> dict[str, float]:
+    return {
+        "forward_median_s": times.forward_s,
+        "forward_spread_s": times.forward_spread_s,
+        "backward_median_s": times.backward_s,
+        "backward_spread_s": times.backward_spread_s,
+    }
+
+
+def _ops(profile: Profile) -> pd.DataFrame:
+    live = live_bytes(profile)
+    rows = [
+        (
+            op.name, op.layer or OUTSIDE, str(op.phase), tick, op.duration_s, op.spread_s, op.inputs, op.outputs,
+            op.writes, sum(profile.values[value].size_bytes for value in op.outputs), op.workspace_bytes,
+            int(live[tick]), op.random, op.opaque,
+        )
+        for op, tick in zip(profile.ops, profile.op_ticks, strict=True)
+    ]  # fmt: skip
+    columns = (
+        "name", "layer", "phase", "tick", "duration_s", "spread_s", "inputs", "outputs", "writes", "born_bytes",
+        "workspace_bytes", "live_bytes", "random", "opaque",
+    )  # fmt: skip
+    return pd.DataFrame(rows, columns=list(columns)).rename_axis("op")
+
+
+def _values(profile: Profile) -> pd.DataFrame:
+    saved = set(saved_values(profile))
+    writers = writers_by_value(profile)
+    rows = []
+    for index, value in enumerate(profile.values):
+        free = index in saved and not value.pinned
+        swap_s = swap_seconds(profile, value.size_bytes) if free else math.nan
+        replayable = free and not value.unreplayable
+        recompute_s = sum(profile.ops[op].duration_s for op in writers[index]) if replayable else math.nan
+        rows.append(
+            (
+                value.name, value.layer or OUTSIDE, str(value.kind), value.size_bytes, value.dtype, value.shape,
+                value.born, value.forward_death, value.freed, index in saved, swap_s, recompute_s,
+                swap_s / recompute_s if recompute_s else math.nan, value.pinned, value.unreplayable,
+            )
+        )  # fmt: skip
+    columns = (
+        "name", "layer", "kind", "size_bytes", "dtype", "shape", "born", "forward_death", "freed", "saved", "swap_s",
+        "recompute_s", "ratio", "pinned", "unreplayable",
+    )  # fmt: skip
+    return pd.DataFrame(rows, columns=list(columns)).rename_axis("value")
+
+
+FRAMES: dict[str, Callable[[Profile], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}

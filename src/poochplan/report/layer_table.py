@@ -1,0 +1,109 @@
+"""Frames with one row per layer: what a plan decides there, and where its overhead comes from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import zip_longest
+
+import pandas as pd
+
+from poochplan.errors import ModelMismatchError
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
+from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
+from poochplan.planner.judge.simulate import Simulation, simulate
+from poochplan.planner.judge.streams import Lane
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import schedule_of
+
+
+def decisions_by_layer(plan: Plan) -> pd.DataFrame:
+    """Bytes per layer, most that are not kept first: columns ``keep``, ``swap`` and ``recompute``."""
+    columns = tuple(str(decision) for decision in Decision)
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
+    for value in plan.values:
+        rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
+    frame = _frame(rows, columns, by="keep", counts=columns)
+    return frame.loc[(frame["swap"] + frame["recompute"]).sort_values(ascending=False, kind="stable").index]
+
+
+def decision_totals(plan: Plan) -> pd.DataFrame:
+    """``values`` and ``size_bytes`` of each decision; the index is the decision."""
+    rows = {str(decision): {"values": 0, "size_bytes": 0} for decision in Decision}
+    for value in plan.values:
+        rows[value.decision]["values"] += 1
+        rows[value.decision]["size_bytes"] += value.size_bytes
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _frame(
+    rows: dict[str, dict[str, float]], columns: Iterable[str], *, by: str, counts: Iterable[str]
+) -> pd.DataFrame:
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(columns)).rename_axis("layer")
+    return frame.astype(dict.fromkeys(counts, "int64")).sort_values(by, ascending=False, kind="stable")
+
+
+def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
+    """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
+
+    Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
+    ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies; it belongs to
+    no layer and has a row of its own, ``(beside copies)``) and ``overhead_s``, their sum.
+    """
+    simulation = simulate_plan(profile, plan)
+    layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
+    seconds = _writing_seconds(profile)
+    columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s")
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
+    for value in plan.values:
+        if value.decision is not Decision.KEEP:
+            rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
+    for span in simulation.trace:
+        if span.lane is Lane.STALL:
+            rows[layer_of[span.label]]["stall_s"] += span.end_s - span.start_s
+        elif span.lane is Lane.REPLAY:
+            for name, share in _shares(seconds, span.label).items():
+                rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
+    attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
+    beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s
+    if simulation.interference_s and beside_copies_s > 0:
+        rows["(beside copies)"]["interference_s"] = beside_copies_s
+    frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
+    frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s"]].sum(axis="columns")
+    return frame.sort_values("overhead_s", ascending=False, kind="stable")
+
+
+def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
+    """The plan's step as the simulator sees it, with its trace.
+
+    Raises
+    ------
+    ModelMismatchError
+        The plan was made from another profile; names the first saved value that differs.
+    """
+    names = [profile.values[index].name for index in saved_values(profile)]
+    for wanted, found in zip_longest((value.name for value in plan.values), names):
+        if wanted != found:
+            raise ModelMismatchError(
+                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
+                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
+            )
+    problem = build_problem(profile)
+    return simulate(problem, schedule_of(plan, problem), trace=True)
+
+
+def _writing_seconds(profile: Profile) -> dict[str, float]:
+    """Seconds of the ops that write each saved value, by the value's name."""
+    writers = writers_by_value(profile)
+    return {
+        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
+        for index in saved_values(profile)
+    }
+
+
+def _shares(seconds: dict[str, float], label: str) -> dict[str, float]:
+    """Share of a replay that each of the values it brings back takes; ``label`` is their names."""
+    part = {name: seconds[name] for name in label.split(", ")}
+    total_s = sum(part.values())
+    return {name: part_s / total_s if total_s else 1 / len(part) for name, part_s in part.items()}

@@ -1,0 +1,1 @@
+"""Facts about torch's tensors, operators and modes; no plan, no profile."""
