@@ -1,7 +1,7 @@
 """Gradients bitwise equal and the peak as predicted: every third-party network of the tests under random plans.
 
 Decisions, points and budgets are drawn at random (``tests/runtime/third_party_networks.py``); each plan is trained for
-three steps from the same start as in-core training, on the CPU device and on the hostile one of the tests. Loss,
+three steps from the same start as in-core training, on the CPU device and on the adversarial one of the tests. Loss,
 gradients, buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's
 meter, the prediction the simulator's.
 
@@ -40,12 +40,12 @@ DEVICES = "cpu", "adversarial"
 
 
 def trained(case: Case, plan: Plan, device: str) -> tuple[list[list[torch.Tensor]], Report, list[str]]:
-    """What the steps left behind, the report, and what the hostile device had to complain of."""
-    hostile = AdversarialDevice(OpClock()) if device == "adversarial" else None
-    with hostile.clock if hostile else contextlib.nullcontext():
-        seen, report = train(case, STEPS, plan, meter="always", device=(lambda: hostile) if hostile else None)
+    """What the steps left behind, the report, and what the adversarial device had to complain of."""
+    adversarial = AdversarialDevice(OpClock()) if device == "adversarial" else None
+    with adversarial.clock if adversarial else contextlib.nullcontext():
+        seen, report = train(case, STEPS, plan, meter="always", device=(lambda: adversarial) if adversarial else None)
     assert report is not None
-    return seen, report, hostile.violations if hostile else []
+    return seen, report, adversarial.violations if adversarial else []
 
 
 def rows_of(name: str, case: Case, plans: int) -> list[dict[str, Any]]:

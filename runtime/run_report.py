@@ -36,7 +36,7 @@ class StepReport(msgspec.Struct, kw_only=True):
     stall_s: float = 0.0
     """Seconds the compute stream waited for copies."""
     fallbacks: int = 0
-    """Times the plan was not followed: a step that left it (counted once), a value kept on a full disk, one that
+    """Times the plan was not followed: a step that diverged (counted once), a value kept on a full disk, one that
     could not be recomputed."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
 

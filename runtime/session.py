@@ -220,7 +220,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the current step follows, or left; of a set, the first until a step has picked one."""
+        """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one."""
         return self._first if self._state == "new" else self.engine.plan
 
     @contextmanager

@@ -24,8 +24,8 @@ from poochplan.formats.queries import saved_values
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.saved_value import Entry
-from poochplan.runtime.replays.recorder import RecordedOp, Slot
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, Recipe
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.tensors.storages import static_keys, storage_key
@@ -58,24 +58,24 @@ class VerifyingEngine(Engine):
         """Save points of values whose replay gave other bits."""
         self.verified: set[int] = set()
         """Save points of values whose replay gave the same bits."""
-        self.parting = ""
-        """Where and how the step left its own profile; empty while it has not."""
+        self.divergence = ""
+        """Where and how the step diverged from its own profile; empty while it has not."""
         self._model = model
-        self._changed: list[Slot] = []
+        self._changed: list[StorageRecord] = []
         """What was there before the step and the replay under way has changed."""
         self._copies: dict[int, Callable[[], torch.UntypedStorage]] = {}
         self._store = store
 
-    def _forget(self, entry: Entry, slot: Slot) -> None:
-        assert entry.storage is not None
-        assert entry.index is not None
+    def _forget(self, value: SavedValue, record: StorageRecord) -> None:
+        assert value.storage is not None
+        assert value.index is not None
         with _disable_current_modes():  # or recording would meet the storage through the tensors that copy it
-            copy = self._copied(entry.storage)
-        super()._forget(entry, slot)
-        if entry.waits_for_replay:
-            self._copies[entry.index] = copy
+            copy = self._copied(value.storage)
+        super()._forget(value, record)
+        if value.waits_for_replay:
+            self._copies[value.index] = copy
         else:
-            self.refused[entry.index] = self._refusal(entry, slot)
+            self.refused[value.index] = self._refusal(value, record)
 
     def _copied(self, storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage]:
         """A call that gives a copy of what is there now."""
@@ -85,27 +85,27 @@ class VerifyingEngine(Engine):
         store, offset, size_bytes = self._store, self._store.put(storage), storage.nbytes()
         return lambda: store.get(offset, size_bytes)
 
-    def _replay(self, entry: Entry) -> list[Entry]:
+    def _replay(self, value: SavedValue) -> list[SavedValue]:
         """One value at a time, so that it is known whose replay it is that fails."""
-        return [back for one in _waiting_for(entry) if one.waits_for_replay for back in self._replay_one(one)]
+        return [back for one in _waiting_for(value) if one.waits_for_replay for back in self._replay_one(one)]
 
-    def _replay_one(self, entry: Entry) -> list[Entry]:
-        assert entry.recipe is not None
-        assert entry.index is not None
-        away = [source for source in entry.recipe.entries if source.storage is None]
+    def _replay_one(self, value: SavedValue) -> list[SavedValue]:
+        assert value.recipe is not None
+        assert value.index is not None
+        away = [source for source in value.recipe.values if source.storage is None]
         self._changed = []
         try:
-            back = super()._replay(entry)
+            back = super()._replay(value)
         except (PoochError, MemoryError, torch.OutOfMemoryError):
             raise  # of this machine's memory and disk, not of the replay
         except Exception as error:
-            self.refused[entry.index] = self._why(error)
-            entry.came_back(self._copies.pop(entry.index)())
-            entry.home = self.device.compute
-            back = [entry]
+            self.refused[value.index] = self._why(error)
+            value.came_back(self._copies.pop(value.index)())
+            value.home = self.device.compute
+            back = [value]
         if self._changed:
             names = ", ".join(map(self._name, self._changed))
-            self.refused[entry.index] = f"replaying it would write {names} once more, which no operator declares"
+            self.refused[value.index] = f"replaying it would write {names} once more, which no operator declares"
         for found in back:
             if found.storage is not None and found.index is not None and found.index in self._copies:
                 self._compare(found.index, found.storage)
@@ -115,8 +115,8 @@ class VerifyingEngine(Engine):
         return back
 
     def _run_ops(
-        self, ops: list[RecordedOp], there: Leaves, keep: set[Slot], device_type: str
-    ) -> dict[Slot, torch.UntypedStorage]:
+        self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
+    ) -> dict[StorageRecord, torch.UntypedStorage]:
         untouched = Untouched(ops, there)
         try:
             return super()._run_ops(ops, there, keep, device_type)
@@ -136,37 +136,37 @@ class VerifyingEngine(Engine):
         reason = error if isinstance(error, NotReplayable) else error.__context__
         if not isinstance(reason, NotReplayable):
             return f"its replay raised {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-        if str(reason) != WRITTEN_SINCE or reason.slot is None:
+        if str(reason) != WRITTEN_SINCE or reason.record is None:
             return str(reason)
-        return f"replaying it needs {self._name(reason.slot)} as it was, and the step writes that after it was read"
+        return f"replaying it needs {self._name(reason.record)} as it was, and the step writes that after it was read"
 
-    def _refusal(self, entry: Entry, slot: Slot) -> str:
+    def _refusal(self, value: SavedValue, record: StorageRecord) -> str:
         """Why no recipe could be made for a value."""
         try:
-            Recipe(slot, entry.generation)
+            Recipe(record, value.generation)
         except NotReplayable as reason:
             return self._why(reason)
         raise AssertionError("a value was not let go of although it has a recipe")
 
-    def _name(self, slot: Slot) -> str:
+    def _name(self, record: StorageRecord) -> str:
         """What the model calls a storage, for the reader of a reason."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if any(storage_key(part) == slot.key for part in tensor_parts(tensor)):
+            if any(storage_key(part) == record.key for part in tensor_parts(tensor)):
                 return name
-        return "an input of the step" if slot.birth is None else "an activation"
+        return "an input of the step" if record.birth is None else "an activation"
 
-    def _go_astray(self, reason: str, what: str = "") -> None:
-        self.parting = reason
-        super()._go_astray(reason, what)
+    def _diverge(self, reason: str, what: str = "") -> None:
+        self.divergence = reason
+        super()._diverge(reason, what)
 
 
-def _waiting_for(entry: Entry) -> list[Entry]:
+def _waiting_for(value: SavedValue) -> list[SavedValue]:
     """Those of the saved values it is to be replayed from that wait for a replay too, each behind its own; itself last.
 
     No recursion: in a residual stream they are as many as the network has layers.
     """
-    order: dict[Entry, None] = {}
-    pending = [(entry, False)]
+    order: dict[SavedValue, None] = {}
+    pending = [(value, False)]
     while pending:
         one, its_own_are_done = pending.pop()
         if one in order or one.recipe is None or not one.waits_for_replay:
@@ -175,7 +175,7 @@ def _waiting_for(entry: Entry) -> list[Entry]:
             order[one] = None
             continue
         pending.append((one, True))
-        pending += [(source, False) for source in one.recipe.entries]
+        pending += [(source, False) for source in one.recipe.values]
     return list(order)
 
 
@@ -191,32 +191,33 @@ def verify(
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
     of a profile of mode ``swap-all`` two steps try a part of the values each, and memory is about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
-    step has verified is not recomputed. A note says where steps part, and one for each reason, why values were marked.
+    step has verified is not recomputed. A note says where they diverge, and one for each reason, why values were marked.
     """
     unverified = profile
     parts = 2 if profile.mode == "swap-all" else 1
-    parting = ""
+    divergence = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
         plans = _try_plans(profile, parts)
         for _ in range(MOST_TRIES):
             engines = [_try_all(plan, model, one_step, spill_dir) for plan in plans]
-            parting = parting or next((engine.parting for engine in engines if engine.parting), "")
+            divergence = divergence or next((engine.divergence for engine in engines if engine.divergence), "")
             verified = verified.union(*(engine.verified for engine in engines))
-            left = any(engine.has_left_the_plan for engine in engines)
-            if not left:
+            diverged = any(engine.has_diverged for engine in engines)
+            if not diverged:
                 break
         differing = sorted(index for engine in engines for index in engine.differing)
         refused = {index: reason for engine in engines for index, reason in engine.refused.items()}
-        profile = _marked(profile, refused | dict.fromkeys(differing[: None if remaining == 0 or left else 1], DIFFERS))
-        if left:
+        marked = differing if remaining == 0 or diverged else differing[:1]
+        profile = _marked(profile, refused | dict.fromkeys(marked, DIFFERS))
+        if diverged:
             profile = _marked(profile, dict.fromkeys(_recomputed(profile) - verified, UNVERIFIED))
-        if left or not differing:
+        if diverged or not differing:
             break
     notes = [*profile.notes, *_refusal_notes(unverified, profile)]
-    if parting:
-        note = f"steps differ in what they save, first at {parting}; a step that is not the captured one "
-        notes.append(note + "swaps all from there" + ("; what was not verified is not recomputed" if left else ""))
+    if divergence:
+        note = f"steps differ in what they save, first at {divergence}; a step that is not the captured one "
+        notes.append(note + "swaps all from there" + ("; what was not verified is not recomputed" if diverged else ""))
     return msgspec.structs.replace(profile, notes=tuple(notes))
 
 

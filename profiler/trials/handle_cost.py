@@ -112,7 +112,7 @@ def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> float
     with warnings.catch_warnings(), under(engine, model, timed(engine.pack), timed(engine.unpack)):
         warnings.simplefilter("ignore", RuntimeWarning)  # of steps that differ, as the profile says
         one_step()
-    return None if engine.has_left_the_plan else spent_s
+    return None if engine.has_diverged else spent_s
 
 
 def measure_runtime() -> RuntimeCost:

@@ -25,7 +25,7 @@ from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_slab import ALIGNMENT_BYTES
-from poochplan.runtime.engine.saved_value import Entry
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.signatures import model_signature
 from poochplan.tensors.storages import static_keys
@@ -38,14 +38,14 @@ class SwapAllEngine(Engine):
 
     def _begin_clock(self, *, active: bool) -> None:
         super()._begin_clock(active=active)
-        self._astray = active
+        self._diverged = active
 
-    def _swap_soon(self, entry: Entry) -> None:
-        self._swap_out(entry)
-        if entry.out_copy is not None:  # what cannot be written must not stay: the step does not fit with it
-            entry.out_copy.wait()
-            _raise(entry.out_copy.error, "written")
-        self._release(entry)
+    def _swap_soon(self, value: SavedValue) -> None:
+        self._swap_out(value)
+        if value.out_copy is not None:  # what cannot be written must not stay: the step does not fit with it
+            value.out_copy.wait()
+            _raise(value.out_copy.error, "written")
+        self._release(value)
 
 
 class SwapAll:

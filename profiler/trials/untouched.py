@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from poochplan.runtime.replays.recorder import RecordedOp, Slot, View
+from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord, View
 from poochplan.runtime.replays.replay import Leaves
 from poochplan.tensors.storages import Geometry
 
@@ -29,28 +29,28 @@ class Untouched:
     """
 
     def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
-        self._kept = [(slot, part, part.clone()) for slot, part in _parts(ops, there)]
+        self._kept = [(record, part, part.clone()) for record, part in _parts(ops, there)]
 
-    def restore(self) -> list[Slot]:
+    def restore(self) -> list[StorageRecord]:
         """The storages that are not what they were; they are again."""
-        changed = [(slot, part, copy) for slot, part, copy in self._kept if not torch.equal(part, copy)]
+        changed = [(record, part, copy) for record, part, copy in self._kept if not torch.equal(part, copy)]
         for _, part, copy in changed:
             part.copy_(copy)
-        return [slot for slot, _, _ in changed]
+        return [record for record, _, _ in changed]
 
 
-def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[Slot, torch.Tensor]]:
+def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
     """The bytes that the ops see of each storage that was there, in pieces that do not overlap."""
-    storages: dict[Slot, torch.UntypedStorage] = {}
-    extents: dict[Slot, set[tuple[int, int]]] = {}
+    storages: dict[StorageRecord, torch.UntypedStorage] = {}
+    extents: dict[StorageRecord, set[tuple[int, int]]] = {}
     for op in ops:
         for view in op.views():
             if _was_there(view, op, there):
-                storages[view.slot] = there[view.slot, view.generation]
-                extents.setdefault(view.slot, set()).add(_extent(view.geometry))
-    for slot, pieces in extents.items():
-        whole = bytes_of(storages[slot])
-        yield from ((slot, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
+                storages[view.record] = there[view.record, view.generation]
+                extents.setdefault(view.record, set()).add(_extent(view.geometry))
+    for record, pieces in extents.items():
+        whole = bytes_of(storages[record])
+        yield from ((record, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
 
 
 def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -66,7 +66,7 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _was_there(view: View, op: RecordedOp, there: Leaves) -> bool:
     """Whether it is a part of something that the step has not made (or not where recording could see it)."""
-    return view.slot.birth is None and view.slot not in op.writes and (view.slot, view.generation) in there
+    return view.record.birth is None and view.record not in op.writes and (view.record, view.generation) in there
 
 
 def _extent(geometry: Geometry) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The device protocol: all that the engine knows of a machine.
 
 Work is queued on *streams* and ordered by *events*, as on CUDA. Three devices speak it: ``cuda.py``, ``cpu.py``, and
-the hostile one of the tests, which runs every copy as late as its events allow.
+the adversarial one of the tests, which runs every copy as late as its events allow.
 """
 
 from __future__ import annotations

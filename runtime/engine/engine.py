@@ -1,7 +1,7 @@
 """The engine: what happens to each saved value, at the points of the plan's clock.
 
-States of the engine: *idle* (no step), *following* the plan, or *astray* (the step left the plan; the safe policy, swap
-everything and fetch on demand, until the next step). States of a saved value: see :class:`Entry`.
+States of the engine: *idle* (no step), *following* the plan, or *diverged* (the step is not the planned one: the safe
+policy, swap everything and fetch on demand, until the next step). States of a saved value: see :class:`SavedValue`.
 
 Rules, cited in the code:
 
@@ -14,7 +14,7 @@ Rules, cited in the code:
    otherwise the error that autograd itself would have raised is raised.
 6. Shape, dtype and stride of what is handed back are those of what was saved.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
-8. When a pack or unpack is not the planned one the step is astray: nothing planned happens any more, what is on the
+8. When a pack or unpack is not the planned one the step has diverged: nothing planned happens any more, what is on the
    device goes to the host or stays, and every value comes back when it is needed.
 9. A value whose copy failed (disk full) stays on the device.
 10. A value that is to be recomputed is let go only if its recipe could be made; otherwise it is swapped.
@@ -35,14 +35,14 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.plan_set import PlanSet, Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
-from poochplan.runtime.replays.recorder import RecordedOp, Recorder, Slot
+from poochplan.runtime.replays.recorder import RecordedOp, Recorder, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, NotReplayable, Recipe, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.tensors.storages import is_plain
 
 from .course import Courses
 from .host_slab import HostSlab
-from .saved_value import Entry, Handle, Lease
+from .saved_value import Handle, Lease, SavedValue
 
 
 class Engine:
@@ -109,7 +109,7 @@ class Engine:
         self._awaits_inputs = False
         course = self._courses.choose(inputs)
         if course is None:
-            self._go_astray(self._courses.why_none(inputs), "no plan of the set fits the step by ")
+            self._diverge(self._courses.why_none(inputs), "no plan of the set fits the step by ")
             return
         self._course = course
         self.host.follow(course.plan)
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the current step; one that has none has left that of the step before."""
+        """The plan of the current step; one that has none keeps that of the step before."""
         return self._course.plan
 
     @property
@@ -127,9 +127,9 @@ class Engine:
         return self._active and self._awaits_inputs
 
     @property
-    def has_left_the_plan(self) -> bool:
-        """Whether the current step has left its plan, or never had one."""
-        return self._astray
+    def has_diverged(self) -> bool:
+        """Whether the current step has diverged from its plan, or never had one."""
+        return self._diverged
 
     @property
     def holds_values(self) -> bool:
@@ -158,12 +158,12 @@ class Engine:
     def _begin_clock(self, *, active: bool) -> None:
         self._active = active
         self._awaits_inputs = False
-        self._astray = False
+        self._diverged = False
         self._saves = 0
         self._packs = 0
         self._uses = 0
-        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
-        self._latest: weakref.ref[Entry] | None = None
+        self._values: weakref.WeakValueDictionary[int, SavedValue] = weakref.WeakValueDictionary()
+        self._latest: weakref.ref[SavedValue] | None = None
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -175,15 +175,15 @@ class Engine:
                 self.begin_step()
             if self._outside_the_plan(tensor):
                 return Handle(self, None, tensor)
-            slot = self.recorder.met(tensor)
-            entry = slot.entry() if slot.entry is not None else None
-            if entry is None or not entry.stands_for(tensor):
-                entry = self._new_entry(slot, tensor)  # Rule 1
-                entry.home = self.device.compute
-            elif not self._astray:
-                self._expect_handle(entry.index, tensor)
+            record = self.recorder.met(tensor)
+            value = record.value() if record.value is not None else None
+            if value is None or not value.stands_for(tensor):
+                value = self._new_value(record, tensor)  # Rule 1
+                value.home = self.device.compute
+            elif not self._diverged:
+                self._expect_handle(value.index, tensor)
             self._packs += 1
-            return Handle(self, entry, tensor, self._packs - 1)
+            return Handle(self, value, tensor, self._packs - 1)
 
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
         return (
@@ -193,37 +193,37 @@ class Engine:
             or torch._C._current_graph_task_id() != -1  # packs inside backward: create_graph, reentrant checkpoint
         )
 
-    def _new_entry(self, slot: Slot, tensor: torch.Tensor) -> Entry:
-        if slot.packed:  # written since its save point, or saved anew after all its handles had gone
-            entry = Entry(None, Decision.SWAP if self._astray else Decision.KEEP, slot, tensor)
-            slot.attach(entry)
-            if self._astray:
-                self._swap_soon(entry)
-            return entry
+    def _new_value(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
+        if record.packed:  # written since its save point, or saved anew after all its handles had gone
+            value = SavedValue(None, Decision.SWAP if self._diverged else Decision.KEEP, record, tensor)
+            record.attach(value)
+            if self._diverged:
+                self._swap_soon(value)
+            return value
         index = self._next_save_point(tensor)
         planned = None if index is None else self.plan.values[index]
         decision = Decision.SWAP if planned is None else planned.decision
-        entry = Entry(index, decision, slot, tensor)
-        slot.attach(entry)
-        slot.packed = True
+        value = SavedValue(index, decision, record, tensor)
+        record.attach(value)
+        record.packed = True
         if planned is None or index is None:
-            self._swap_soon(entry)
-            return entry
-        entry.name = planned.name
-        self._entries[index] = entry
+            self._swap_soon(value)
+            return value
+        value.name = planned.name
+        self._values[index] = value
         if decision is Decision.RECOMPUTE:
-            self._forget(entry, slot)
+            self._forget(value, record)
         self._act(self._course.actions_at_save(index))
         if self._saves == len(self.plan.values):
             self.recorder.switch_off()  # nothing that comes now is replayed; backward must not run under it
-        return entry
+        return value
 
     def _next_save_point(self, tensor: torch.Tensor) -> int | None:
-        if self._astray:
+        if self._diverged:
             return None
         if self._awaits_inputs:
             self._awaits_inputs = False
-            self._go_astray(
+            self._diverge(
                 "something saved before its model is called: a set picks the plan by the model's inputs",
                 "no plan of the set fits the step by ",
             )
@@ -231,7 +231,7 @@ class Engine:
         index = self._saves
         reason = self._course.why_not_save(index, tensor)
         if reason:
-            self._go_astray(reason)
+            self._diverge(reason)
             return None
         if not self._expect_handle(index, tensor):
             return None
@@ -241,18 +241,18 @@ class Engine:
     def _expect_handle(self, index: int | None, tensor: torch.Tensor) -> bool:
         reason = self._course.why_not_handle(self._packs, index, tensor)
         if reason:
-            self._go_astray(reason)
+            self._diverge(reason)
         return not reason
 
-    def _forget(self, entry: Entry, slot: Slot) -> None:
+    def _forget(self, value: SavedValue, record: StorageRecord) -> None:
         try:
-            entry.recipe = Recipe(slot, entry.generation)
+            value.recipe = Recipe(record, value.generation)
         except NotReplayable as reason:  # Rule 10
-            self._count_fallback(f"{entry.name} is swapped, not recomputed: {reason}")
-            entry.decision = Decision.SWAP
-            self._swap_soon(entry)
+            self._count_fallback(f"{value.name} is swapped, not recomputed: {reason}")
+            value.decision = Decision.SWAP
+            self._swap_soon(value)
             return
-        entry.storage = None
+        value.storage = None
 
     # -- unpack -----------------------------------------------------------------------------------------------
 
@@ -260,38 +260,38 @@ class Engine:
         """Backward asks for a saved tensor: brings its value back if need be."""
         with self._lock:
             raise_held_back()
-            if handle.entry is not None:
+            if handle.value is not None:
                 self.recorder.switch_off()
                 if not handle.used:
                     handle.used = True
                     self._use_point(handle)
             handle.check_version()  # Rule 5
-            if handle.entry is None or handle.geometry is None:
+            if handle.value is None or handle.geometry is None:
                 return handle.tensor
-            return handle.geometry.on(self._resident(handle.entry))  # Rule 6
+            return handle.geometry.on(self._resident(handle.value))  # Rule 6
 
     def _use_point(self, handle: Handle) -> None:
-        if self._astray or not self._active or handle.step != self.step:
+        if self._diverged or not self._active or handle.step != self.step:
             return
         reason = self._course.why_not_use(self._uses, handle.ordinal, self._saves)
         if reason:
-            self._go_astray(reason)
+            self._diverge(reason)
             return
         actions = self._course.actions_at_use(self._uses)
         self._uses += 1
         self._act(actions)
 
-    def _resident(self, entry: Entry) -> torch.UntypedStorage:
+    def _resident(self, value: SavedValue) -> torch.UntypedStorage:
         """The value's device storage, filled: waits for its copy, fetches it, or replays it."""
-        if entry.waits_for_replay:
-            self._replay(entry)
-        elif entry.storage is None:
-            self._prefetch(entry)
-        self.stats.stall_s += entry.arrived()
-        assert entry.storage is not None
-        if entry.home is not None:
-            self.device.use(entry.storage, entry.home)
-        return entry.storage
+        if value.waits_for_replay:
+            self._replay(value)
+        elif value.storage is None:
+            self._prefetch(value)
+        self.stats.stall_s += value.arrived()
+        assert value.storage is not None
+        if value.home is not None:
+            self.device.use(value.storage, value.home)
+        return value.storage
 
     # -- actions (Rule 7) -------------------------------------------------------------------------------------
 
@@ -309,77 +309,77 @@ class Engine:
         elif actions.record == "off":
             self.recorder.switch_off()
 
-    def _with(self, index: int, act: Callable[[Entry], object]) -> None:
-        entry = self._entries.get(index)
-        if entry is not None:
-            act(entry)
+    def _with(self, index: int, act: Callable[[SavedValue], object]) -> None:
+        value = self._values.get(index)
+        if value is not None:
+            act(value)
 
-    def _swap_out(self, entry: Entry) -> None:
-        if entry.storage is None or entry.out_copy is not None or entry.decision is not Decision.SWAP:
+    def _swap_out(self, value: SavedValue) -> None:
+        if value.storage is None or value.out_copy is not None or value.decision is not Decision.SWAP:
             return
-        offset = self.host.place(entry)
-        with self.device.span(f"swap out {entry.name}"):
-            entry.out_copy = copy_out(self.device, entry.storage, offset)
-        entry.host_offset = offset
-        self.stats.out_bytes += entry.size_bytes
+        offset = self.host.place(value)
+        with self.device.span(f"swap out {value.name}"):
+            value.out_copy = copy_out(self.device, value.storage, offset)
+        value.host_offset = offset
+        self.stats.out_bytes += value.size_bytes
 
-    def _release(self, entry: Entry) -> None:
-        if entry.storage is None or entry.out_copy is None:
+    def _release(self, value: SavedValue) -> None:
+        if value.storage is None or value.out_copy is None:
             return
-        self.stats.stall_s += entry.out_copy.wait()  # Rule 3
-        if entry.out_copy.error is not None:  # Rule 9
-            reason = f"values are kept: the host tier cannot be written ({entry.out_copy.error.strerror})"
-            entry.host_offset, entry.out_copy, entry.decision = -1, None, Decision.KEEP
+        self.stats.stall_s += value.out_copy.wait()  # Rule 3
+        if value.out_copy.error is not None:  # Rule 9
+            reason = f"values are kept: the host tier cannot be written ({value.out_copy.error.strerror})"
+            value.host_offset, value.out_copy, value.decision = -1, None, Decision.KEEP
             self._count_fallback(reason)
             return
-        entry.storage = None
+        value.storage = None
 
-    def _prefetch(self, entry: Entry) -> None:
-        if entry.storage is not None or entry.host_offset < 0:
+    def _prefetch(self, value: SavedValue) -> None:
+        if value.storage is not None or value.host_offset < 0:
             return
-        with self.device.span(f"prefetch {entry.name}"):
-            storage, entry.home = self.device.allocate(entry.size_bytes), self.device.compute
-            entry.in_copy = copy_in(self.device, storage, entry.host_offset)
-            entry.storage = storage  # last: without its copy it would count as filled
-        self.stats.in_bytes += entry.size_bytes
+        with self.device.span(f"prefetch {value.name}"):
+            storage, value.home = self.device.allocate(value.size_bytes), self.device.compute
+            value.in_copy = copy_in(self.device, storage, value.host_offset)
+            value.storage = storage  # last: without its copy it would count as filled
+        self.stats.in_bytes += value.size_bytes
 
-    def _replay(self, entry: Entry) -> list[Entry]:
+    def _replay(self, value: SavedValue) -> list[SavedValue]:
         """Replays it if it waits for that; all that came back."""
-        if not entry.waits_for_replay:
+        if not value.waits_for_replay:
             return []
         start_s = time.perf_counter()
-        with self.device.span(f"replay {entry.name}"), self.device.replaying():
-            back = replay(entry, self._resident, self._run_ops)
-        for value in back:
-            value.home = self.device.compute
+        with self.device.span(f"replay {value.name}"), self.device.replaying():
+            back = replay(value, self._resident, self._run_ops)
+        for rebuilt in back:
+            rebuilt.home = self.device.compute
         self.stats.replayed_values += len(back)
         self.stats.replay_s += time.perf_counter() - start_s
         return back
 
     def _run_ops(
-        self, ops: list[RecordedOp], there: Leaves, keep: set[Slot], device_type: str
-    ) -> dict[Slot, torch.UntypedStorage]:
+        self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
+    ) -> dict[StorageRecord, torch.UntypedStorage]:
         return run_ops(ops, there, keep, device_type)
 
-    # -- off the plan (Rule 8) --------------------------------------------------------------------------------
+    # -- divergence (Rule 8) ----------------------------------------------------------------------------------
 
-    def _swap_soon(self, entry: Entry) -> None:
+    def _swap_soon(self, value: SavedValue) -> None:
         """The safe policy: swap at once, and let go of all but the latest when the next value comes."""
-        self._swap_out(entry)
+        self._swap_out(value)
         latest = self._latest() if self._latest is not None else None
         if latest is not None:
             self._release(latest)
-        self._latest = weakref.ref(entry)
+        self._latest = weakref.ref(value)
 
-    def _go_astray(self, reason: str, what: str = "the step left the plan at ") -> None:
+    def _diverge(self, reason: str, what: str = "the step diverged from the plan at ") -> None:
         if self._on_divergence == "error":
             self.end_step()
             raise DivergenceError(f"{what}{reason}; make a new profile and plan for this step")
-        self._astray = True
+        self._diverged = True
         self.recorder.switch_off()
         self._count_fallback(f"{what}{reason}; the rest of it swaps every saved value")
-        for entry in list(self._entries.values()):
-            self._swap_soon(entry)
+        for value in list(self._values.values()):
+            self._swap_soon(value)
 
     def _count_fallback(self, reason: str) -> None:
         self.stats.fallbacks += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from poochplan.formats.plan import Plan
 
-from .saved_value import Entry
+from .saved_value import SavedValue
 
 ALIGNMENT_BYTES = 4096
 
@@ -21,10 +21,10 @@ class HostSlab:
             (value.host_offset + value.size_bytes for plan in plans for value in plan.values if value.host_offset >= 0),
             default=0,
         )
-        self._occupants: dict[int, weakref.ref[Entry]] = {}
-        self._of_other_plans: list[weakref.ref[Entry]] = []
+        self._occupants: dict[int, weakref.ref[SavedValue]] = {}
+        self._of_other_plans: list[weakref.ref[SavedValue]] = []
         """Who was placed by another plan and may still be there: its places overlap with those of this one."""
-        self._unplanned: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self._unplanned: weakref.WeakSet[SavedValue] = weakref.WeakSet()
 
     def follow(self, plan: Plan) -> None:
         """From now on values are placed by this plan."""
@@ -35,23 +35,23 @@ class HostSlab:
         self._of_other_plans = [reference for reference in before if reference() is not None]
         self._occupants = {}
 
-    def place(self, entry: Entry) -> int:
+    def place(self, value: SavedValue) -> int:
         """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
-        planned = self._plan.values[entry.index].host_offset if entry.index is not None else -1
-        if planned >= 0 and self._is_free(planned, entry):
-            self._occupants[planned] = weakref.ref(entry)
+        planned = self._plan.values[value.index].host_offset if value.index is not None else -1
+        if planned >= 0 and self._is_free(planned, value):
+            self._occupants[planned] = weakref.ref(value)
             return planned
         end = max((other.host_offset + other.size_bytes for other in self._unplanned), default=0)
-        self._unplanned.add(entry)
+        self._unplanned.add(value)
         return -(-max(end, self.planned_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def _is_free(self, offset: int, entry: Entry) -> bool:
+    def _is_free(self, offset: int, value: SavedValue) -> bool:
         reference = self._occupants.get(offset)
         occupant = reference() if reference is not None else None
-        if occupant is not None and occupant is not entry and occupant.host_offset == offset:  # or its copy has failed
+        if occupant is not None and occupant is not value and occupant.host_offset == offset:  # or its copy has failed
             return False
         others = (reference() for reference in self._of_other_plans)
-        end = offset + entry.size_bytes
+        end = offset + value.size_bytes
         return not any(
             other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
             for other in others

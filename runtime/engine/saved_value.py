@@ -1,4 +1,4 @@
-"""Entry: one saved value in the engine's hands. Handle: what autograd holds for one pack of it."""
+"""SavedValue: one value in the engine's hands. Handle: what autograd holds for one pack of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.recorder import Slot
+from poochplan.runtime.replays.recorder import StorageRecord
 from poochplan.runtime.replays.replay import Recipe
 from poochplan.tensors.storages import Geometry, version_probe
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class Entry:
+class SavedValue:
     """A saved value. Lives as long as a handle or a recipe refers to it.
 
     States, by what it holds: *resident* (``storage``, no ``in_copy``), *leaving* (``storage`` and ``out_copy``), *on
@@ -39,20 +39,20 @@ class Entry:
         "out_copy",
         "probe",
         "recipe",
+        "record",
         "size_bytes",
-        "slot",
         "storage",
         "version",
     )
 
-    def __init__(self, index: int | None, decision: Decision, slot: Slot, tensor: torch.Tensor) -> None:
+    def __init__(self, index: int | None, decision: Decision, record: StorageRecord, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.index = index
         """Its save point, or None outside the plan."""
         self.name = "a saved value"
         self.decision = decision
-        self.slot = slot
-        self.generation = len(slot.writes)
+        self.record = record
+        self.generation = len(record.writes)
         self.probe = version_probe(tensor)
         self.version = tensor._version
         self.geometry = Geometry.of(tensor)
@@ -114,20 +114,20 @@ class Lease:
 
 
 class Handle:
-    """One pack. ``entry`` is None for what the engine does not touch; ``step`` counts the engine's steps."""
+    """One pack. ``value`` is None for what the engine does not touch; ``step`` counts the engine's steps."""
 
-    __slots__ = ("engine", "entry", "geometry", "lease", "ordinal", "step", "tensor", "used", "version")
+    __slots__ = ("engine", "geometry", "lease", "ordinal", "step", "tensor", "used", "value", "version")
 
-    def __init__(self, engine: Engine, entry: Entry | None, tensor: torch.Tensor, ordinal: int = -1) -> None:
+    def __init__(self, engine: Engine, value: SavedValue | None, tensor: torch.Tensor, ordinal: int = -1) -> None:
         self.engine = engine
-        self.entry = entry
-        self.lease = engine.lease() if entry is not None else None
+        self.value = value
+        self.lease = engine.lease() if value is not None else None
         self.ordinal = ordinal
         self.step = engine.step
         self.used = False
         self.version = 0 if tensor.is_inference() else tensor._version
         self.geometry: Geometry | None = None
-        if entry is None or entry.decision is Decision.KEEP:
+        if value is None or value.decision is Decision.KEEP:
             self.tensor = tensor.detach()  # engine rule 4
         else:
             self.tensor = version_probe(tensor)

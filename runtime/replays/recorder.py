@@ -1,7 +1,7 @@
 """Recording: the ops of planned stretches of forward, with their arguments as references that hold no memory.
 
-A :class:`Slot` stands for one storage. An op's tensor arguments become :class:`View`s on slots, so that a recording
-keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``).
+A :class:`StorageRecord` stands for one storage. An op's tensor arguments become :class:`View`s on such records, so that
+a recording keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from poochplan.tensors.operators import Traits, covers_storage, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
 
 if TYPE_CHECKING:
-    from poochplan.runtime.engine.saved_value import Entry
+    from poochplan.runtime.engine.saved_value import SavedValue
 
     from .replay import Recipe
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class View(NamedTuple):
     """A tensor argument: where it lay, and which content it read."""
 
-    slot: Slot
+    record: StorageRecord
     generation: int
-    """Recorded writes to the slot before it was read."""
+    """Recorded writes to the storage before it was read."""
     geometry: Geometry
     watch: tuple[torch.Tensor, int] | None
-    """For a slot that cannot be rebuilt: a version probe, and the version that was read."""
+    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
 
     @property
     def still_there(self) -> bool:
@@ -68,15 +68,15 @@ class RecordedOp:
         """Whether it can be run again."""
         self.uninitialised = False
         """Bears storages whose contents are undefined."""
-        self.overwrites: Slot | None = None
-        """The slot whose every byte it writes without reading one."""
+        self.overwrites: StorageRecord | None = None
+        """The storage whose every byte it writes without reading one."""
         self.arguments = arguments
         """Flat arguments, tensors as :class:`View`."""
         self.spec = spec
-        self.births: list[tuple[int, Slot]] = []
-        """(position among the flat outputs, slot born there)."""
-        self.writes: list[Slot] = []
-        """Slots that were there before and are written in place."""
+        self.births: list[tuple[int, StorageRecord]] = []
+        """(position among the flat outputs, storage born there)."""
+        self.writes: list[StorageRecord] = []
+        """Storages that were there before and are written in place."""
         self.generator: torch.Generator | None = None
         self.state: torch.Tensor | None = None
         """Generator state before the op, when it is random."""
@@ -95,7 +95,7 @@ OFF = 0
 """Stands for the number of a window where nothing is recorded."""
 
 
-class Slot:
+class StorageRecord:
     """One storage, as far as recording has seen it.
 
     Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
@@ -107,17 +107,17 @@ class Slot:
         "__weakref__",
         "birth",
         "broken",
-        "entry",
         "key",
         "packed",
         "seen_in",
         "storage",
+        "value",
         "version",
         "waiting",
         "writes",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, version: int, registry: dict[int, Slot]) -> None:
+    def __init__(self, storage: torch.UntypedStorage, version: int, registry: dict[int, StorageRecord]) -> None:
         self.key = storage._cdata
         self.birth: RecordedOp | None = None
         self.writes: list[RecordedOp | None] = []
@@ -128,12 +128,12 @@ class Slot:
         """What its version counter says if every write was recorded."""
         self.seen_in = OFF
         """The window of recording in which it was last met."""
-        self.entry: weakref.ref[Entry] | None = None
+        self.value: weakref.ref[SavedValue] | None = None
         self.packed = False
         """Whether it has had its save point."""
         self.waiting: list[weakref.ref[Recipe]] = []
-        """Recipes that read this slot before it was packed: they claim its entry when it comes."""
-        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the slot would
+        """Recipes that read this storage before it was packed: they claim its value when it comes."""
+        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the record would
         # stay for the next storage of that key.
         self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
 
@@ -157,24 +157,24 @@ class Slot:
         self.broken |= not op.usable
         self.version += 1
 
-    def attach(self, entry: Entry) -> None:
-        """The slot has become a saved value: recipes that read it claim the entry instead of what they held."""
-        self.entry = weakref.ref(entry)
+    def attach(self, value: SavedValue) -> None:
+        """The storage has become a saved value: recipes that read it claim the value instead of what they held."""
+        self.value = weakref.ref(value)
         waiting, self.waiting = self.waiting, []
         for reference in waiting:
             recipe = reference()
             if recipe is not None:
                 recipe.refresh_if_possible()
 
-    def wait_for_entry(self, recipe: Recipe) -> None:
-        """Has the recipe refreshed when this slot is packed."""
+    def wait_for_value(self, recipe: Recipe) -> None:
+        """Has the recipe refreshed when this storage is packed."""
         if all(reference() is not recipe for reference in self.waiting):
             self.waiting.append(weakref.ref(recipe))
 
-    def entry_at(self, generation: int) -> Entry | None:
-        """The saved value of this slot, when it is still there and holds just this content."""
-        entry = self.entry() if self.entry is not None else None
-        return entry if entry is not None and entry.generation == generation and entry.unwritten else None
+    def value_at(self, generation: int) -> SavedValue | None:
+        """The saved value of this storage, when it is still there and holds just this content."""
+        value = self.value() if self.value is not None else None
+        return value if value is not None and value.generation == generation and value.unwritten else None
 
     def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
         """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
@@ -202,15 +202,15 @@ class Slot:
 
 
 class Recorder(ToggledMode):
-    """Switched on and off at planned save points. State: the registry of live slots, and the count of ops."""
+    """Switched on and off at planned save points. State: the registry of live storages, and the count of ops."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self.registry: dict[int, Slot] = {}
+        self.registry: dict[int, StorageRecord] = {}
         self.static: set[int] = set()
         """Storage keys of parameters and buffers, in this step."""
-        self._recorded: list[Slot] = []
+        self._recorded: list[StorageRecord] = []
         self._count = 0
         self._window = OFF
 
@@ -218,9 +218,9 @@ class Recorder(ToggledMode):
         facts = traits(func)
         if facts.pure_view or not self.is_on:
             return func(*args, **(kwargs or {}))
-        recorded, written = self._before(func, facts, args, kwargs or {})
+        op, written = self._before(func, facts, args, kwargs or {})
         outputs = func(*args, **(kwargs or {}))
-        self._after(recorded, written, outputs)
+        self._after(op, written, outputs)
         return outputs
 
     def switch_on(self) -> None:
@@ -230,51 +230,51 @@ class Recorder(ToggledMode):
         super().switch_on()
 
     def forget(self, *, in_use: bool) -> None:
-        """Begins with no slots. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
+        """Begins with no records. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
 
-        Slots and ops refer to each other, so that without this they would wait for the garbage collector.
+        Records and ops refer to each other, so that without this they would wait for the garbage collector.
         """
         self.registry.clear()
-        for slot in [] if in_use else self._recorded:
-            slot.birth = None
-            slot.writes = []
+        for record in [] if in_use else self._recorded:
+            record.birth = None
+            record.writes = []
         self._recorded = []
 
-    def slot_of(self, tensor: torch.Tensor) -> Slot:
-        """The slot of the tensor's storage, made when it is new."""
+    def record_of(self, tensor: torch.Tensor) -> StorageRecord:
+        """The record of the tensor's storage, made when it is new."""
         storage = tensor.untyped_storage()
-        slot = self.registry.get(storage._cdata)
-        if slot is None:
-            slot = self.registry[storage._cdata] = Slot(storage, tensor._version, self.registry)
-        return slot
+        record = self.registry.get(storage._cdata)
+        if record is None:
+            record = self.registry[storage._cdata] = StorageRecord(storage, tensor._version, self.registry)
+        return record
 
-    def met(self, tensor: torch.Tensor) -> Slot:
-        """The slot of a tensor that is read or packed now; what was written where recording was off shows here."""
-        slot = self.slot_of(tensor)
-        slot.meet(tensor._version, self._window if self.is_on else OFF)
-        return slot
+    def met(self, tensor: torch.Tensor) -> StorageRecord:
+        """The record of a tensor that is read or packed now; what was written where recording was off shows here."""
+        record = self.record_of(tensor)
+        record.meet(tensor._version, self._window if self.is_on else OFF)
+        return record
 
-    def _before(self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]) -> tuple[RecordedOp, list[Slot]]:
+    def _before(
+        self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[RecordedOp, list[StorageRecord]]:
         flat, spec = flatten(args, kwargs)
         self._count += 1
-        recorded = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
+        op = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
         updated = statistics_of(facts, args)
         foreign = [tensor for tensor in updated.values() if storage_key(tensor) not in self.static]
         for position, tensor in updated.items():
-            recorded.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+            op.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
         if facts.random:
-            recorded.generator = _generator_of(flat, self._device_type)
-            recorded.state = recorded.generator.get_state()
-        recorded.usable = (
-            facts.trusted and not any(argument is _UNUSABLE for argument in recorded.arguments) and not foreign
-        )
-        recorded.uninitialised = facts.uninitialised
-        target = recorded.arguments[0] if facts.overwriting else None
+            op.generator = _generator_of(flat, self._device_type)
+            op.state = op.generator.get_state()
+        op.usable = facts.trusted and not any(argument is _UNUSABLE for argument in op.arguments) and not foreign
+        op.uninitialised = facts.uninitialised
+        target = op.arguments[0] if facts.overwriting else None
         if isinstance(target, View) and covers_storage(flat[0]):
-            recorded.overwrites = target.slot
+            op.overwrites = target.record
         declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in updated.values())]
-        written = [self.slot_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
-        return recorded, written
+        written = [self.record_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
+        return op, written
 
     def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -283,27 +283,27 @@ class Recorder(ToggledMode):
             return leaf.detach().clone()  # its number now; it may be another when a replay reads it
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
-        slot = self.met(leaf)
-        watch = None if slot.is_known else (version_probe(leaf), leaf._version)
-        return View(slot, len(slot.writes), Geometry.of(leaf), watch)
+        record = self.met(leaf)
+        watch = None if record.is_known else (version_probe(leaf), leaf._version)
+        return View(record, len(record.writes), Geometry.of(leaf), watch)
 
-    def _after(self, recorded: RecordedOp, written: list[Slot], outputs: Any) -> None:
-        if recorded.uninitialised and isinstance(outputs, torch.Tensor) and not written:
-            recorded.allocate_only(outputs)
-        recorded.writes = list(dict.fromkeys(written))
-        for slot in recorded.writes:
-            slot.was_written_by(recorded)
-            self._recorded.append(slot)
+    def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
+        if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
+            op.allocate_only(outputs)
+        op.writes = list(dict.fromkeys(written))
+        for record in op.writes:
+            record.was_written_by(op)
+            self._recorded.append(record)
         for position, output in enumerate(outputs_of(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
             if storage_key(output) in self.registry:
                 continue
-            slot = self.slot_of(output)
-            slot.birth = recorded
-            slot.seen_in = self._window
-            self._recorded.append(slot)
-            recorded.births.append((position, slot))
+            record = self.record_of(output)
+            record.birth = op
+            record.seen_in = self._window
+            self._recorded.append(record)
+            op.births.append((position, record))
 
 
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12

@@ -36,7 +36,7 @@ class ModelMismatchError(PoochError):
 
 
 class DivergenceError(PoochError):
-    """The running step left the plan and ``on_divergence="error"`` was asked for."""
+    """The running step diverged from the plan and ``on_divergence="error"`` was asked for."""
 
 
 class SpillError(PoochError):

@@ -53,7 +53,7 @@ class Run:
     report: Report | None = None
     """The session's own, for a run under a plan."""
     plan: Plan | None = None
-    """The one that the last step followed or left."""
+    """The one that the last step followed or diverged from."""
 
     @property
     def step_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The hostile device: every copy runs as late as the events allow, and what nobody may look at is not a number.
+"""The adversarial device: every copy runs as late as the events allow, and what nobody may look at is not a number.
 
 Compute is the calling thread, as on the CPU device; the two copy streams only keep what is queued. A copy runs when the
 compute stream waits for an event behind it, and not before. So a missing wait shows as NaN on any machine, and a
@@ -116,7 +116,7 @@ class LazyStream:
                 item.run()
 
 
-class HostileCompute:
+class AdversarialCompute:
     """The calling thread. To wait for an event is what makes copies run."""
 
     def __init__(self, clock: OpClock) -> None:
@@ -140,7 +140,7 @@ class AdversarialDevice:
     where = torch.device("cpu")
 
     def __init__(self, clock: OpClock, *, failing_reads: int = 0, failing_writes: int = 0) -> None:
-        self.compute = HostileCompute(clock)
+        self.compute = AdversarialCompute(clock)
         self.outward, self.inward = LazyStream(), LazyStream()
         self.violations: list[str] = []
         self.clock = clock

@@ -18,13 +18,12 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.engine import engine
-from poochplan.runtime.engine import saved_value as entry
+from poochplan.runtime.engine import engine, saved_value
 from poochplan.runtime.session import Session
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
-MUTANTS = mutants_of(transfers, entry, engine)
+MUTANTS = mutants_of(transfers, saved_value, engine)
 
 
 Scenario = Callable[[AdversarialDevice], list[str]]
@@ -61,7 +60,7 @@ def _gate_replayed_early() -> Plan:
 
 
 class Judge:
-    """Runs what a runtime goes through on the hostile device; tells what was wrong."""
+    """Runs what a runtime goes through on the adversarial device; tells what was wrong."""
 
     def __init__(self) -> None:
         profile = CASE.profile()
@@ -81,7 +80,7 @@ class Judge:
             (self._claimed, {}),
             (self._part_of_the_graph, {}),
             (self._abandoned, {}),
-            (self._astray, {}),
+            (self._diverged, {}),
             (self._copies_alone, {}),
             (self._lost, {"failing_reads": 1}),
             (self._full, {"failing_writes": 3}),
@@ -161,7 +160,7 @@ class Judge:
             step()
         return []
 
-    def _astray(self, device: AdversarialDevice) -> list[str]:
+    def _diverged(self, device: AdversarialDevice) -> list[str]:
         planned = self._gradients(device, self.plans[0], images=2)
         return [] if equal([self.other_batch], [planned]) else ["gradients differ"]
 

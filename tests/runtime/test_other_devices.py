@@ -23,7 +23,7 @@ def test_a_number_in_host_memory_is_recorded_by_value() -> None:
     with_host_tensor = torch.empty(1, device="meta").copy_(torch.ones(1))
     recorder.switch_off()
     factor.fill_(3.0)
-    birth = recorder.slot_of(scaled).birth
+    birth = recorder.record_of(scaled).birth
     assert birth is not None
     assert birth.usable
     assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]

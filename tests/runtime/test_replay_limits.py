@@ -20,7 +20,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
-from poochplan.runtime.replays.recorder import RecordedOp, Slot
+from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
 
 REPLAY_ALL = (0, 0, 1)
 
@@ -225,7 +225,7 @@ def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
                 optimizer.zero_grad(set_to_none=True)
                 step().backward()
                 optimizer.step()
-                counts.append(sum(isinstance(thing, Slot | RecordedOp) for thing in gc.get_objects()))
+                counts.append(sum(isinstance(thing, StorageRecord | RecordedOp) for thing in gc.get_objects()))
         finally:
             gc.enable()
     assert counts[0] > 20

@@ -78,7 +78,7 @@ class Exact:
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "views of one storage are one value": (
-        (Engine, "pack", "entry is None or not entry.stands_for(tensor)", "True"),
+        (Engine, "pack", "value is None or not value.stands_for(tensor)", "True"),
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
@@ -109,7 +109,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         (session.Session, "_forward_begins", "torch._C._current_graph_task_id() != -1", "False"),
         test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
-    "another shape leaves the plan": (
+    "another shape is a divergence": (
         (Course, "why_not_save", 'return "" if fits else', 'return "" if True else'),
         lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
             _divergence_plans(), "a smaller batch", 0
@@ -140,7 +140,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("recurrent", REPLAY),
     ),
     "what was written where recording was off is another content": (
-        (recorder.Slot, "meet", "version > self.version or (", "False and ("),
+        (recorder.StorageRecord, "meet", "version > self.version or (", "False and ("),
         lambda: test_replay_limits.test_what_is_written_where_recording_is_off_is_another_content(
             lambda whole: whole.view(-1)
         ),

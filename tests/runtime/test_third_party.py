@@ -47,7 +47,7 @@ def test_a_network_trains_bitwise_at_the_bytes_simulated(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu_device  # benchmarks/third_party.py takes all of them to the hostile one
+@pytest.mark.cpu_device  # benchmarks/third_party.py takes all of them to the adversarial one
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in QUICK])
 def test_every_other_network_trains_bitwise_at_the_bytes_simulated(name: str) -> None:
     assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], 1)

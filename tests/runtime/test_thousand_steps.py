@@ -21,8 +21,8 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.engine.saved_value import Entry, Handle
-from poochplan.runtime.replays.recorder import Slot
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.replays.recorder import StorageRecord
 from poochplan.runtime.session import Session
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
@@ -54,8 +54,8 @@ class Counts(NamedTuple):
     """What must not grow."""
 
     tensors: int
-    slots: int
-    entries: int
+    records: int
+    values: int
     handles: int
     copies: int
     threads: int
@@ -71,7 +71,7 @@ def count(session: Session) -> Counts:
     assert isinstance(session._device, CpuDevice)
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
-        *(things.count(kind) for kind in (Slot, Entry, Handle, Copy)),
+        *(things.count(kind) for kind in (StorageRecord, SavedValue, Handle, Copy)),
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,

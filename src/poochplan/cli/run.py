@@ -72,7 +72,7 @@ class RunVerb(Verb):
             "--on-divergence",
             choices=("warn", "error"),
             default="warn",
-            help="when a step leaves the plan (default: warn)",
+            help="when a step diverges from the plan (default: warn)",
         )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
