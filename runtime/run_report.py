@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 MOST_REASONS = 20
+
+
+class FallbackKind(StrEnum):
+    """Why the plan was not followed. Each kind is warned of once in a session."""
+
+    DIVERGED = "diverged"
+    """The step is not the planned one."""
+    NO_PLAN = "no plan"
+    """No plan of the set is for inputs such as the step's, or they were not known in time."""
+    NOT_REPLAYABLE = "not replayable"
+    """A value could not be recomputed and was swapped."""
+    HOST_TIER = "host tier"
+    """The host tier could not be written, full or broken; values were kept."""
 
 
 class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +53,8 @@ class StepReport(msgspec.Struct, kw_only=True):
     fallbacks: int = 0
     """Times the plan was not followed: a step that diverged (counted once), a value kept on a full disk, one that
     could not be recomputed."""
+    fallback_kinds: dict[FallbackKind, int] = msgspec.field(default_factory=dict)
+    """How many of each kind."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
 
     def add(self, other: StepReport) -> None:
@@ -50,6 +67,8 @@ class StepReport(msgspec.Struct, kw_only=True):
         self.replayed_values += other.replayed_values
         self.stall_s += other.stall_s
         self.fallbacks += other.fallbacks
+        for kind, times in other.fallback_kinds.items():
+            self.fallback_kinds[kind] = self.fallback_kinds.get(kind, 0) + times
         for reason in other.fallback_reasons:
             if reason not in self.fallback_reasons and len(self.fallback_reasons) < MOST_REASONS:
                 self.fallback_reasons.append(reason)

@@ -20,7 +20,7 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.engine import DivergencePolicy, Engine
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import check_model, input_signature
@@ -73,7 +73,7 @@ def apply(
     SpillError
         The spill directory cannot be used.
     """
-    if on_divergence not in ("warn", "error"):
+    if on_divergence not in tuple(DivergencePolicy):
         raise UsageError(f'on_divergence: expected "warn" or "error", found {on_divergence!r}')
     if meter not in ("first-steps", "always", "never"):
         raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
@@ -103,7 +103,9 @@ def apply(
             give_freed_memory_back()
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
 
-    return Session(plan, model, device or opened, on_divergence=on_divergence, meter=meter, cap_bytes=cap_bytes)
+    return Session(
+        plan, model, device or opened, on_divergence=DivergencePolicy(on_divergence), meter=meter, cap_bytes=cap_bytes
+    )
 
 
 def _gives_anything_up(*plans: Plan) -> bool:
@@ -123,7 +125,7 @@ class Session:
         model: torch.nn.Module,
         device: Callable[[], Device],
         *,
-        on_divergence: str,
+        on_divergence: DivergencePolicy,
         meter: str,
         cap_bytes: int | None,
     ) -> None:

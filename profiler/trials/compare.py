@@ -27,6 +27,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, Recipe
+from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.tensors.storages import static_keys, storage_key
 
@@ -155,9 +156,9 @@ class VerifyingEngine(Engine):
                 return name
         return "an input of the step" if record.birth is None else "an activation"
 
-    def _diverge(self, reason: str, what: str = "") -> None:
+    def _diverge(self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED) -> None:
         self.divergence = reason
-        super()._diverge(reason, what)
+        super()._diverge(reason, kind)
 
 
 def _waiting_for(value: SavedValue) -> list[SavedValue]:
@@ -191,7 +192,7 @@ def verify(
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
     of a profile of mode ``swap-all`` two steps try a part of the values each, and memory is about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
-    step has verified is not recomputed. A note says where they diverge, and one for each reason, why values were marked.
+    step has verified is not recomputed. A note says where they diverge, and one for each reason why values were marked.
     """
     unverified = profile
     parts = 2 if profile.mode == "swap-all" else 1

@@ -27,6 +27,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from enum import StrEnum
 
 import torch
 
@@ -37,12 +38,27 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
 from poochplan.runtime.replays.recorder import RecordedOp, Recorder, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, NotReplayable, Recipe, replay, run_ops
-from poochplan.runtime.run_report import StepReport
+from poochplan.runtime.run_report import FallbackKind, StepReport
 from poochplan.tensors.storages import is_plain
 
 from .course import Courses
 from .host_slab import HostSlab
 from .saved_value import Handle, Lease, SavedValue
+
+
+class DivergencePolicy(StrEnum):
+    """What a step that is not the planned one does."""
+
+    WARN = "warn"
+    """Says so once a session; the rest of the step swaps every saved value."""
+    ERROR = "error"
+    """Raises ``DivergenceError``."""
+
+
+_DIVERGENCES = {
+    FallbackKind.DIVERGED: "the step diverged from the plan at",
+    FallbackKind.NO_PLAN: "no plan of the set fits the step by",
+}
 
 
 class Engine:
@@ -53,7 +69,6 @@ class Engine:
     plans: the plan to follow; of a set each step follows the one for its inputs.
     device: where storages live and copies run; the caller closes it.
     parameters: gives the keys of the storages rule 2 is about, asked once per step.
-    on_divergence: ``warn`` (once a session) or ``error``.
     on_step_end: told the report of each step when the next begins.
     on_idle: told when the last handle is gone.
     """
@@ -64,7 +79,7 @@ class Engine:
         device: Device,
         parameters: Callable[[], set[int]],
         *,
-        on_divergence: str = "warn",
+        on_divergence: DivergencePolicy = DivergencePolicy.WARN,
         on_step_end: Callable[[StepReport], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -81,7 +96,7 @@ class Engine:
         self._on_idle = on_idle
         self._lease: weakref.ref[Lease] | None = None
         self._lock = threading.RLock()
-        self._warned: set[str] = set()
+        self._warned: set[FallbackKind] = set()
         self._static: set[int] = set()
         self._begin_clock(active=False)
 
@@ -104,12 +119,12 @@ class Engine:
     def inputs_are(self, inputs: Signature) -> None:
         """The model is called with these inputs for the first time in the step: picks the plan of the set.
 
-        Raises ``DivergenceError`` when no plan is large enough and ``on_divergence`` is ``error``.
+        Raises ``DivergenceError`` when no plan is large enough and ``on_divergence`` is ``ERROR``.
         """
         self._awaits_inputs = False
         course = self._courses.choose(inputs)
         if course is None:
-            self._diverge(self._courses.why_none(inputs), "no plan of the set fits the step by ")
+            self._diverge(self._courses.why_none(inputs), FallbackKind.NO_PLAN)
             return
         self._course = course
         self.host.follow(course.plan)
@@ -225,7 +240,7 @@ class Engine:
             self._awaits_inputs = False
             self._diverge(
                 "something saved before its model is called: a set picks the plan by the model's inputs",
-                "no plan of the set fits the step by ",
+                FallbackKind.NO_PLAN,
             )
             return None
         index = self._saves
@@ -248,7 +263,7 @@ class Engine:
         try:
             value.recipe = Recipe(record, value.generation)
         except NotReplayable as reason:  # Rule 10
-            self._count_fallback(f"{value.name} is swapped, not recomputed: {reason}")
+            self._count_fallback(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
             value.decision = Decision.SWAP
             self._swap_soon(value)
             return
@@ -330,7 +345,7 @@ class Engine:
         if value.out_copy.error is not None:  # Rule 9
             reason = f"values are kept: the host tier cannot be written ({value.out_copy.error.strerror})"
             value.host_offset, value.out_copy, value.decision = -1, None, Decision.KEEP
-            self._count_fallback(reason)
+            self._count_fallback(FallbackKind.HOST_TIER, reason)
             return
         value.storage = None
 
@@ -371,19 +386,20 @@ class Engine:
             self._release(latest)
         self._latest = weakref.ref(value)
 
-    def _diverge(self, reason: str, what: str = "the step diverged from the plan at ") -> None:
-        if self._on_divergence == "error":
+    def _diverge(self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED) -> None:
+        what = f"{_DIVERGENCES[kind]} {reason}"
+        if self._on_divergence is DivergencePolicy.ERROR:
             self.end_step()
-            raise DivergenceError(f"{what}{reason}; make a new profile and plan for this step")
+            raise DivergenceError(f"{what}; make a new profile and plan for this step")
         self._diverged = True
         self.recorder.switch_off()
-        self._count_fallback(f"{what}{reason}; the rest of it swaps every saved value")
+        self._count_fallback(kind, f"{what}; the rest of it swaps every saved value")
         for value in list(self._values.values()):
             self._swap_soon(value)
 
-    def _count_fallback(self, reason: str) -> None:
+    def _count_fallback(self, kind: FallbackKind, reason: str) -> None:
         self.stats.fallbacks += 1
-        kind = reason.split(":")[0].split(" at ")[0].split(" by ")[0]
+        self.stats.fallback_kinds[kind] = self.stats.fallback_kinds.get(kind, 0) + 1
         if reason not in self.stats.fallback_reasons:
             self.stats.fallback_reasons.append(reason)
         if kind not in self._warned:

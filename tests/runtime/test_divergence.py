@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import poochplan
 from poochplan.errors import DivergenceError, ModelMismatchError
 from poochplan.formats.plan import Decision, Plan
+from poochplan.runtime.run_report import FallbackKind
 
 WIDTH = 8
 Step = Callable[[nn.Module], torch.Tensor]
@@ -132,6 +133,7 @@ def test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_
             fallbacks.append(session.report().last_step.fallbacks)
     assert equal(seen, _in_core(make, steps))
     assert fallbacks == [0, 1, 1, 0]
+    assert session.report().total.fallback_kinds == {FallbackKind.DIVERGED: 2}
     (message,) = _ours(list(caught))
     assert BOTH_SHAPES.search(message), message
 
@@ -278,6 +280,7 @@ def test_inputs_larger_than_any_plan_swap_everything_with_one_warning_that_names
     assert equal(seen, _in_core(Detour, steps))
     assert len(_ours(list(caught))) == 1
     assert [report.fallbacks for report in reports] == [1, 1, 0]
+    assert session.report().total.fallback_kinds == {FallbackKind.NO_PLAN: 2}
     swappable = sum(value.size_bytes for value in two_plans.plans[0].values if not value.why) * 9 // 8
     assert reports[0].out_bytes >= swappable
     assert reports[0].replayed_values == 0

@@ -25,6 +25,7 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import copy_out
+from poochplan.runtime.run_report import FallbackKind
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
@@ -161,6 +162,7 @@ def test_a_copying_thread_that_is_killed_between_steps_gives_an_error_or_keeps_v
                 assert equal([expected], [one_step(model, step)])
                 reasons = session.report().last_step.fallback_reasons
                 assert any("the thread that copies has" in reason for reason in reasons)
+                assert set(session.report().last_step.fallback_kinds) == {FallbackKind.HOST_TIER}
             else:
                 with pytest.raises(SpillError, match="the thread that copies has"):
                     one_step(model, step)
