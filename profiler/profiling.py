@@ -182,7 +182,7 @@ def _profile_real(
             link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
         store = None
         if mode != "run":
-            runner.swap_all = SwapAll(model, where, options.spill_dir, link, clock_of(where))
+            runner.swap_all = SwapAll(model, where, options.spill_dir, clock_of(where))
             stack.callback(runner.swap_all.close)
             store = HostStore(where, options.spill_dir)
             stack.callback(store.close)

@@ -129,8 +129,9 @@ class Session:
         meter: str,
         cap_bytes: int | None,
     ) -> None:
-        self._plan = plan
-        self._first = plan.plans[0] if isinstance(plan, PlanSet) else plan
+        self._given = plan
+        self._plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
+        self._first = self._plans[0]
         """Device and link are the same for every plan of a set."""
         self.model = model
         self._open_device = device
@@ -156,7 +157,7 @@ class Session:
 
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(
-                self._plan,
+                self._given if isinstance(self._given, PlanSet) else self._given.instructions,
                 self._device,
                 lambda: static_keys(self.model, self._first.device),
                 on_divergence=self._on_divergence,
@@ -223,7 +224,9 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one."""
-        return self._first if self._state == "new" else self.engine.plan
+        if self._state == "new":
+            return self._first
+        return next(plan for plan in self._plans if plan.instructions is self.engine.instructions)
 
     @contextmanager
     def away(self) -> Iterator[None]:

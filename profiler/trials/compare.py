@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import PoochError
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.devices.device import Device
@@ -32,7 +32,7 @@ from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.tensors.storages import static_keys, storage_key
 
 from .parts import parts_of
-from .plans import plan_of_decisions, under
+from .plans import instructions_for, under
 from .swap_all import HostStore
 from .untouched import Untouched, bytes_of
 
@@ -44,15 +44,17 @@ UNVERIFIED = "its replay could not be verified: steps differ in what they save"
 
 
 class VerifyingEngine(Engine):
-    """Follows a plan that recomputes all it may; keeps a copy of each value and compares when the replay is back.
+    """Follows instructions that recompute all they may; keeps a copy of each value, compared when its replay is back.
 
     No replay moves anything in the step: what it changes is put back, and where it raises the value's copy stands in.
 
     ``store``: where the copies are; None for in memory.
     """
 
-    def __init__(self, plan: Plan, device: Device, model: torch.nn.Module, store: HostStore | None = None) -> None:
-        super().__init__(plan, device, lambda: static_keys(model, device.kind))
+    def __init__(
+        self, instructions: Instructions, device: Device, model: torch.nn.Module, store: HostStore | None = None
+    ) -> None:
+        super().__init__(instructions, device, lambda: static_keys(model, device.kind))
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
@@ -195,13 +197,14 @@ def verify(
     step has verified is not recomputed. A note says where they diverge, and one for each reason why values were marked.
     """
     unverified = profile
+    where = model_device(model, profile.device.kind)
     parts = 2 if profile.mode == "swap-all" else 1
     divergence = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
-        plans = _try_plans(profile, parts)
+        trials = _trials(profile, parts)
         for _ in range(MOST_TRIES):
-            engines = [_try_all(plan, model, one_step, spill_dir) for plan in plans]
+            engines = [_tried(trial, where, model, one_step, spill_dir) for trial in trials]
             divergence = divergence or next((engine.divergence for engine in engines if engine.divergence), "")
             verified = verified.union(*(engine.verified for engine in engines))
             diverged = any(engine.has_diverged for engine in engines)
@@ -234,18 +237,22 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
     ]
 
 
-def _try_all(
-    plan: Plan, model: torch.nn.Module, one_step: Callable[[], Any], spill_dir: str | Path | None
+def _tried(
+    instructions: Instructions,
+    where: torch.device,
+    model: torch.nn.Module,
+    one_step: Callable[[], Any],
+    spill_dir: str | Path | None,
 ) -> VerifyingEngine:
-    where = model_device(model, plan.device)
-    swaps = any(value.decision is Decision.SWAP for value in plan.values)
+    """The engine after one step under it."""
+    swaps = any(value.decision is Decision.SWAP for value in instructions.values)
     with contextlib.ExitStack() as stack:
         device = open_device(where, spill_dir)
         stack.callback(device.close)
         store = HostStore(where, spill_dir) if swaps else None
         if store is not None:
             stack.callback(store.close)
-        engine = VerifyingEngine(plan, device, model, store)
+        engine = VerifyingEngine(instructions, device, model, store)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RuntimeWarning)
         stack.enter_context(under(engine, model, engine.pack, engine.unpack))
@@ -266,25 +273,25 @@ def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
 
 def _recomputed(profile: Profile) -> set[int]:
     """Save points of the values that may be recomputed."""
-    (plan,) = _try_plans(profile, 1)
-    return {index for index, value in enumerate(plan.values) if value.decision is Decision.RECOMPUTE}
+    (trial,) = _trials(profile, 1)
+    return {index for index, value in enumerate(trial.values) if value.decision is Decision.RECOMPUTE}
 
 
-def _try_plans(profile: Profile, parts: int) -> list[Plan]:
-    """Plans that together recompute every value that may be, each when it is first used.
+def _trials(profile: Profile, parts: int) -> list[Instructions]:
+    """Instructions that together recompute every value that may be, each when it is first used.
 
-    One keeps all others; of several, each swaps those of the other parts, so that memory stays about that of swapping
-    everything.
+    A lone trial keeps all others; of several, each swaps those of the other parts, so that memory stays about that of
+    swapping everything.
     """
     saves = saved_values(profile)
     part_of = parts_of(profile, parts) if parts > 1 else [0] * len(saves)
     rest = Decision.SWAP if parts > 1 else Decision.KEEP
-    plans = []
+    trials = []
     for part in range(parts):
         decisions = []
         for number, its_part in zip(saves, part_of, strict=True):
             value = profile.values[number]
             tried = its_part == part and not value.unreplayable
             decisions.append(Decision.KEEP if value.pinned else Decision.RECOMPUTE if tried else rest)
-        plans.append(plan_of_decisions(profile, decisions))
-    return plans
+        trials.append(instructions_for(profile, decisions))
+    return trials

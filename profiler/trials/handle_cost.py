@@ -36,7 +36,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.storages import static_keys
 
-from .plans import plan_of_decisions, under
+from .plans import instructions_for, under
 
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 150, 20, 64
 """Handles and recording are timed on many values of one row, which cost next to nothing themselves; swapping on fewer
@@ -79,7 +79,7 @@ def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_di
     cost = runtime_cost(profile.device.kind, torch.get_num_threads())
     if cost is None:
         return profile
-    keeping = plan_of_decisions(profile, [Decision.KEEP] * len(saved_values(profile)))
+    keeping = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
     device = open_device(model_device(model, profile.device.kind), spill_dir)
     try:
         engine = Engine(
@@ -157,9 +157,9 @@ def _profile_of(model: nn.Module, step: Callable[[], torch.Tensor]) -> Profile:
 def _planned(model: nn.Module, plain: Step, profile: Profile, decisions: list[Decision]) -> Iterator[Step]:
     """A call that runs the step under the engine."""
     device = CpuDevice()
-    plan = msgspec.structs.replace(plan_of_decisions(profile, decisions), record_from_start=False)
+    instructions = msgspec.structs.replace(instructions_for(profile, decisions), record_from_start=False)
     try:
-        engine = Engine(plan, device, lambda: static_keys(model, device.kind))
+        engine = Engine(instructions, device, lambda: static_keys(model, device.kind))
 
         def planned() -> None:
             with under(engine, model, engine.pack, engine.unpack):

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
-from poochplan.formats.profile import Link
+from poochplan.formats.plan import Instructions
 from poochplan.profiler.capture.capture import Capture, Clone
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -27,10 +27,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_slab import ALIGNMENT_BYTES
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.modes import uncompiled_hooks
-from poochplan.tensors.signatures import model_signature
 from poochplan.tensors.storages import static_keys
-
-from .plans import trial_plan
 
 
 class SwapAllEngine(Engine):
@@ -51,12 +48,9 @@ class SwapAllEngine(Engine):
 class SwapAll:
     """Runs steps under the :class:`SwapAllEngine`. ``seconds`` is all the time that was spent swapping so far."""
 
-    def __init__(
-        self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, link: Link, clock: Clock
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, clock: Clock) -> None:
         self._device = open_device(where, spill_dir)
-        plan = trial_plan(where.type, link, model_signature(model))
-        self._engine = SwapAllEngine(plan, self._device, lambda: static_keys(model, where.type))
+        self._engine = SwapAllEngine(Instructions(), self._device, lambda: static_keys(model, where.type))
         self._clock = clock
         self.seconds = 0.0
 

@@ -32,7 +32,7 @@ from enum import StrEnum
 import torch
 
 from poochplan.errors import DivergenceError
-from poochplan.formats.plan import Decision, Plan, PointActions
+from poochplan.formats.plan import Decision, Instructions, PointActions
 from poochplan.formats.plan_set import PlanSet, Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
@@ -62,11 +62,11 @@ _DIVERGENCES = {
 
 
 class Engine:
-    """Executes a plan, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
+    """Executes instructions, step after step. ``pack`` and ``unpack`` are the saved-tensors hooks.
 
     Parameters
     ----------
-    plans: the plan to follow; of a set each step follows the one for its inputs.
+    given: the instructions to follow; of a set of plans each step follows those of the one for its inputs.
     device: where storages live and copies run; the caller closes it.
     parameters: gives the keys of the storages rule 2 is about, asked once per step.
     on_step_end: told the report of each step when the next begins.
@@ -75,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        plans: Plan | PlanSet,
+        given: Instructions | PlanSet,
         device: Device,
         parameters: Callable[[], set[int]],
         *,
@@ -84,10 +84,10 @@ class Engine:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
-        self._courses = Courses(plans)
+        self._courses = Courses(given)
         self._course = self._courses.first
         self.recorder = Recorder(device.kind)
-        self.host = HostSlab(self._courses.plans)
+        self.host = HostSlab(self._courses.instructions)
         self.stats = StepReport()
         self.step = 0
         self._parameters = parameters
@@ -113,7 +113,7 @@ class Engine:
         self._static = self.recorder.static = self._parameters()
         self.recorder.forget(in_use=self.holds_values)
         self._awaits_inputs = self._courses.by_inputs
-        if not self._awaits_inputs and self.plan.record_from_start:
+        if not self._awaits_inputs and self.instructions.record_from_start:
             self.recorder.switch_on()
 
     def inputs_are(self, inputs: Signature) -> None:
@@ -127,14 +127,14 @@ class Engine:
             self._diverge(self._courses.why_none(inputs), FallbackKind.NO_PLAN)
             return
         self._course = course
-        self.host.follow(course.plan)
-        if course.plan.record_from_start:
+        self.host.follow(course.instructions)
+        if course.instructions.record_from_start:
             self.recorder.switch_on()
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the current step; one that has none keeps that of the step before."""
-        return self._course.plan
+    def instructions(self) -> Instructions:
+        """Those of the current step; one for which there are none keeps those of the step before."""
+        return self._course.instructions
 
     @property
     def awaits_inputs(self) -> bool:
@@ -216,7 +216,7 @@ class Engine:
                 self._swap_soon(value)
             return value
         index = self._next_save_point(tensor)
-        planned = None if index is None else self.plan.values[index]
+        planned = None if index is None else self.instructions.values[index]
         decision = Decision.SWAP if planned is None else planned.decision
         value = SavedValue(index, decision, record, tensor)
         record.attach(value)
@@ -229,7 +229,7 @@ class Engine:
         if decision is Decision.RECOMPUTE:
             self._forget(value, record)
         self._act(self._course.actions_at_save(index))
-        if self._saves == len(self.plan.values):
+        if self._saves == len(self.instructions.values):
             self.recorder.switch_off()  # nothing that comes now is replayed; backward must not run under it
         return value
 

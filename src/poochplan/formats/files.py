@@ -16,6 +16,9 @@ from poochplan.errors import InputFileError, OutputExistsError, PoochError, Usag
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+OLDEST_SCHEMA_VERSION = 1
+"""Files of every version from this one on can be read."""
+
 
 def check_output(path: str | Path, *, force: bool = False) -> Path:
     """The path, if it may be written: its folder exists and no file is there (or ``force``).
@@ -114,7 +117,8 @@ def _line(item: bytes | msgspec.Raw) -> bytes:
 def read_struct(path: str | Path, kind: type[T], *, what: str, schema_version: int) -> T:
     """The struct in a JSON (or ``.gz``) file.
 
-    ``what`` is "profile" or "plan", for messages; ``schema_version`` is the newest this release reads.
+    ``what`` is "profile" or "plan", for messages; ``schema_version`` is the newest this release reads, every older one
+    among them.
 
     Raises
     ------
@@ -150,9 +154,8 @@ def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> 
         seen = "no kind" if found is None else f"kind {bytes(found).decode()}"
         raise InputFileError(f'{source}: expected a {what} (kind "{what}"), found {seen}; {again}')
     version = msgspec.json.decode(header.get("schema_version", msgspec.Raw(b"0")))
-    if version != schema_version:
+    if not isinstance(version, int) or not OLDEST_SCHEMA_VERSION <= version <= schema_version:
         newer = isinstance(version, int) and version > schema_version
+        read = " or ".join(str(one) for one in range(OLDEST_SCHEMA_VERSION, schema_version + 1))
         remedy = "update poochplan" if newer else again
-        raise InputFileError(
-            f"{source}: expected {what} schema {schema_version}, found schema {version}; {remedy} to read it"
-        )
+        raise InputFileError(f"{source}: expected {what} schema {read}, found schema {version}; {remedy} to read it")

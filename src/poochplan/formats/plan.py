@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -119,8 +120,18 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """Of the search's random walks."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for one model, one step and one budget."""
+class Instructions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runtime does in one step, and by what it tells that step from another. Promises nothing."""
+
+    record_from_start: bool = False
+    values: tuple[PlannedValue, ...] = ()
+    handles: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
+    schedule: tuple[PointActions, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A plan for one model, one step and one budget: :class:`Instructions`, and what is promised of them."""
 
     kind: Literal["plan"] = "plan"
     schema_version: int = SCHEMA_VERSION
@@ -151,6 +162,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
+
+    @cached_property
+    def instructions(self) -> Instructions:
+        """What to do, without what is promised."""
+        return Instructions(
+            record_from_start=self.record_from_start,
+            values=self.values,
+            handles=self.handles,
+            uses=self.uses,
+            schedule=self.schedule,
+        )
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""

@@ -1,0 +1,49 @@
+"""Files of earlier releases still load; ``data/`` holds what version 1 wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from poochplan.errors import InputFileError
+from poochplan.formats.files import read_struct, write_struct
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import plan, smallest_budget
+
+DATA = Path(__file__).parent / "data"
+
+
+class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str = "sheet"
+    schema_version: int = 2
+    added: str = ""
+    """Since version 2."""
+
+
+def test_a_profile_of_version_1_loads_and_is_planned_from() -> None:
+    profile = Profile.load(DATA / "profile-v1.json")
+    assert (profile.workload, len(profile.ops), profile.in_core_peak_bytes) == ("small", 59, 3514880)
+    assert plan(profile, profile.in_core_peak_bytes).prediction.peak_bytes <= profile.in_core_peak_bytes
+    assert smallest_budget(profile) == 1678848
+
+
+def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does() -> None:
+    loaded = Plan.load(DATA / "plan-v1.json")
+    what_to_do = loaded.instructions
+    assert [value.decision for value in what_to_do.values].count(Decision.SWAP) == 6
+    assert (what_to_do.values, what_to_do.schedule) == (loaded.values, loaded.schedule)
+    assert (what_to_do.handles, what_to_do.uses) == (loaded.handles, loaded.uses)
+    assert what_to_do.record_from_start == loaded.record_from_start
+
+
+def test_a_reader_takes_every_version_up_to_its_own(tmp_path: Path) -> None:
+    for version, loads in ((0, False), (1, True), (2, True), (3, False)):
+        path = write_struct(tmp_path / f"{version}.json", Sheet(schema_version=version))
+        if loads:
+            read_struct(path, Sheet, what="sheet", schema_version=2)
+            continue
+        with pytest.raises(InputFileError, match=f"expected sheet schema 1 or 2, found schema {version}; "):
+            read_struct(path, Sheet, what="sheet", schema_version=2)
