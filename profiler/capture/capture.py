@@ -21,9 +21,8 @@ from poochplan.formats.profile import Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.replays.recorder import statistics_of, written_tensors
 from poochplan.tensors.modes import ToggledMode, around_compiled, before_forward, uncompiled_hooks
-from poochplan.tensors.operators import covers_storage, traits
+from poochplan.tensors.operators import traits
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import (
     Geometry,
@@ -34,6 +33,7 @@ from poochplan.tensors.storages import (
     parts_of,
     storage_key,
 )
+from poochplan.tensors.writes import writes_of
 
 from .clock import clock_of, workspace_of
 
@@ -229,17 +229,14 @@ class Capture(ToggledMode):
         plain = self._ordinary(leaves)
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
-        statistics = list(statistics_of(facts, args).values())
-        foreign = [tensor for tensor in statistics if storage_key(tensor) not in self._static]
-        op.opaque = not facts.trusted or bool(foreign) or not all(map(self._can_be_recorded, leaves))
+        writes = writes_of(facts, args, kwargs, static=self._static, device_type=self.device_type)
+        op.opaque = not writes.repeatable or not all(map(self._can_be_recorded, leaves))
         op.uninitialised = facts.uninitialised
         if facts.uninitialised:
             op.inputs = []  # they give it a shape, and a replay knows that
-        if facts.overwriting and plain and plain[0] is args[0] and covers_storage(plain[0]):
-            op.overwrites = self.value_of(plain[0])
-        # A replay gives the op throw-away statistics, so that these are no part of what it writes.
-        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in statistics)]
-        op.writes = self._writes([*declared, *foreign])
+        if writes.overwritten is not None:
+            op.overwrites = self.value_of(writes.overwritten)
+        op.writes = self._writes(writes.in_place)
         outputs = self._run(op, func, args, kwargs)
         op.shapes = shapes_of(outputs)
         self._born(op, outputs)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from poochplan.tensors.arguments import Layout, flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
-from poochplan.tensors.operators import Traits, covers_storage, traits
+from poochplan.tensors.operators import Traits, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
+from poochplan.tensors.writes import writes_of
 
 if TYPE_CHECKING:
     from poochplan.runtime.engine.saved_value import SavedValue
@@ -260,20 +260,17 @@ class Recorder(ToggledMode):
         flat, spec = flatten(args, kwargs)
         self._count += 1
         op = RecordedOp(self._count, func, [self._reference(leaf) for leaf in flat], spec)
-        updated = statistics_of(facts, args)
-        foreign = [tensor for tensor in updated.values() if storage_key(tensor) not in self.static]
-        for position, tensor in updated.items():
+        writes = writes_of(facts, args, kwargs, static=self.static, device_type=self._device_type)
+        for position, tensor in writes.scratch.items():
             op.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
             op.state = op.generator.get_state()
-        op.usable = facts.trusted and not any(argument is _UNUSABLE for argument in op.arguments) and not foreign
+        op.usable = writes.repeatable and not any(argument is _UNUSABLE for argument in op.arguments)
         op.uninitialised = facts.uninitialised
-        target = op.arguments[0] if facts.overwriting else None
-        if isinstance(target, View) and covers_storage(flat[0]):
-            op.overwrites = target.record
-        declared = [x for x in written_tensors(facts, args, kwargs) if not any(x is one for one in updated.values())]
-        written = [self.record_of(tensor) for tensor in (*declared, *foreign) if is_plain(tensor, self._device_type)]
+        if writes.overwritten is not None:
+            op.overwrites = self.record_of(writes.overwritten)
+        written = [self.record_of(tensor) for tensor in writes.in_place if is_plain(tensor, self._device_type)]
         return op, written
 
     def _reference(self, leaf: Any) -> Any:
@@ -306,9 +303,6 @@ class Recorder(ToggledMode):
             op.births.append((position, record))
 
 
-CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
-"""The operator, and the positions of two of its arguments; its last is the state of its generator."""
-
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 
@@ -319,25 +313,6 @@ class Scratch(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-
-def statistics_of(facts: Traits, args: Any) -> dict[int, torch.Tensor]:
-    """The running statistics that this call only writes, because it normalises by its batch; by argument position."""
-    if not facts.statistics or (len(args) > 5 and args[5] is False):
-        return {}
-    return {position: args[position] for position in facts.statistics if isinstance(args[position], torch.Tensor)}
-
-
-def written_tensors(facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that the operator writes in place."""
-    if facts.name == CUDNN_RNN:  # does not declare that dropout between its layers moves a generator on
-        drops = args[CUDNN_RNN_DROPOUT] > 0 and args[CUDNN_RNN_TRAIN]
-        return [args[-1]] if drops and isinstance(args[-1], torch.Tensor) else []
-    if not facts.written:
-        return []
-    candidates = [args[position] for position in facts.written if position < len(args)]
-    candidates += [value for name, value in kwargs.items() if name in facts.written_names]
-    return [leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, torch.Tensor)]
 
 
 def _generator_of(flat: list[Any], device_type: str) -> torch.Generator:

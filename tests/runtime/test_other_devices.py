@@ -7,7 +7,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.opening import model_device, usable_device
-from poochplan.runtime.replays.recorder import Recorder, written_tensors
+from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import storage_key
@@ -28,20 +28,6 @@ def test_a_number_in_host_memory_is_recorded_by_value() -> None:
     assert birth.usable
     assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]
     assert not recorder.registry[storage_key(with_host_tensor)].is_known
-
-
-def test_dropout_between_the_layers_of_cudnns_rnn_writes_the_state_of_its_generator() -> None:
-    facts, state = traits(torch.ops.aten._cudnn_rnn.default), torch.zeros(8)
-    inputs = torch.zeros(2, 1, 4)
-
-    def written(dropout: float, train: bool, state: torch.Tensor | None) -> list[torch.Tensor]:
-        sizes = (2, 4, 0, 2)  # LSTM, hidden, no projection, layers
-        arguments = (inputs, [inputs], 4, None, inputs, inputs, *sizes, False, dropout, train, False, [], state)
-        assert len(arguments) == len(torch.ops.aten._cudnn_rnn.default._schema.arguments)
-        return written_tensors(facts, arguments, {})
-
-    assert [tensor is state for tensor in written(0.5, True, state)] == [True]
-    assert written(0.0, True, state) == written(0.5, False, state) == written(0.5, True, None) == []
 
 
 def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:

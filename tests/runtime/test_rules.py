@@ -26,7 +26,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_slab import HostSlab
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays import recorder, replay
-from poochplan.tensors import storages
+from poochplan.tensors import storages, writes
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.slow]
 SWAP, REPLAY = (0, 1, 0), (0, 0, 1)
@@ -120,7 +120,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "running statistics are not updated twice": (
-        (recorder.Recorder, "_before", "updated = statistics_of(facts, args)", "updated = {}"),
+        (writes, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
         Exact("residual", REPLAY),
     ),
     "a random op replays from its recorded state": (

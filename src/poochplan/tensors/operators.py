@@ -83,11 +83,3 @@ def traits(func: Any) -> Traits:
         overwriting=base in _OVERWRITING,
         trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
     )
-
-
-def covers_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are all of its storage, each once."""
-    return (
-        tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        and torch._debug_has_internal_overlap(tensor) == 0
-    )
