@@ -23,10 +23,11 @@ from poochplan.runtime.devices.transfers import forget_held_back, raise_held_bac
 from poochplan.runtime.engine.engine import DivergencePolicy, Engine
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
-from poochplan.tensors.signatures import check_model, input_signature
+from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, static_keys
 
 from .meter import LiveBytesMeter
+from .model_check import check_model
 from .run_report import MemoryPeaks, Report, StepReport
 
 _METERED_FIRST_STEPS = 2

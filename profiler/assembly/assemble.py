@@ -14,7 +14,7 @@ from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 from poochplan.profiler.capture.capture import Capture
-from poochplan.tensors.signatures import model_signature
+from poochplan.runtime.model_check import model_signature
 
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint

@@ -13,7 +13,7 @@ from poochplan.errors import ModelMismatchError, UsageError
 from .plan import Plan
 
 Signature = tuple[str, ...]
-"""A step's inputs, one ``path dtype[shape]`` a tensor; see :func:`poochplan.tensors.signatures.input_signature`."""
+"""A step's inputs, one ``path dtype[shape]`` a tensor; as ``tensors.signatures.input_signature`` gives them."""
 
 _ENTRY = re.compile(r"(?P<path>.*) (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]", re.DOTALL)
 
