@@ -6,11 +6,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
+from poochplan.tensors.torch_private import pytree, storage_identity
 
 
 class LiveBytesMeter(ToggledMode):
@@ -56,7 +56,7 @@ class LiveBytesMeter(ToggledMode):
         if not has_storage(tensor, self._device_type):
             return 0
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_identity(storage)
         if key in self._alive:
             return 0
         size_bytes = -(-storage.nbytes() // self._unit_bytes) * self._unit_bytes

@@ -25,6 +25,7 @@ from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, static_keys
+from poochplan.tensors.torch_private import in_backward
 
 from .meter import LiveBytesMeter
 from .model_check import check_model
@@ -275,7 +276,7 @@ class Session:
         """A step begins at the first forward after a backward, or when nothing of the last one is held any more."""
         if self._state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
             return
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint of the user's runs forward again in backward
+        if in_backward():  # a checkpoint of the user's runs forward again in backward
             return
         is_new = not self.engine.holds_values or self.engine.backward_has_begun
         if is_new and not self._steps_are_announced:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from poochplan.errors import StepError
 from poochplan.formats.profile import Phase, PointKind
@@ -33,6 +32,7 @@ from poochplan.tensors.storages import (
     parts_of,
     storage_key,
 )
+from poochplan.tensors.torch_private import pytree, storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
 from .clock import clock_of, workspace_of
@@ -302,11 +302,13 @@ class Capture(ToggledMode):
             op.opaque = True
             leaves = pytree.tree_leaves((args, kwargs))
             op.inputs = list(dict.fromkeys(map(self.value_of, self._ordinary(leaves))))
-            before = [(x, x._version) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)]
+            before = [
+                (x, version_of(x)) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)
+            ]
             self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
             with self.away():
                 outputs = self._run(op, call, args, kwargs)
-            op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if x._version != version))
+            op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if version_of(x) != version))
             self._pin_saved(op.writes)
             for part in self._ordinary(pytree.tree_leaves(outputs)):
                 if storage_key(part) not in self._by_key:
@@ -332,11 +334,11 @@ class Capture(ToggledMode):
         clone = clone_reference() if clone_reference is not None else None
         if number not in self.saved_values:
             self.saved_values.add(number)
-            value.packed_version = tensor._version
+            value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
             value.dtype, value.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
             self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
-        elif tensor._version != value.packed_version:
+        elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
             clone = None
         if clone is None:
@@ -404,7 +406,7 @@ class Capture(ToggledMode):
             self.values[number].let_go = self.last_tick
 
     def _follow_clone(self, storage: torch.UntypedStorage, number: int) -> None:
-        key = storage._cdata
+        key = storage_identity(storage)
         self._by_key[key] = number
         self._clone_deaths[key] = weakref.ref(storage, lambda _: self._clone_died(key))
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from poochplan.tensors.torch_private import clear_cublas_workspaces, gpu_sleep
+
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond of a GPU."""
 
@@ -61,7 +63,7 @@ class CudaClock:
 
     def begin(self) -> torch.cuda.Event:
         if self._last is None or self._last.query():
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            gpu_sleep(_HEAD_START_CYCLES)
         return self._mark()
 
     def end(self) -> torch.cuda.Event:
@@ -135,5 +137,5 @@ def library_bytes(where: torch.device) -> int:
         return 0
     torch.cuda.synchronize(where)
     before_bytes = torch.cuda.memory_allocated(where)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     return before_bytes - torch.cuda.memory_allocated(where)

@@ -20,15 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import StepError
 from poochplan.profiler.capture.capture import Capture, CapturedOp
@@ -38,6 +29,20 @@ from poochplan.profiler.step.states import GeneratorStates, GradientStates, Modu
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
+from poochplan.tensors.torch_private import (
+    FAKE_LOG,
+    OWN_DICTIONARIES,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    owned_buffers,
+    owned_parameters,
+    pytree,
+    schema_of,
+    without_modes,
+)
 
 from .corrections import CORRECTED, corrected
 from .op_bench import OpSpec
@@ -49,7 +54,7 @@ SMALL_ELEMENTS = 1 << 20
 """Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
 
 
-_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_TORCH_LOG = logging.getLogger(FAKE_LOG)
 _NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -65,7 +70,7 @@ class StepMode(FakeMemory):
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not self.building:
             _refuse_real_parts(leaves, func)
-        makes_constant = not leaves and func._schema.name.removeprefix("aten::") in _CONSTANTS
+        makes_constant = not leaves and schema_of(func).name.removeprefix("aten::") in _CONSTANTS
         if any(isinstance(x, FakeTensor) for x in leaves) or not (leaves or makes_constant):
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
             if self.building:  # nothing may refer to a parameter that Module.to() or .half() is to convert
@@ -149,7 +154,7 @@ class FakeCapture(Capture):
 
     def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
         # Made outside the mode, whose cache of dispatches would hold the storage for good.
-        with _disable_current_modes():
+        with without_modes():
             return FakeTensor(self._mode, geometry.on(storage), torch.device(self.device_type))
 
 
@@ -242,7 +247,7 @@ def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch
 
 
 def _replace_tensors(module: torch.nn.Module, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> None:
-    for owned in (module._parameters, module._buffers):
+    for owned in (owned_parameters(module), owned_buffers(module)):
         for name, tensor in owned.items():
             if tensor is not None:
                 owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
@@ -253,7 +258,7 @@ def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None
     hooks that were installed.
     """
     for name, value in list(module.__dict__.items()):
-        if name not in ("_parameters", "_buffers", "_modules") and _holds_fakes(value):
+        if name not in OWN_DICTIONARIES and _holds_fakes(value):
             del module.__dict__[name]
             if name in before:
                 module.__dict__[name] = before[name]

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch.utils import _pytree as pytree
 
 from poochplan.formats.files import cache_folder, write_cache
 from poochplan.formats.profile import Device
@@ -28,6 +27,7 @@ from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
+from poochplan.tensors.torch_private import pytree, storage_identity
 
 from .memory_left import available_bytes
 from .recency import cache_bytes
@@ -108,7 +108,9 @@ def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str
     if not has_storage(tensor, "cpu"):
         return TensorSpec(Geometry.of(tensor), -1, 0) if tensor.numel() == 0 else "a tensor of another kind"
     storage = tensor.untyped_storage()
-    return TensorSpec(Geometry.of(tensor), storages.setdefault(storage._cdata, len(storages)), storage.nbytes())
+    return TensorSpec(
+        Geometry.of(tensor), storages.setdefault(storage_identity(storage), len(storages)), storage.nbytes()
+    )
 
 
 def _filled(spec: TensorSpec) -> torch.UntypedStorage:

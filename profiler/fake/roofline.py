@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from poochplan.errors import UsageError
 from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import storage_key
+from poochplan.tensors.torch_private import packet_of, pytree
 
 LAUNCH_S = 5e-6
 """Seconds that every kernel takes beside its work: start, tail and the gap to the next one."""
@@ -129,13 +130,13 @@ def op_seconds(roofline: Roofline, func: Any, args: Any, kwargs: dict[str, Any],
     arithmetic_s = 0.0
     if flops:
         dtype = next((x.dtype for x in leaves if x.dtype.is_floating_point or x.dtype.is_complex), torch.float32)
-        arithmetic_s = flops / roofline.flops_per_s(dtype, cudnn=str(func._overloadpacket) in _OF_CUDNN)
+        arithmetic_s = flops / roofline.flops_per_s(dtype, cudnn=str(packet_of(func)) in _OF_CUDNN)
     return max(arithmetic_s, op_bytes(func, args, kwargs, outputs) / roofline.memory_bytes_per_s) + LAUNCH_S
 
 
 def op_flops(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     """Floating-point operations; 0 for operators that no formula knows: those are bound by memory."""
-    packet = getattr(func, "_overloadpacket", None)
+    packet = packet_of(func)
     own = _FORMULAS.get(str(packet))
     if own is not None:
         return own(args)
@@ -158,8 +159,8 @@ def op_bytes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     facts = traits(func)
     fresh = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    known = {x.untyped_storage()._cdata for x in inputs if _has_bytes(x)}
-    written_bytes = sum(_bytes(x) for x in fresh if _has_bytes(x) and x.untyped_storage()._cdata not in known)
+    known = {storage_key(x) for x in inputs if _has_bytes(x)}
+    written_bytes = sum(_bytes(x) for x in fresh if _has_bytes(x) and storage_key(x) not in known)
     gathered = _GATHERS.get(facts.name.split(".")[1] if "." in facts.name else "", ())
     total = written_bytes
     for position, argument in enumerate((*args, *kwargs.values())):

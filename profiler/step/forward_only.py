@@ -7,19 +7,17 @@ no hook sees.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from poochplan.errors import StepError
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import tensor_leaves
 from poochplan.tensors.storages import stands_for_memory
+from poochplan.tensors.torch_private import FakeTensor, FunctionalTensor, intercept_autograd, is_tracing
 
 CALLS_BACKWARD = "step(): expected forward only, found that it calls backward; return the loss instead"
 TAKES_GRADIENTS = (
@@ -35,12 +33,14 @@ STEPS_OPTIMIZER = (
 @contextlib.contextmanager
 def forward_only(model: torch.nn.Module) -> Iterator[None]:
     """Raises ``StepError`` where the block runs backward, takes gradients or steps an optimizer of the model."""
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _being_compiled(outputs):
-            raise StepError(CALLS_BACKWARD if kwargs.get("accumulate_grad") else TAKES_GRADIENTS)
-        return run(outputs, *args, **kwargs)
+    def refusing(run: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _being_compiled(outputs):
+                raise StepError(CALLS_BACKWARD if kwargs.get("accumulate_grad") else TAKES_GRADIENTS)
+            return run(outputs, *args, **kwargs)
+
+        return refuse
 
     def refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -48,22 +48,21 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
             raise StepError(STEPS_OPTIMIZER)
 
     handle = register_optimizer_step_pre_hook(refuse_optimizer)
-    torch.autograd._engine_run_backward = refuse  # type: ignore[attr-defined, assignment]
     try:
-        yield
+        with intercept_autograd(refusing):
+            yield
     except RuntimeError as error:
         if "support saved tensor hooks" in str(error):  # torch.func, before it gets so far
             raise StepError(TAKES_GRADIENTS) from error
         raise
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
         handle.remove()
 
 
 def _being_compiled(outputs: Any) -> bool:
     """Whether it is the compiler that runs this backward: it traces one while it compiles forward."""
     traced = all(isinstance(x, (FunctionalTensor, FakeTensor)) and not stands_for_memory(x) for x in outputs)
-    return traced or TracingContext.try_get() is not None
+    return traced or is_tracing()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from poochplan.tensors.modes import compiled_modules, inside
+from poochplan.tensors.torch_private import backward_node, last_sequence_number, sequence_number
 
 
 class LayerTracker:
@@ -34,13 +35,13 @@ class LayerTracker:
 
     def current(self) -> str:
         """Path of the innermost running module; in backward, of the module whose op is being differentiated."""
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is None:
             layer = self._running[-1] if self._running else ""
-            self._layer_of_node[torch.autograd._get_sequence_nr() - 1] = layer
+            self._layer_of_node[last_sequence_number()] = layer
             return layer
         # AccumulateGrad has no sequence number of its own: it belongs to the node before it.
-        self._last_backward_layer = self._layer_of_node.get(node._sequence_nr(), self._last_backward_layer)
+        self._last_backward_layer = self._layer_of_node.get(sequence_number(node), self._last_backward_layer)
         return self._last_backward_layer
 
     def _enter(self, name: str) -> Any:

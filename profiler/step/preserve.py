@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from poochplan.errors import StepError, UsageError
+from poochplan.tensors.torch_private import owned_buffers, owned_parameters
 
 from .contents import TensorContents
 from .states import Action, GeneratorStates, GradientStates, ModuleStates, OptimizerState, State, first_line
@@ -57,8 +58,8 @@ def check_restorable(model: torch.nn.Module) -> None:
                 f"{path or 'the model itself'}, which takes no hooks and whose tables cannot be restored; "
                 "profile the module that it was made of"
             )
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if torch.nn.parameter.is_lazy(tensor):
+        for name, tensor in (*owned_parameters(module).items(), *owned_buffers(module).items()):
+            if tensor is not None and torch.nn.parameter.is_lazy(tensor):
                 raise UsageError(
                     f"model: expected parameters and buffers with data, found {name} of {path or 'the model'} not yet "
                     "initialised, which the first step would make for good; run one forward before the profile"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from poochplan.errors import UsageError
+from poochplan.tensors.torch_private import OWN_DICTIONARIES, non_persistent_buffers, pytree, set_non_persistent_buffers
 
 Action = tuple[str, Callable[[], object]]
 """What it restores, for a message; and the call that does so, which may be made again."""
@@ -155,9 +155,6 @@ def _same(container: Any, content: Any) -> bool:
     )
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
 class _Module(NamedTuple):
     module: torch.nn.Module
     type: type[torch.nn.Module]
@@ -183,8 +180,8 @@ class ModuleStates:
 
 
 def _taken(module: torch.nn.Module) -> _Module:
-    tables = {name: (module.__dict__[name], dict(module.__dict__[name])) for name in _TABLES}
-    return _Module(module, type(module), tables, set(module._non_persistent_buffers_set), module.training)
+    tables = {name: (module.__dict__[name], dict(module.__dict__[name])) for name in OWN_DICTIONARIES}
+    return _Module(module, type(module), tables, set(non_persistent_buffers(module)), module.training)
 
 
 def _put_back(kept: _Module) -> None:
@@ -194,7 +191,7 @@ def _put_back(kept: _Module) -> None:
     for name, (table, content) in kept.tables.items():
         module.__dict__[name] = table
         _refill(table, content)
-    module._non_persistent_buffers_set = set(kept.non_persistent)
+    set_non_persistent_buffers(module, kept.non_persistent)
     if module.training != kept.training:  # assigned to a compiled module, it is a reason to compile again
         module.training = kept.training
 
@@ -204,7 +201,7 @@ def _is_back(kept: _Module) -> bool:
     return (
         type(module) is kept.type
         and module.training == kept.training
-        and module._non_persistent_buffers_set == kept.non_persistent
+        and non_persistent_buffers(module) == kept.non_persistent
         and all(module.__dict__[name] is t and _same(t, content) for name, (t, content) in kept.tables.items())
     )
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
@@ -30,6 +29,7 @@ from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayabl
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.tensors.storages import static_keys, storage_key
+from poochplan.tensors.torch_private import without_modes
 
 from .parts import parts_of
 from .plans import instructions_for, under
@@ -72,7 +72,7 @@ class VerifyingEngine(Engine):
     def _forget(self, value: SavedValue, record: StorageRecord) -> None:
         assert value.storage is not None
         assert value.index is not None
-        with _disable_current_modes():  # or recording would meet the storage through the tensors that copy it
+        with without_modes():  # or recording would meet the storage through the tensors that copy it
             copy = self._copied(value.storage)
         super()._forget(value, record)
         if value.waits_for_replay:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Instructions
@@ -28,6 +27,7 @@ from poochplan.runtime.engine.host_slab import ALIGNMENT_BYTES
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
+from poochplan.tensors.torch_private import without_modes
 
 
 class SwapAllEngine(Engine):
@@ -68,7 +68,7 @@ class SwapAll:
         def timed(argument: Any) -> Any:
             self._clock.synchronize()
             start_s = time.perf_counter()
-            with _disable_current_modes():  # the ops of moving are not the step's
+            with without_modes():  # the ops of moving are not the step's
                 result = hook(argument)
             self._clock.synchronize()
             self.seconds += time.perf_counter() - start_s
@@ -142,13 +142,13 @@ class HostedCapture(Capture):
         self._store = store
 
     def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
-        with _disable_current_modes():
+        with without_modes():
             return HostedClone(self._store.put(storage), storage.nbytes())
 
     def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
         assert isinstance(clone, HostedClone)
         if clone.storage is None:
-            with _disable_current_modes():
+            with without_modes():
                 clone.storage = self._store.get(clone.offset, clone.size_bytes)
             clone.home = self._store.device.compute
             self._follow_clone(clone.storage, number)

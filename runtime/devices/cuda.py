@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.tensors.torch_private import without_modes
 
 from .device import Event, Stream
 from .pinned import PinnedMemory, cupy_or_none
@@ -137,7 +137,7 @@ class CudaDevice:
                 to, source = source, to
             self._cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, stream.stream.cuda_stream)
             return
-        with _disable_current_modes(), torch.no_grad(), torch.cuda.stream(stream.stream):
+        with without_modes(), torch.no_grad(), torch.cuda.stream(stream.stream):
             on_device = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)
             on_host = memory.tensor[offset : offset + size_bytes]
             if kind == _TO_DEVICE:
@@ -153,7 +153,7 @@ class CudaDevice:
         if home == now:
             return
         now.wait(home.record())
-        with _disable_current_modes():
+        with without_modes():
             torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage).record_stream(now.stream)
 
     @contextlib.contextmanager

@@ -12,7 +12,8 @@ import errno
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from poochplan.tensors.torch_private import without_modes
 
 
 def cupy_or_none() -> Any:
@@ -65,7 +66,7 @@ class PinnedMemory:
 
 def _forget_error() -> None:
     """CUDA keeps the last failure, and torch would report it of the next kernel; here that is one of no use."""
-    with contextlib.suppress(RuntimeError), _disable_current_modes():
+    with contextlib.suppress(RuntimeError), without_modes():
         torch.zeros(1, device="cuda")
 
 

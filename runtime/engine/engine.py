@@ -39,7 +39,8 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_ba
 from poochplan.runtime.replays.recorder import RecordedOp, Recorder, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, NotReplayable, Recipe, replay, run_ops
 from poochplan.runtime.run_report import FallbackKind, StepReport
-from poochplan.tensors.storages import is_plain
+from poochplan.tensors.storages import is_plain, storage_key
+from poochplan.tensors.torch_private import in_backward
 
 from .course import Courses
 from .host_slab import HostSlab
@@ -204,8 +205,8 @@ class Engine:
         return (
             not is_plain(tensor, self.device.kind)  # Rule 2
             or tensor.device != self.device.where
-            or tensor.untyped_storage()._cdata in self._static
-            or torch._C._current_graph_task_id() != -1  # packs inside backward: create_graph, reentrant checkpoint
+            or storage_key(tensor) in self._static
+            or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )
 
     def _new_value(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:

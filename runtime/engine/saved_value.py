@@ -13,6 +13,7 @@ from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.recorder import StorageRecord
 from poochplan.runtime.replays.replay import Recipe
 from poochplan.tensors.storages import Geometry, version_probe
+from poochplan.tensors.torch_private import version_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -54,7 +55,7 @@ class SavedValue:
         self.record = record
         self.generation = len(record.writes)
         self.probe = version_probe(tensor)
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.geometry = Geometry.of(tensor)
         self.device_type = tensor.device.type
         self.size_bytes = storage.nbytes()
@@ -69,7 +70,7 @@ class SavedValue:
     @property
     def unwritten(self) -> bool:
         """Whether its version counter says that nobody has written it since it was saved."""
-        return self.probe._version == self.version
+        return version_of(self.probe) == self.version
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Whether a later pack of the same storage is of this same content.
@@ -125,7 +126,7 @@ class Handle:
         self.ordinal = ordinal
         self.step = engine.step
         self.used = False
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.version = 0 if tensor.is_inference() else version_of(tensor)
         self.geometry: Geometry | None = None
         if value is None or value.decision is Decision.KEEP:
             self.tensor = tensor.detach()  # engine rule 4
@@ -136,11 +137,11 @@ class Handle:
     def check_version(self) -> None:
         """Raises what autograd raises when a saved tensor was written in place since it was saved (engine rule 5)."""
         watched = self.tensor
-        if watched.is_inference() or watched._version == self.version:
+        if watched.is_inference() or version_of(watched) == self.version:
             return
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a saved tensor is at version {watched._version}; expected version {self.version} instead. "
+            f"a saved tensor is at version {version_of(watched)}; expected version {self.version} instead. "
             "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
             "with torch.autograd.set_detect_anomaly(True)."
         )

@@ -17,6 +17,7 @@ from poochplan.tensors.arguments import Layout, flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
+from poochplan.tensors.torch_private import storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class View(NamedTuple):
     @property
     def still_there(self) -> bool:
         """Whether the storage still holds what was read, when it cannot be rebuilt."""
-        return self.watch is None or self.watch[0]._version == self.watch[1]
+        return self.watch is None or version_of(self.watch[0]) == self.watch[1]
 
 
 class RecordedOp:
@@ -118,7 +119,7 @@ class StorageRecord:
     )
 
     def __init__(self, storage: torch.UntypedStorage, version: int, registry: dict[int, StorageRecord]) -> None:
-        self.key = storage._cdata
+        self.key = storage_identity(storage)
         self.birth: RecordedOp | None = None
         self.writes: list[RecordedOp | None] = []
         """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
@@ -243,15 +244,16 @@ class Recorder(ToggledMode):
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the tensor's storage, made when it is new."""
         storage = tensor.untyped_storage()
-        record = self.registry.get(storage._cdata)
+        key = storage_identity(storage)
+        record = self.registry.get(key)
         if record is None:
-            record = self.registry[storage._cdata] = StorageRecord(storage, tensor._version, self.registry)
+            record = self.registry[key] = StorageRecord(storage, version_of(tensor), self.registry)
         return record
 
     def met(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of a tensor that is read or packed now; what was written where recording was off shows here."""
         record = self.record_of(tensor)
-        record.meet(tensor._version, self._window if self.is_on else OFF)
+        record.meet(version_of(tensor), self._window if self.is_on else OFF)
         return record
 
     def _before(
@@ -281,7 +283,7 @@ class Recorder(ToggledMode):
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
         record = self.met(leaf)
-        watch = None if record.is_known else (version_probe(leaf), leaf._version)
+        watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), watch)
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:

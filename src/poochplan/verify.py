@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.session import Session, apply
+from poochplan.tensors.torch_private import without_modes
 
 from .errors import StepError
 from .records import StepRecord, Tensors, first_difference
@@ -306,7 +306,7 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
     """In host memory, or they would take from the device what the steps to come need."""
-    with _disable_current_modes():  # or a meter would count the copies as the step's own
+    with without_modes():  # or a meter would count the copies as the step's own
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
 

@@ -82,7 +82,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_outside_the_plan", "tensor.untyped_storage()._cdata in self._static", "False"),
+        (Engine, "_outside_the_plan", "storage_key(tensor) in self._static", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
@@ -90,7 +90,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (
-        (Handle, "check_version", "watched._version == self.version", "True"),
+        (Handle, "check_version", "version_of(watched) == self.version", "True"),
         lambda: test_safety.test_a_saved_value_written_in_place_raises_what_autograd_raises(SWAP),
     ),
     "what comes back lies as it was saved": (
@@ -102,11 +102,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
     ),
     "what backward saves is outside the plan": (
-        (Engine, "_outside_the_plan", "torch._C._current_graph_task_id() != -1", "False"),
+        (Engine, "_outside_the_plan", "in_backward()", "False"),
         test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (
-        (session.Session, "_forward_begins", "torch._C._current_graph_task_id() != -1", "False"),
+        (session.Session, "_forward_begins", "in_backward()", "False"),
         test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (

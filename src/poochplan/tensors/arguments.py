@@ -1,4 +1,4 @@
-"""The arguments of an op as a flat list and back: what ``torch.utils._pytree`` does, quickly where they are flat.
+"""The arguments of an op as a flat list and back: what ``pytree`` does, quickly where they are flat.
 
 Nearly all ops take tensors, numbers and lists of numbers. Only lists that hold tensors are opened.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from .torch_private import pytree
 
 
 class Flat(NamedTuple):

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from .torch_private import TorchDispatchMode, call_attribute, in_backward, is_compiled, mode_stack
 
 
 class ToggledMode(TorchDispatchMode):
@@ -37,7 +38,7 @@ class ToggledMode(TorchDispatchMode):
     def switch_on(self) -> None:
         """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
         self._muted = False
-        if not self._pushed or self not in _get_current_dispatch_mode_stack():
+        if not self._pushed or self not in mode_stack():
             self._pushed = True
             TorchDispatchMode.__enter__(self)
 
@@ -45,8 +46,8 @@ class ToggledMode(TorchDispatchMode):
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
         if not self._pushed:
             return
-        stack = _get_current_dispatch_mode_stack()
-        if torch._C._current_graph_task_id() != -1 or self not in stack:
+        stack = mode_stack()
+        if in_backward() or self not in stack:
             self._muted = True
             return
         self._pushed = False
@@ -83,8 +84,7 @@ def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules of ``model`` that ``torch.compile`` has wrapped (either way of calling it), by path."""
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
-        wrapped = getattr(module, "_orig_mod", None) is not None
-        if (wrapped or getattr(module, "_compiled_call_impl", None) is not None) and not inside(name, found):
+        if is_compiled(module) and not inside(name, found):
             found[name] = module
     return found
 
@@ -105,7 +105,7 @@ def around_compiled(
     undo: list[Callable[[], None]] = []
     try:
         for name, module in compiled_modules(model).items():
-            attribute = "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else "forward"
+            attribute = call_attribute(module)
             original = getattr(module, attribute)
             undo.append(functools.partial(_restore, module, attribute, module.__dict__.get(attribute)))
             object.__setattr__(module, attribute, wrap(name, original))

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .torch_private import OpOverload, schema_of
+
 # Allocations whose contents nobody has written yet: what is done to them outside the dispatcher is not seen.
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
@@ -56,9 +58,9 @@ class Traits(NamedTuple):
 @functools.cache
 def traits(func: Any) -> Traits:
     """Facts about an ``OpOverload``; anything else (a higher-order operator) counts as opaque."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return Traits(str(func), False, (), frozenset(), (), False, True, False, False)
-    schema = func._schema
+    schema = schema_of(func)
     base = schema.name.split("::")[-1]
     written = [
         (position, argument.name)

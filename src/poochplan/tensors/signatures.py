@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .storages import parts_of
+from .torch_private import pytree
 
 
 def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:

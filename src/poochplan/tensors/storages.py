@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .torch_private import COO_PARTS, FakeTensor, FakeTensorMode, detached_alias, storage_identity
 
 
 class FakeMemory(FakeTensorMode):
@@ -36,7 +37,7 @@ class Geometry(NamedTuple):
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage for as long as the storage lives."""
-    return tensor.untyped_storage()._cdata
+    return storage_identity(tensor.untyped_storage())
 
 
 def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
@@ -67,7 +68,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 _PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_coo: COO_PARTS,
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -107,7 +108,6 @@ def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
     return {storage_key(part) for part in parts if has_storage(part, device_type)}
 
 
-_COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -115,19 +115,12 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares ``tensor``'s version counter.
 
     ``detach`` shares the counter; assigning ``.data`` swaps the storage under the alias and leaves the counter. So
-    ``probe._version`` tells of in-place writes to a value whose device copy the runtime has long given up.
-
-    Inside a dispatch mode the kernels that share counters are switched off; they are switched on for this one call.
+    the probe's version tells of in-place writes to a value whose device copy the runtime has long given up.
     """
     key = (tensor.dtype, tensor.device)
     empty = _EMPTY.get(key)
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
-    try:
-        probe = tensor.detach()
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, excluded)
+    probe = detached_alias(tensor)
     probe.data = empty
     return probe

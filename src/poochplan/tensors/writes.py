@@ -6,10 +6,10 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .operators import Traits
 from .storages import is_plain, storage_key
+from .torch_private import covers_itself_once, pytree
 
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
 """The operator, and the positions of two of its arguments; its last is the state of its generator."""
@@ -49,10 +49,7 @@ def writes_of(
 
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are all of its storage, each once."""
-    return (
-        tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        and torch._debug_has_internal_overlap(tensor) == 0
-    )
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and covers_itself_once(tensor)
 
 
 def _statistics(facts: Traits, args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
