@@ -36,114 +36,7 @@ from poochplan.tensors.torch_private import pytree, storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
 from .clock import clock_of, workspace_of
-
-COMPILED_REGION = "compiled_region"
-
-
-Shapes = tuple[Any, ...]
-
-
-def shapes_of(outputs: Any) -> Shapes:
-    """Shape of each tensor that an operator returns, in its own nesting; those of nested tensors are left out."""
-    if isinstance(outputs, torch.Tensor):
-        return () if outputs.is_nested else tuple(outputs.shape)
-    return tuple(map(shapes_of, outputs)) if isinstance(outputs, (tuple, list)) else ()
-
-
-class CapturedOp:
-    """One op under way to becoming a ``schema.Op``."""
-
-    __slots__ = (
-        "duration_s",
-        "inputs",
-        "layer",
-        "name",
-        "opaque",
-        "outputs",
-        "overwrites",
-        "phase",
-        "random",
-        "shapes",
-        "uninitialised",
-        "workspace_bytes",
-        "writes",
-    )
-
-    def __init__(self, name: str, layer: str, phase: Phase) -> None:
-        self.name = name
-        self.layer = layer
-        self.phase = phase
-        self.duration_s = 0.0
-        self.workspace_bytes = 0
-        self.shapes: Shapes = ()
-        """Of what it returns."""
-        self.inputs: list[int] = []
-        self.outputs: list[int] = []
-        self.writes: list[int] = []
-        self.random = False
-        self.opaque = False
-        self.uninitialised = False
-        """Bears storages that nobody has written yet."""
-        self.overwrites: int | None = None
-        """The value whose every byte it writes without reading one."""
-
-
-class CapturedValue:
-    """One storage. Ticks are None while it lives."""
-
-    __slots__ = (
-        "born",
-        "died",
-        "dtype",
-        "key",
-        "layer",
-        "let_go",
-        "packed_version",
-        "pinned_because",
-        "shape",
-        "size_bytes",
-    )
-
-    def __init__(self, tensor: torch.Tensor, layer: str, born: int) -> None:
-        self.size_bytes = tensor.untyped_storage().nbytes()
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self.shape = tuple(tensor.shape)
-        self.layer = layer
-        self.born = born
-        self.key = storage_key(tensor)
-        self.died: int | None = None
-        """Tick of forward death."""
-        self.let_go: int | None = None
-        """Tick at which the last handle died; None while one lives, or when there was none."""
-        self.packed_version: int | None = None
-        self.pinned_because = ""
-
-
-class CapturedHandle:
-    """What autograd holds in capture: the clone's view, and whose handle this is."""
-
-    __slots__ = ("capture", "geometry", "holder", "layer", "ordinal", "used", "value")
-
-    def __init__(self, capture: Capture, value: int, ordinal: int, geometry: Geometry, holder: Clone) -> None:
-        self.capture = capture
-        self.value = value
-        self.ordinal = ordinal
-        self.geometry = geometry
-        self.holder = holder
-        self.layer = capture.tracker.current()
-        self.used = False
-
-    def __del__(self) -> None:
-        self.capture.handle_died(self.value)
-
-
-class Clone:
-    """The copy of a saved value that backward runs on; shared by the value's handles."""
-
-    __slots__ = ("__weakref__", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage | None) -> None:
-        self.storage = storage
+from .records import COMPILED_REGION, CapturedHandle, CapturedOp, CapturedValue, Clone, shapes_of
 
 
 class Capture(ToggledMode):
@@ -329,14 +222,14 @@ class Capture(ToggledMode):
             return tensor.detach()
         number = self._packed_value(tensor)
         value = self.values[number]
-        ordinal = len(self.handles)
+        ordinal, dtype, shape = len(self.handles), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         clone_reference = self._clones.get(number)
         clone = clone_reference() if clone_reference is not None else None
         if number not in self.saved_values:
             self.saved_values.add(number)
             value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
-            value.dtype, value.shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            value.dtype, value.shape = dtype, shape
             self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
@@ -344,8 +237,10 @@ class Capture(ToggledMode):
         if clone is None:
             clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
-        handle = CapturedHandle(self, number, ordinal, Geometry.of(tensor), clone)
-        self.handles.append((number, handle.layer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        handle = CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.handle_died)
+        self.handles.append(
+            (number, self.tracker.current(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        )
         self._live_handles[number] = self._live_handles.get(number, 0) + 1
         value.let_go = None
         return handle
