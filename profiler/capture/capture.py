@@ -238,9 +238,7 @@ class Capture(ToggledMode):
             clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
         handle = CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.handle_died)
-        self.handles.append(
-            (number, self.tracker.current(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        )
+        self.handles.append((number, self.tracker.current(), dtype, shape))
         self._live_handles[number] = self._live_handles.get(number, 0) + 1
         value.let_go = None
         return handle

@@ -1,8 +1,8 @@
 """A step without memory: its model, its inputs and its capture under a fake-tensor mode.
 
 Fake tensors have a device, a shape and a storage with an identity and a size, and no bytes; ops on them compute shapes.
-So the capture is that of a real step (``capture.py``); durations come from a roofline, or from running each distinct op
-by itself (``op_bench.py``).
+So the capture is that of a real step (``capture/capture.py``); durations come from a roofline, or from running each
+distinct op by itself (``op_bench.py``).
 
 What is fake and what stays real:
 

@@ -41,7 +41,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Size of the device's memory; 0 when unknown."""
     link: str
-    """Name of the link it is usually attached by (``presets.py``)."""
+    """Name of the link it is usually attached by (``formats/links.py``)."""
 
     def flops_per_s(self, dtype: torch.dtype, cudnn: bool) -> float:
         """The rate for an op of that dtype."""

@@ -8,7 +8,7 @@ Rules, cited in the code:
 1. A value is looked up by its storage; all views of one storage are one value, moved once.
 2. Parameters, buffers, subclasses, sparse tensors and tensors of other devices are never touched.
 3. No device storage is let go, and nothing that a copy fills is used, before the compute stream has waited for the
-   copy's end: see ``transfers.py``.
+   copy's end: see ``devices/transfers.py``.
 4. What is packed is stored detached: a graph must not hold itself alive through us.
 5. A content is only handed to autograd if its version counter says that nobody has written it since it was saved;
    otherwise the error that autograd itself would have raised is raised.
