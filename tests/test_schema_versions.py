@@ -9,7 +9,7 @@ import pytest
 
 from poochplan.errors import InputFileError
 from poochplan.formats.files import read_struct, write_struct
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import SCHEMA_VERSION, Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
 
@@ -30,8 +30,11 @@ def test_a_profile_of_version_1_loads_and_is_planned_from() -> None:
     assert smallest_budget(profile) == 1678848
 
 
-def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does() -> None:
+def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path) -> None:
     loaded = Plan.load(DATA / "plan-v1.json")
+    again = Plan.load(loaded.save(tmp_path / "plan.json"))
+    assert (loaded.schema_version, again.schema_version) == (1, SCHEMA_VERSION)
+    assert again == msgspec.structs.replace(loaded, schema_version=SCHEMA_VERSION)
     what_to_do = loaded.instructions
     assert [value.decision for value in what_to_do.values].count(Decision.SWAP) == 6
     assert (what_to_do.values, what_to_do.schedule) == (loaded.values, loaded.schedule)

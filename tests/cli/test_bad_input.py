@@ -206,7 +206,7 @@ def test_a_plan_of_a_newer_schema(pooch: Pooch, workloads: Path, plan_path: Path
     newer = edited(plan_path, tmp_path / "newer.json", schema_version=99)
     result = pooch("run", f"{workloads}:small", "--plan", newer)
     assert result.code == 1
-    assert "expected plan schema 1, found schema 99; update poochplan" in result.error
+    assert "expected plan schema 1 or 2, found schema 99; update poochplan" in result.error
 
 
 def test_a_plan_where_a_profile_is_expected(pooch: Pooch, plan_path: Path) -> None:

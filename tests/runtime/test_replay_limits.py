@@ -21,6 +21,7 @@ from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
+from poochplan.runtime.run_report import FallbackKind, StepReport
 
 REPLAY_ALL = (0, 0, 1)
 
@@ -49,6 +50,13 @@ def _gradients(
             with poochplan.apply(plan, model):
                 loss_of(model).backward()
     return [[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def _report(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], torch.Tensor], plan: Plan) -> StepReport:
+    model = make()
+    with poochplan.apply(plan, model) as session:
+        loss_of(model).backward()
+    return session.report().last_step
 
 
 def _check(
@@ -117,7 +125,14 @@ def test_a_value_written_where_recording_is_off() -> None:
         rest = tuple(actions for actions in plan.schedule if actions.at == "use")
         return msgspec.structs.replace(plan, schedule=middle + rest)
 
-    _check(lambda: Stages(between), _loss, plan_of)
+    def make() -> nn.Module:
+        return Stages(between)
+
+    _check(make, _loss, plan_of)
+    torch.manual_seed(0)
+    plan = plan_of(_profile(make(), _loss))
+    with pytest.warns(RuntimeWarning, match="is swapped, not recomputed: a writer of the value was not recorded"):
+        assert _report(make, _loss, plan).fallback_kinds == {FallbackKind.NOT_REPLAYABLE: 1}
 
 
 def _with_saves(plan: Plan) -> list[poochplan.formats.plan.PointActions]:

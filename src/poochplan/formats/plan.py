@@ -12,7 +12,8 @@ import msgspec
 from .files import read_struct, write_struct
 from .profile import Link, ModelSignature
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 says of the search what ended it (``evaluations``, ``seed``)."""
 
 
 class Decision(StrEnum):
@@ -176,7 +177,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""
-        return write_struct(path, self, force=force)
+        return write_struct(path, msgspec.structs.replace(self, schema_version=SCHEMA_VERSION), force=force)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
