@@ -6,26 +6,23 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
 
-from poochplan.formats.links import preset_link
-from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile
+from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import EVAL_MODE, kept_notes, model_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
-from poochplan.profiler.capture.timing import steps_differ, time_ops
+from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
-from poochplan.profiler.fake.fake import FakeCapture, faked
+from poochplan.profiler.fake.fake_profile import fake_profile
 from poochplan.profiler.fake.memory_left import available_bytes, fitting_mode
-from poochplan.profiler.fake.op_bench import OpBench
-from poochplan.profiler.fake.roofline import Roofline, parse_roofline
+from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -38,9 +35,8 @@ from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .real import Runner, captured
-from .request import check_mode, checked_device
+from .request import Options, Progress, check_mode, checked_device
 
-Progress = Callable[[str], None]
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
 
@@ -104,7 +100,7 @@ def profile(
     """
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
-    options = _Options(
+    options = Options(
         workload=workload,
         iterations=ITERATIONS if iterations is None else iterations,
         warmup=max(1, warmup),
@@ -119,7 +115,7 @@ def profile(
 
     if mode == "fake" or roofline is not None:
         rates = None if roofline is None else parse_roofline(roofline)
-        profile = _profile_fake(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
+        profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
     else:
         profile = _profile_fitting(runner, where, mode, options)
     if roofline is None and profile.runtime is None:
@@ -130,7 +126,7 @@ def profile(
 
 
 def _profile_fitting(
-    runner: Callable[[], Runner], where: torch.device, mode: RealMode | Literal["auto"], options: _Options
+    runner: Callable[[], Runner], where: torch.device, mode: RealMode | Literal["auto"], options: Options
 ) -> Profile:
     """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
     process, and tries in-core first on CUDA. ``runner`` makes one for each try.
@@ -155,21 +151,8 @@ def _profile_fitting(
     return _profile_real(runner(), where, "swap-all", options, [note])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What :func:`profile` was asked for, of a real step."""
-
-    workload: str
-    iterations: int
-    warmup: int
-    spill_dir: str | Path | None
-    throttle_bytes_per_s: float | None
-    link: Link | None
-    say: Progress
-
-
 def _profile_real(
-    runner: Runner, where: torch.device, mode: RealMode | Literal["auto"], options: _Options, notes: list[str]
+    runner: Runner, where: torch.device, mode: RealMode | Literal["auto"], options: Options, notes: list[str]
 ) -> Profile:
     """The profile of a step that runs, in-core or swapping; ``auto``, for one that only runs with data, swaps until it
     knows what in-core would take.
@@ -258,62 +241,3 @@ def _assembler(
         )
 
     return draft
-
-
-def _profile_fake(
-    runner: Runner, roofline: Roofline | None, where: torch.device, options: _Options, notes: list[str]
-) -> Profile:
-    """The profile of a step without memory; see :mod:`poochplan.profiler.fake.fake`."""
-    model, say = runner.model, options.say
-    with faked(model, runner.optimizer) as fakes:
-        say(f"warming up without memory ({options.warmup} steps)")
-        for _ in range(options.warmup):
-            runner.one_step()
-        say("capturing one step without memory")
-        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
-        capture, kinds = captured(runner, fake)
-        notes = [*model_notes(model), *kept_notes(capture), *notes, *fake.notes()]
-        notes += steps_differ(model, where, runner.one_step, capture.ops)
-    device, link, note = _machine_of(fake, roofline, where, options)
-    phase_seconds = dict.fromkeys(Phase, 0.0)
-    for op in capture.ops:
-        phase_seconds[op.phase] += op.duration_s
-    profile = assemble(
-        capture,
-        kinds,
-        capture.durations(),
-        [phase_seconds],
-        model=model,
-        link=link,
-        workload=options.workload,
-        mode="fake",
-        device=device,
-        notes=[
-            *notes,
-            note,
-            "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
-        ],
-        accumulate=runner.accumulate,
-    )
-    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
-
-
-def _machine_of(
-    capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: _Options
-) -> tuple[Device, Link, str]:
-    """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
-    if roofline is not None:
-        device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
-        note = f"durations are a roofline's ({roofline.name}), nothing was run"
-        return device, options.link or preset_link(roofline.link), note
-    link = options.link
-    if link is None:
-        options.say("measuring the link")
-        link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
-    give_freed_memory_back()
-    device = this_machine(where)
-    bench = OpBench(device)
-    for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
-        op.duration_s = duration_s
-    counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
-    return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"

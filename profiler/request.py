@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
 from poochplan.errors import StepError, UsageError
+from poochplan.formats.profile import Link
 from poochplan.runtime.devices.opening import model_device
 
+Progress = Callable[[str], None]
 MODES = ("run", "swap-all", "auto", "fake")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What :func:`poochplan.profile` was asked for, beside step, model and mode."""
+
+    workload: str
+    iterations: int
+    warmup: int
+    spill_dir: str | Path | None
+    throttle_bytes_per_s: float | None
+    link: Link | None
+    say: Progress
 
 
 def checked_device(model: torch.nn.Module, device: str | None, iterations: int | None, warmup: int) -> torch.device:

@@ -1,0 +1,81 @@
+"""Mode ``fake``: the profile of a step that ran without memory; see ``fake.py`` for how."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from poochplan.formats.links import preset_link
+from poochplan.formats.profile import ROOFLINE, Device, Link, Phase, Profile
+from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.profiler.assembly.notes import kept_notes, model_notes
+from poochplan.profiler.capture.timing import steps_differ
+from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.real import Runner, captured
+from poochplan.profiler.request import Options
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.storages import static_keys
+
+from .fake import FakeCapture, faked
+from .op_bench import OpBench
+from .roofline import Roofline
+
+
+def fake_profile(
+    runner: Runner, roofline: Roofline | None, where: torch.device, options: Options, notes: list[str]
+) -> Profile:
+    """The profile of a step without memory, with a roofline's durations or those of its ops run by themselves."""
+    model, say = runner.model, options.say
+    with faked(model, runner.optimizer) as fakes:
+        say(f"warming up without memory ({options.warmup} steps)")
+        for _ in range(options.warmup):
+            runner.one_step()
+        say("capturing one step without memory")
+        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+        capture, kinds = captured(runner, fake)
+        notes = [*model_notes(model), *kept_notes(capture), *notes, *fake.notes()]
+        notes += steps_differ(model, where, runner.one_step, capture.ops)
+    device, link, note = _machine_of(fake, roofline, where, options)
+    phase_seconds = dict.fromkeys(Phase, 0.0)
+    for op in capture.ops:
+        phase_seconds[op.phase] += op.duration_s
+    profile = assemble(
+        capture,
+        kinds,
+        capture.durations(),
+        [phase_seconds],
+        model=model,
+        link=link,
+        workload=options.workload,
+        mode="fake",
+        device=device,
+        notes=[
+            *notes,
+            note,
+            "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
+        ],
+        accumulate=runner.accumulate,
+    )
+    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+
+
+def _machine_of(
+    capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: Options
+) -> tuple[Device, Link, str]:
+    """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
+    if roofline is not None:
+        device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
+        note = f"durations are a roofline's ({roofline.name}), nothing was run"
+        return device, options.link or preset_link(roofline.link), note
+    link = options.link
+    if link is None:
+        options.say("measuring the link")
+        link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
+    give_freed_memory_back()
+    device = this_machine(where)
+    bench = OpBench(device)
+    for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
+        op.duration_s = duration_s
+    counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
+    return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
