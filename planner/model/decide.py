@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from poochplan.formats.plan import Decision
 from poochplan.planner.problem.problem import Floats, Problem
 
-from .fluid import FluidModel, Request, build_fluid_model
+from .fluid import FluidModel, Request
+from .rows import build_fluid_model
 from .solvers import Limits, solve_linear
 
 
