@@ -11,7 +11,7 @@ import difflib
 
 from poochplan.errors import UsageError
 
-from .profile import Link, LinkDirection
+from .profile_parts import Link, LinkDirection
 
 PRESET_BYTES_PER_S = {
     "pcie3": 12e9,

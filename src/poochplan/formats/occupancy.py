@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .profile import Profile
+from .profile_parts import ProfileData
 
 
-def live_bytes(profile: Profile) -> npt.NDArray[np.int64]:
+def live_bytes(profile: ProfileData) -> npt.NDArray[np.int64]:
     """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
 
     At an op's tick its outputs and its workspace are part of them.

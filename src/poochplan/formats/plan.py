@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from .files import read_struct, write_struct
-from .profile import Link, ModelSignature
+from .profile_parts import Link, ModelSignature
 
 SCHEMA_VERSION = 1
 
