@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
-from poochplan.planner.problem.problem import Ints
+from poochplan.planner.problem.arrays import Ints
 
 TRIES = 20
 """First fits tried at most."""

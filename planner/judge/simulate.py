@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.problem.arrays import Floats, Ints
 from poochplan.planner.problem.needs import claim_for_never_replayed, replay_closure
-from poochplan.planner.problem.problem import Floats, Ints, Problem
+from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 
 from .streams import Span, Streams

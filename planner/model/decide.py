@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Floats, Problem
+from poochplan.planner.problem.arrays import Floats
+from poochplan.planner.problem.problem import Problem
 
 from .fluid import FluidModel, Request
 from .rows import build_fluid_model

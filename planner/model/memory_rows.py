@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poochplan.planner.problem.problem import Ints
+from poochplan.planner.problem.arrays import Ints
 
 from .fluid import FluidModel
 from .linear import Term

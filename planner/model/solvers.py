@@ -11,7 +11,7 @@ import numpy as np
 import pulp
 
 from poochplan.errors import SolverError, UsageError
-from poochplan.planner.problem.problem import Floats
+from poochplan.planner.problem.arrays import Floats
 
 from .linear import Arrays, proven_bound
 

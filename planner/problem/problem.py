@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from poochplan.errors import PoochError
 from poochplan.formats.profile import Kind, Link, LinkDirection, Phase, PointKind, Profile
 
+from .arrays import Floats, Ints
 from .replays import ReplayGraph, build_replay_graph
 from .validate import check_profile
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

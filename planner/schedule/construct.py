@@ -16,8 +16,9 @@ from typing import TypeAlias
 import numpy as np
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.problem.needs import needs_of
-from poochplan.planner.problem.problem import Ints, Problem
+from poochplan.planner.problem.problem import Problem
 
 from .style import Style, Tuning
 
