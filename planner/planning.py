@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve
+from poochplan.formats.plan import HOST_ALIGNMENT_BYTES, Decision, Plan, PlannedValue, Prediction, Solve
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.arena.blocks import arena_of
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
@@ -25,7 +25,6 @@ ILP = "ilp"
 """The policy that plans unless another is asked for."""
 STRONG_POLICIES = ("greedy", "pooch")
 """Policies that the search asks for their plans where its own are not near the bound."""
-HOST_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True)

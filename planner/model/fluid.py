@@ -117,9 +117,7 @@ def _rates(model: FluidModel) -> tuple[float, float]:
     problem, candidates = model.problem, model.request.candidates
     if model.is_bound:
         scale = model.time_unit_s / model.unit
-        throttle = problem.link.throttle_bytes_per_s or float("inf")
-        out = min(problem.link.outward.bandwidth_bytes_per_s, throttle)
-        return out * scale, min(problem.link.inward.bandwidth_bytes_per_s, throttle) * scale
+        return problem.link.out_bytes_per_s * scale, problem.link.in_bytes_per_s * scale
     total = sum(model.moved[value] for value in candidates) or 1.0
     out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
     in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 
 
@@ -106,12 +106,18 @@ class ReplayGraph:
         ]
 
     def _peak(self, ops: Sequence[int], kept: Set[int]) -> int:
-        change = [0] * (len(ops) + 1)
-        for value, born, last in self.lives(ops, kept):
-            change[born] += self.value_bytes[value]
-            change[last + 1] -= self.value_bytes[value]
-        live = accumulate(change[:-1])
-        return max((there + self.op_workspace_bytes[op] for there, op in zip(live, ops, strict=True)), default=0)
+        lives = self.lives(ops, kept)
+        each = range(len(ops))
+        live = occupancy(
+            len(ops),
+            (
+                ints(born for _, born, _ in lives),
+                ints(last for _, _, last in lives),
+                ints(self.value_bytes[value] for value, _, _ in lives),
+            ),
+            (ints(each), ints(each), ints(self.op_workspace_bytes[op] for op in ops)),
+        )
+        return int(live.max(initial=0))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from itertools import combinations, islice
 
 import numpy as np
 
+from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.problem.needs import may_replay_at
@@ -123,15 +124,16 @@ def worth_polishing(
 def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
     """A peak that no schedule of these decisions is below: what is not kept is live while forward or a use holds it."""
     is_kept = np.array([decision is Decision.KEEP for decision in wish])
-    last, size_bytes = problem.tick_count - 1, problem.rounded_bytes
+    size_bytes = problem.rounded_bytes
     end = np.where(is_kept, np.maximum(problem.forward_death, problem.freed), problem.forward_death)
-    change = np.zeros(problem.tick_count + 1, dtype=np.int64)
-    np.add.at(change, problem.born, size_bytes)
-    np.subtract.at(change, np.minimum(end, last) + 1, size_bytes)
-    again = np.flatnonzero(~is_kept & (problem.first_use > problem.forward_death) & (problem.first_use <= last))
-    np.add.at(change, problem.first_use[again], size_bytes[again])
-    np.subtract.at(change, np.minimum(np.maximum(problem.freed, problem.first_use)[again], last) + 1, size_bytes[again])
-    return int((np.cumsum(change)[:-1] + problem.base_bytes).max())
+    again = np.flatnonzero(~is_kept & (problem.first_use > problem.forward_death))
+    first_use, freed = problem.first_use[again], problem.freed[again]
+    live = occupancy(
+        problem.tick_count,
+        (problem.born, end, size_bytes),
+        (first_use, np.maximum(freed, first_use), size_bytes[again]),
+    )
+    return int((live + problem.base_bytes).max())
 
 
 def _swaps(candidate: Candidate) -> int:

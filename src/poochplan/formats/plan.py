@@ -12,6 +12,8 @@ from .files import read_struct, write_struct
 from .profile_parts import Link, ModelSignature
 
 SCHEMA_VERSION = 1
+HOST_ALIGNMENT_BYTES = 4096
+"""Every swapped value begins at a multiple of this in host memory and in the spill file."""
 
 
 class Decision(StrEnum):

@@ -149,6 +149,28 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     pageable_in: LinkDirection | None = None
     """The same from pageable memory."""
 
+    @property
+    def out_bytes_per_s(self) -> float:
+        """Bandwidth of copies out, as far as the throttle lets it."""
+        return self._held(self.outward)
+
+    @property
+    def in_bytes_per_s(self) -> float:
+        """Bandwidth of copies in, as far as the throttle lets it."""
+        return self._held(self.inward)
+
+    def out_seconds(self, size_bytes: int) -> float:
+        """Seconds of a copy out that is alone on the link: latency plus bytes over bandwidth."""
+        return self.outward.latency_s + size_bytes / self.out_bytes_per_s
+
+    def in_seconds(self, size_bytes: int) -> float:
+        """Seconds of a copy in that is alone on the link."""
+        return self.inward.latency_s + size_bytes / self.in_bytes_per_s
+
+    def _held(self, direction: LinkDirection) -> float:
+        held = self.throttle_bytes_per_s
+        return direction.bandwidth_bytes_per_s if held is None else min(direction.bandwidth_bytes_per_s, held)
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The machine the step was measured on."""

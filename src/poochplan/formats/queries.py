@@ -48,10 +48,7 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
     """Seconds out and back in over the profile's link, nothing hidden behind compute."""
-    return sum(
-        direction.latency_s + size_bytes / direction.bandwidth_bytes_per_s
-        for direction in (profile.link.outward, profile.link.inward)
-    )
+    return profile.link.out_seconds(size_bytes) + profile.link.in_seconds(size_bytes)
 
 
 def reconciliation(profile: ProfileData, least: float = 0.0) -> dict[str, str]:
