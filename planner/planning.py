@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import HOST_ALIGNMENT_BYTES, Decision, Plan, PlannedValue, Prediction, Solve
+from poochplan.formats.plan import HOST_ALIGNMENT_BYTES, Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.arena.blocks import arena_of
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
@@ -128,7 +128,7 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
     notes: tuple[str, ...] = ()
     if best.policy != ILP:
         is_unsolved = solution is None or solution.decisions is None
-        why = f"the solver ended with {solution.status!r}" if solution and is_unsolved else "it simulated faster"
+        why = f"the solver ended with '{solution.status}'" if solution and is_unsolved else "it simulated faster"
         notes = (f"the plan is not the ILP's but comes from local search that began at {best.policy!r}: {why}",)
     return _Outcome(best, ILP if best.policy == ILP else "local search", notes, optimum)
 
@@ -195,7 +195,7 @@ def _solve_record(problem: Problem, found: _Outcome, wall_s: float) -> Solve:
     return Solve(
         policy=found.policy,
         solver=solution.solver if solution else "none",
-        status=optimum.status if optimum else "not needed",
+        status=SolveStatus(optimum.status) if optimum else SolveStatus.NOT_NEEDED,
         objective_s=solution.objective_s if solution else None,
         bound_s=bound_s,
         gap=gap,

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import Candidate
 from poochplan.planner.model.solvers import choose_solver
@@ -32,12 +34,17 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from .comparison import all_policies
 from .planning import ILP, plan, smallest_budget
 
-INFEASIBLE = "infeasible"
-FAILED = "failed: "
-STOPPED = ("time limit", "no solution found")
 DEFAULT_POINTS = 9
 Cell = tuple[str, int]
 """A policy and a budget in bytes."""
+
+
+class CellStatus(StrEnum):
+    """How a cell ended, where no search says so."""
+
+    FITS = "fits"  # the policy's plan is within the budget
+    INFEASIBLE = "infeasible"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +70,31 @@ class SweepPoint:
     """(step time - proven bound) / bound."""
     wall_s: float = 0.0
     """Seconds it took to decide."""
-    status: str
-    """The solver's status, ``fits``, ``infeasible``, or ``failed: `` and why."""
+    status: SolveStatus | CellStatus
+    """How the search ended, of a cell with a plan of the ILP's."""
+    failure: str = ""
+    """What went wrong in a cell that failed."""
 
     @property
     def failed(self) -> bool:
         """Whether there is no answer for this cell."""
-        return self.status.startswith(FAILED)
+        return self.status is CellStatus.FAILED
 
     @property
     def stopped(self) -> bool:
         """Whether the solver ran out of time; the plan is the best one found."""
-        return self.status in STOPPED
+        return self.status is SolveStatus.TIME_LIMIT
+
+    @property
+    def outcome(self) -> str:
+        """The status in words, with what went wrong."""
+        return f"{self.status}: {self.failure}" if self.failed else str(self.status)
+
+    def columns(self) -> dict[str, Any]:
+        """The point as files and tables show it: its figures by name, and the outcome as ``status``."""
+        shown = asdict(self) | {"status": self.outcome}
+        del shown["failure"]
+        return shown
 
 
 Finished = Callable[[SweepPoint, int, int], None]
@@ -163,7 +183,7 @@ class _Counted:
 
 
 def _solve(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
-    """The cell's point; whatever goes wrong is in its status."""
+    """The cell's point; whatever goes wrong is told in it."""
     policy, budget_bytes = cell
     started_s = time.perf_counter()
     try:
@@ -226,7 +246,7 @@ def _of_candidate(problem: Problem, candidate: Candidate, cell: Cell, wall_s: fl
         out_bytes=simulation.out_bytes,
         in_bytes=simulation.in_bytes,
         wall_s=wall_s,
-        status="fits",
+        status=CellStatus.FITS,
     )
 
 
@@ -238,12 +258,20 @@ def _infeasible(cell: Cell, peak_bytes: int, wall_s: float) -> SweepPoint:
         feasible=False,
         peak_bytes=peak_bytes,
         wall_s=wall_s,
-        status=INFEASIBLE,
+        status=CellStatus.INFEASIBLE,
     )
 
 
 def _failed(cell: Cell, why: str, wall_s: float = 0.0) -> SweepPoint:
-    return SweepPoint(policy=cell[0], budget_bytes=cell[1], feasible=False, wall_s=wall_s, status=f"{FAILED}{why}")
+    policy, budget_bytes = cell
+    return SweepPoint(
+        policy=policy,
+        budget_bytes=budget_bytes,
+        feasible=False,
+        wall_s=wall_s,
+        status=CellStatus.FAILED,
+        failure=why,
+    )
 
 
 # -- processes -----------------------------------------------------------------------------------------------------

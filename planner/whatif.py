@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.links import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
+from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
@@ -73,7 +73,7 @@ def parse_link(text: str | float) -> Link:
         It is none of these; the message lists the presets.
     """
     name = str(text).strip()
-    if name in PRESET_BYTES_PER_S:
+    if name in tuple(LinkPreset):
         return preset_link(name)
     rates = name.split(",")
     try:
@@ -82,7 +82,7 @@ def parse_link(text: str | float) -> Link:
         outward, inward = (parse_rate(rate) for rate in (rates[0], rates[-1]))
     except UsageError:
         raise UsageError(
-            f"link: expected {', '.join(PRESET_BYTES_PER_S)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
+            f"link: expected {', '.join(LinkPreset)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
             f"(out,in) such as 12GB/s,25GB/s; found {str(text)!r}"
         ) from None
     return Link(name=_rates_text(outward, inward), outward=_direction(outward), inward=_direction(inward))

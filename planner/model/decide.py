@@ -12,7 +12,7 @@ from poochplan.planner.problem.problem import Problem
 
 from .fluid import FluidModel, Request
 from .rows import build_fluid_model
-from .solvers import Limits, solve_linear
+from .solvers import Limits, SolverStatus, solve_linear
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Solution:
     """None when it found none."""
     objective_s: float | None
     """Overhead in seconds by the fluid model."""
-    status: str
+    status: SolverStatus
     solver: str
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve
+from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Link, ModelSignature, PointKind, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.engine.engine import Engine
@@ -34,7 +34,7 @@ def trial_plan(
         solve=Solve(
             policy="trial",
             solver="none",
-            status="not needed",
+            status=SolveStatus.NOT_NEEDED,
             objective_s=None,
             bound_s=None,
             gap=None,

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from poochplan.errors import UsageError
+from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as module
 from poochplan.planner.comparison import all_policies
@@ -47,7 +48,7 @@ def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profil
         (policy, budget) for policy in all_policies() for budget in budgets
     ]
     for point in points:
-        assert not point.failed, point.status
+        assert not point.failed, point.outcome
         if point.policy == ILP:
             alone = plan(profile, point.budget_bytes, threads=1).prediction
             assert (point.step_s, point.out_bytes) == (alone.step_s, alone.out_bytes)
@@ -84,7 +85,7 @@ def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.
     monkeypatch.setattr(module, "run_policy", broken)
     points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
     assert [point.failed for point in points] == [False, True, False]
-    assert points[1].status == "failed: ArithmeticError: two lines"
+    assert points[1].outcome == "failed: ArithmeticError: two lines"
 
 
 def test_cells_of_a_process_that_died_are_tried_again(profile: Profile) -> None:
@@ -122,6 +123,21 @@ def test_an_interrupt_ends_the_processes_and_is_raised_again(profile: Profile) -
 def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
     budget = profile.in_core_peak_bytes
     assert len(sweep(profile, [budget, budget], ["keep-all", "keep-all"], processes=1)) == 1
+
+
+@pytest.mark.parametrize("status", SolveStatus)
+def test_only_a_search_that_time_ended_counts_as_stopped(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, status: SolveStatus
+) -> None:
+    def ended(*arguments: object, **options: object) -> object:
+        made = plan(*arguments, **options)  # type: ignore[arg-type]
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=status))
+
+    monkeypatch.setattr(module, "plan", ended)
+    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    assert (point.status, point.outcome) == (status, str(status))
+    assert point.stopped == (status == "time limit")
+    assert not point.failed
 
 
 def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

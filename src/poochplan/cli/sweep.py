@@ -154,8 +154,6 @@ def default_sweep_name(profile_path: str) -> Path:
 
 def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, Any]:
     """What ``pooch sweep --json`` prints: what was swept, and one point for each row of the CSV."""
-    from dataclasses import asdict
-
     return {
         "csv": str(csv),
         "workload": frontier.workload,
@@ -163,7 +161,7 @@ def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, 
         "in_core_step_s": sum(op.duration_s for op in profile.ops),
         "smallest_budget_bytes": frontier.smallest_budget_bytes,
         "assumed": list(profile.assumed),
-        "points": [asdict(point) for point in frontier.points],
+        "points": [point.columns() for point in frontier.points],
     }
 
 
@@ -201,7 +199,7 @@ def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
         first = failed[0]
         return PoochError(
             f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
-            f"{format_bytes(first.budget_bytes)} ({first.status}); the others were written to {csv}"
+            f"{format_bytes(first.budget_bytes)} ({first.outcome}); the others were written to {csv}"
         )
     if not any(point.feasible for point in points):
         smallest = frontier.smallest_budget_bytes

@@ -98,13 +98,21 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.expected_step_s / self.in_core_step_s - 1 if self.in_core_step_s > 0 else 0.0
 
 
+class SolveStatus(StrEnum):
+    """How the search for a plan ended."""
+
+    WITHIN_GAP = "within gap"  # of the proven bound
+    TIME_LIMIT = "time limit"
+    SEARCHED = "searched"  # to the end, without either
+    NOT_NEEDED = "not needed"  # one policy decided alone, or everything is kept
+
+
 class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """How the decisions were found."""
 
     policy: str
     solver: str
-    status: str
-    """``within gap`` (of the bound), ``time limit``, ``searched`` (to the end, without either), or ``not needed``."""
+    status: SolveStatus
     objective_s: float | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
     bound_s: float | None
