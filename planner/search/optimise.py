@@ -31,7 +31,8 @@ from poochplan.planner.model.whole_rows import large_values
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import with_recording
 
-from .descent import Budget, anneal, descend
+from .annealing import anneal
+from .descent import Budget, descend
 from .polish import polish, worth_polishing
 from .starts import simple_plans
 

@@ -17,7 +17,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.sweep import CellStatus, SweepPoint
+from poochplan.planner.sweep_cells import CellStatus, SweepPoint
 
 Pooch = Any
 COLUMNS = [
@@ -118,8 +118,8 @@ def test_where_no_policy_has_a_plan_the_code_is_3_and_the_peaks_are_written(pooc
 
 def altered(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Makes ``change`` of each point that the sweep finds."""
-    solve = sweeping._solve
-    monkeypatch.setattr(sweeping, "_solve", lambda *arguments: change(solve(*arguments)))
+    solve = sweeping.solve_cell
+    monkeypatch.setattr(sweeping, "solve_cell", lambda *arguments: change(solve(*arguments)))
 
 
 @pytest.mark.parametrize(

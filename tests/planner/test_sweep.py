@@ -12,11 +12,12 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner import sweep as module
+from poochplan.planner import sweep_cells
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.sweep import SweepPoint, default_budgets, sweep
+from poochplan.planner.sweep import default_budgets, sweep
+from poochplan.planner.sweep_cells import Solving, SweepPoint
 
 from .random_profiles import resnet_like, transformer_like
 
@@ -82,7 +83,7 @@ def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.
             raise ArithmeticError("two\nlines")
         return run_policy(name, given)
 
-    monkeypatch.setattr(module, "run_policy", broken)
+    monkeypatch.setattr(sweep_cells, "run_policy", broken)
     points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
     assert [point.failed for point in points] == [False, True, False]
     assert points[1].outcome == "failed: ArithmeticError: two lines"
@@ -133,7 +134,7 @@ def test_only_a_search_that_time_ended_counts_as_stopped(
         made = plan(*arguments, **options)  # type: ignore[arg-type]
         return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=status))
 
-    monkeypatch.setattr(module, "plan", ended)
+    monkeypatch.setattr(sweep_cells, "plan", ended)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert (point.status, point.outcome) == (status, str(status))
     assert point.stopped == (status == "time limit")
@@ -146,7 +147,7 @@ def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeyp
         step_s = made.prediction.in_core_step_s
         return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, bound_s=1.25 * step_s, gap=0.01))
 
-    monkeypatch.setattr(module, "plan", proven)
+    monkeypatch.setattr(sweep_cells, "plan", proven)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert point.bound_overhead == pytest.approx(0.25)
     assert point.gap == 0.01
@@ -156,7 +157,7 @@ def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile
     with pytest.raises(UsageError, match="policy 'clever' is unknown: expected ilp"):
         sweep(profile, [1], [ILP, "clever"])
     with pytest.raises(UsageError, match="solver 'nonesuch' is unknown"):
-        sweep(profile, [1], [ILP], solving=module.Solving(solver="nonesuch"))
+        sweep(profile, [1], [ILP], solving=Solving(solver="nonesuch"))
 
 
 def test_the_ilp_is_never_behind_a_policy_by_more_than_its_gap() -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from poochplan.formats.files import write_atomic
 from poochplan.planner.planning import ILP
-from poochplan.planner.sweep import SweepPoint
+from poochplan.planner.sweep_cells import SweepPoint
 from poochplan.units import format_bytes
 
 from .tables import overhead_text
