@@ -77,16 +77,17 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
     static = static_bytes(profile)
     if budget_bytes < static:
         raise InfeasibleError(
-            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and what "
-            f"else lives all step long take {static} bytes ({format_bytes(static)}) alone; expected at least "
-            f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}); pass a budget of {share} or more",
+            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and whatever "
+            f"else stays in memory for the whole step take {static} bytes ({format_bytes(static)}) alone; expected at "
+            f"least {smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}); "
+            f"pass a budget of {share} or more",
             smallest_budget_bytes=smallest.peak_bytes,
         )
-    where = f" at {smallest.simulation.peak_layer}" if smallest.simulation.peak_layer else ""
+    where = smallest.simulation.peak_layer or "one moment of the step"
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
         f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}, {share} of the in-core peak of "
-        f"{format_bytes(profile.in_core_peak_bytes)}), which{where} no decision can lower; "
+        f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
         f"pass a budget of {share} or more, or make the batch smaller",
         smallest_budget_bytes=smallest.peak_bytes,
     )

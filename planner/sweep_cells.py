@@ -37,7 +37,7 @@ class SweepPoint:
     feasible: bool
     """Whether the policy found a plan within the budget."""
     peak_bytes: int | None = None
-    """Most live bytes; the least that the policy came down to where it found no plan. None for a cell that failed."""
+    """Most live bytes; the least that the policy needs where it found no plan. None for a cell that failed."""
     step_s: float | None = None
     """This and all below: None where there is no plan."""
     overhead: float | None = None
@@ -88,7 +88,7 @@ class Solving:
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
-    """The cell's point; whatever goes wrong is told in it."""
+    """The cell's point; whatever goes wrong becomes part of it."""
     policy, budget_bytes = cell
     started_s = time.perf_counter()
     try:

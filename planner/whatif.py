@@ -41,7 +41,7 @@ def for_machine(
     UsageError
         The link, the memory or the factor cannot be read.
     InfeasibleError
-        The memory does not hold what lives all step long; it names the smallest budget that has a plan.
+        The memory does not hold what stays in it for the whole step; it names the smallest budget that has a plan.
     """
     assumed = list(profile.assumed)
     changed = profile
@@ -78,7 +78,7 @@ def parse_link(text: str | float) -> Link:
     rates = name.split(",")
     try:
         if len(rates) > 2:
-            raise UsageError("two rates at most")
+            raise UsageError("expected two rates at most")
         outward, inward = (parse_rate(rate) for rate in (rates[0], rates[-1]))
     except UsageError:
         raise UsageError(
@@ -172,7 +172,8 @@ def _check_memory(profile: Profile, memory_bytes: int) -> None:
     smallest = swap_all_on_demand(build_problem(profile)).peak_bytes
     raise InfeasibleError(
         f"device memory: expected more than the {static} bytes ({format_bytes(static)}) of parameters, optimizer "
-        f"state and inputs that live all step long, found {memory_bytes} bytes ({format_bytes(memory_bytes)}); "
+        f"state and inputs that stay in memory for the whole step, found {memory_bytes} bytes "
+        f"({format_bytes(memory_bytes)}); name more memory: "
         f"the smallest budget that has a plan is {smallest} bytes ({format_bytes(smallest)})",
         smallest_budget_bytes=smallest,
     )

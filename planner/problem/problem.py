@@ -187,7 +187,8 @@ def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
             continue
         value = profile.handles[point.handle].value
         if saved_of[value] >= 0:
-            raise PoochError(f"points: value {profile.values[value].name} has two save points; profile again")
+            name = profile.values[value].name
+            raise PoochError(f"points: expected one save point for value {name}, found two; profile again")
         saved_of[value] = len(value_of)
         value_of.append(value)
     return saved_of, value_of

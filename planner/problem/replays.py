@@ -1,7 +1,7 @@
 """What it takes to recompute a saved value: ops to re-run, saved values to start from, bytes on the way.
 
-The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that bore it,
-then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
+The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that
+created it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplayGraph:
     """Per op: the values it reads or writes in a version that only a replay can give."""
     value_bytes: tuple[int, ...]
     value_writers: tuple[tuple[int, ...], ...]
-    """Per value: the forward ops that bear or write it, in order."""
+    """Per value: the forward ops that create or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
@@ -93,7 +93,7 @@ class ReplayGraph:
         )
 
     def lives(self, ops: Sequence[int], kept: Set[int]) -> list[tuple[int, int, int]]:
-        """What a replay that runs ``ops`` makes: (value, position of the op that bears it, last position it lives at).
+        """What a replay that runs ``ops`` makes: (value, position of the op that creates it, position it lives to).
 
         Values of ``kept`` live to the end of the replay, temporaries to the last op that touches them.
         """
@@ -263,5 +263,5 @@ def _entry_reason(versions: _Versions, value: int, save_tick: int, entry_save_ti
     if versions.saved_version[versions.saved_of[value]] != len(versions.writers[value]):
         return f"its input {record.name} is written in place after it was saved"
     if entry_save_tick < save_tick and record.freed < save_tick:
-        return f"its input {record.name} is let go of before it is saved"
+        return f"its input {record.name} is freed before the value is saved"
     return ""

@@ -206,7 +206,7 @@ def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
         smallest = frontier.smallest_budget_bytes
         return InfeasibleError(
             f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
-            f"({format_bytes(smallest)}); what each came down to was written to {csv}",
+            f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
     stopped = sum(point.stopped for point in points)

@@ -33,13 +33,13 @@ class Phase(StrEnum):
 class Kind(StrEnum):
     """What a value is to the step."""
 
-    ACTIVATION = "activation"  # born in forward and saved for backward
+    ACTIVATION = "activation"  # created in forward and saved for backward
     PARAMETER = "parameter"
     BUFFER = "buffer"
     GRADIENT = "gradient"  # the storage of a parameter's gradient
     OPTIMIZER_STATE = "optimizer_state"
     INPUT = "input"  # there before the step, and neither parameter, buffer nor optimizer state
-    TEMPORARY = "temporary"  # born in the step and not saved
+    TEMPORARY = "temporary"  # created in the step and not saved
 
 
 class PointKind(StrEnum):
@@ -50,7 +50,7 @@ class PointKind(StrEnum):
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One dispatched operator that bears or writes a value, or takes time. Pure views are not listed."""
+    """One dispatched operator that creates or writes a value, or takes time. Pure views are not listed."""
 
     name: str
     """Operator, for example ``aten.convolution.default``; ``compiled_region`` for a ``torch.compile``d callable."""
@@ -65,7 +65,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     inputs: tuple[int, ...] = ()
     """Values read, in argument order, each once (also those in ``writes``)."""
     outputs: tuple[int, ...] = ()
-    """Values born."""
+    """Values created."""
     writes: tuple[int, ...] = ()
     """Values that were there before and are written in place."""
     random: bool = False
@@ -88,7 +88,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     dtype: str
     shape: tuple[int, ...]
     born: int
-    """Op that bore it; -1 when it was there before the step."""
+    """Op that created it; -1 when it was there before the step."""
     forward_death: int
     """Last tick at which something other than autograd holds it (may lie in backward; the last tick of the step
     when it outlives it)."""

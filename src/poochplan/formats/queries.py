@@ -37,7 +37,7 @@ def saved_values(profile: ProfileData) -> list[int]:
 
 
 def writers_by_value(profile: ProfileData) -> list[list[int]]:
-    """Forward ops that bear or write each value, in order."""
+    """Forward ops that create or write each value, in order."""
     writers: list[list[int]] = [[] for _ in profile.values]
     for index, op in enumerate(profile.ops):
         if op.phase is Phase.FORWARD:
