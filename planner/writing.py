@@ -25,6 +25,8 @@ class Outcome:
     notes: tuple[str, ...] = ()
     optimum: Optimum | None = None
     """None where nothing was searched for."""
+    evaluations: int | None = None
+    seed: int = 0
 
 
 def write_plan(
@@ -65,12 +67,14 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
     return Solve(
         policy=found.policy,
         solver=solution.solver if solution else "none",
-        status=SolveStatus(optimum.status) if optimum else SolveStatus.NOT_NEEDED,
+        status=optimum.status if optimum else SolveStatus.NOT_NEEDED,
         objective_s=solution.objective_s if solution else None,
         bound_s=bound_s,
         gap=gap,
         wall_s=wall_s,
         rounds=optimum.rounds if optimum else 0,
+        evaluations=found.evaluations,
+        seed=found.seed,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +23,8 @@ class SolverStatus(StrEnum):
 
     OPTIMAL = "optimal"  # within the gap
     TIME_LIMIT = "time limit"  # with a solution
+    CHECK_LIMIT = "check limit"  # with a solution; see :attr:`Limits.most_checks`
+    TOO_LARGE = "too large"  # not tried; see :attr:`Limits.most_columns`
     NO_SOLUTION = "no solution found"
     INFEASIBLE = "infeasible"
     UNBOUNDED = "unbounded"
@@ -36,7 +39,7 @@ _PULP_STATUS = {
     pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
     pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
 }
-_HAS_SOLUTION = (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT)
+_HAS_SOLUTION = (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class Limits:
     """Relative to the objective."""
     absolute_gap: float = 0.0
     """In the unit of the objective; the solver stops at whichever gap is reached first."""
+    most_checks: int | None = None
+    """With integrality: so many times HiGHS may ask whether to go on, which it does at set points of its work."""
+    most_columns: int | None = None
+    """A larger model is not solved with integrality at all."""
+
+    def since(self, started_s: float) -> Limits:
+        """What is left of these when the model took from ``started_s`` until now to build."""
+        return replace(self, time_s=max(0.5, self.time_s - (time.perf_counter() - started_s)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +160,11 @@ def _solve_highs(
     if cancel is not None:
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
+    if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
+        return SolverStatus.TOO_LARGE, None, None, None
+    checks = _Checks(limits.most_checks)
+    if limits.most_checks is not None:
+        highs.cbMipInterrupt += checks
     highs.passModel(_highs_model(model, is_integral))
     if is_integral and start:
         highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
@@ -156,7 +172,7 @@ def _solve_highs(
         highs.setOptionValue("solver", "ipm")
         highs.setOptionValue("run_crossover", "off")
     highs.run()
-    status = _highs_status(highs)
+    status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return _without_solution(status), None, None, _finite(info.mip_dual_bound) if is_integral else None
@@ -171,6 +187,23 @@ def _without_solution(status: SolverStatus) -> SolverStatus:
     return SolverStatus.NO_SOLUTION if status in _HAS_SOLUTION else status
 
 
+class _Checks:
+    """State: how often HiGHS has asked whether to go on. Where it asks depends on its work, not on the time."""
+
+    def __init__(self, most: int | None) -> None:
+        self._left = most
+
+    @property
+    def are_over(self) -> bool:
+        return self._left is not None and self._left <= 0
+
+    def __call__(self, event: Any) -> None:
+        assert self._left is not None
+        self._left -= 1
+        if self.are_over:
+            event.interrupt()
+
+
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
@@ -182,6 +215,7 @@ def _highs(limits: Limits) -> Any:
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("time_limit", max(0.1, limits.time_s))
     highs.setOptionValue("threads", 1)  # two runs may go on side by side
+    highs.setOptionValue("random_seed", 0)
     highs.setOptionValue("mip_rel_gap", limits.gap)
     highs.setOptionValue("mip_abs_gap", limits.absolute_gap)
     return highs

@@ -1,7 +1,7 @@
 """Annealing in the simulator: a walk that leaves local optima that no single change leaves.
 
 Two large values that trade places are one. The walk draws from a fixed sequence, so that the same profile gives the
-same plan wherever its time suffices.
+same plan wherever its allowance suffices.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.allowance import Budget
 from poochplan.planner.judge.candidate import Candidate
 from poochplan.planner.problem.problem import Problem
 
-from .descent import SEARCH_STYLES, Budget, can_gain, other_decisions, try_change
+from .descent import SEARCH_STYLES, can_gain, other_decisions, try_change
 
 SEED = 0
 OVER_BUDGET = 0.02

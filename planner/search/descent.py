@@ -1,15 +1,15 @@
 """Local search in the simulator: change decisions while the simulated step gets faster.
 
 :func:`descend` ends in a local optimum; ``annealing.py`` leaves those that no single change leaves. Both go in a fixed
-order, so that the same profile gives the same plan wherever their time suffices.
+order, so that the same profile gives the same plan wherever their allowance suffices.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.allowance import Budget
 from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.style import Style
@@ -19,18 +19,6 @@ MIN_GAIN = 1e-6
 SEARCH_STYLES = STYLES[:2]
 FAR_OFF = 1.01
 """A change whose step is this much longer than the best one is not tried in another style."""
-
-
-class Budget:
-    """How much may still be spent: simulations, and time as a safety net."""
-
-    def __init__(self, evaluations: int, deadline_s: float) -> None:
-        self.left, self.deadline_s = evaluations, deadline_s
-
-    def spend(self) -> bool:
-        """Takes one simulation; whether there was one."""
-        self.left -= 1
-        return self.left >= 0 and time.perf_counter() < self.deadline_s
 
 
 def descend(problem: Problem, start: Candidate, budget_bytes: int, values: Sequence[int], budget: Budget) -> Candidate:

@@ -13,12 +13,12 @@ import numpy as np
 
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
+from poochplan.planner.allowance import Budget
 from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import with_recording
 from poochplan.planner.schedule.style import AS_STYLED, Style, Tuning
 
-from .descent import Budget
 from .moves import Moves
 
 MIN_GAIN = 1e-7

@@ -103,7 +103,8 @@ class SolveStatus(StrEnum):
 
     WITHIN_GAP = "within gap"  # of the proven bound
     TIME_LIMIT = "time limit"
-    SEARCHED = "searched"  # to the end, without either
+    EVALUATION_LIMIT = "evaluation limit"
+    SEARCHED = "searched"  # to the end, without any of these
     NOT_NEEDED = "not needed"  # one policy decided alone, or everything is kept
 
 
@@ -122,6 +123,10 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     rounds: int
     """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
+    evaluations: int | None = None
+    """Simulations that the search was allowed, where these ended it and no clock did; None for a time limit."""
+    seed: int = 0
+    """Of the search's random walks."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,57 @@
+"""Imports run one way, in no circles; folders are small; a name means one thing."""
+
+from __future__ import annotations
+
+import pytest
+from house import circles, files_per_folder, graph, room_of, twice
+
+BELOW = {
+    "errors": set[str](),
+    "units": {"errors"},
+    "formats": {"errors", "units"},
+    "tensors": {"errors", "units"},
+    "planner": {"formats", "errors", "units"},
+    "runtime": {"formats", "tensors", "errors", "units"},
+    "profiler": {"planner", "runtime", "formats", "tensors", "errors", "units"},
+}
+"""What each room may import, beside itself. All other modules may import any of these, and each other."""
+ENDED_BY_THE_NEXT_ENGINE = {
+    "poochplan.runtime.engine.engine",
+    "poochplan.runtime.engine.host_slab",
+    "poochplan.runtime.engine.saved_value",
+    "poochplan.runtime.replays.recorder",
+    "poochplan.runtime.replays.replay",
+}
+"""The one circle there is."""
+MOST_FILES = 9
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    allowed = BELOW[room] | {room, ""}  # "": other packages
+    wrong = [
+        f"{name} -> {target}"
+        for name, targets in graph().items()
+        if room_of(name) == room
+        for target in sorted(targets)
+        if room_of(target) not in allowed
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["planner", "formats"])
+def test_planning_needs_no_torch(room: str) -> None:
+    assert [name for name, targets in graph().items() if room_of(name) == room and "torch" in targets] == []
+
+
+def test_no_modules_import_each_other_in_a_circle_but_the_one_that_is_listed() -> None:
+    assert circles(graph()) in ([], [ENDED_BY_THE_NEXT_ENGINE])
+
+
+def test_no_folder_holds_more_files_than_one_sees_at_a_glance() -> None:
+    full = {folder: count for folder, count in files_per_folder().items() if count > MOST_FILES}
+    assert set(full) <= {"src/poochplan/cli"}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    assert twice() == []
