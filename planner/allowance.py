@@ -9,6 +9,7 @@ import time
 from math import ceil, inf
 from typing import Protocol
 
+from poochplan.formats.plan import SolveStatus
 from poochplan.planner.model.solvers import Limits
 
 LARGEST_PART = 0.5
@@ -23,7 +24,7 @@ class Allowance(Protocol):
     """How much a search may still spend."""
 
     @property
-    def status(self) -> str:
+    def status(self) -> SolveStatus:
         """What to say of a search that ends now and is not near its bound."""
 
     @property
@@ -58,8 +59,8 @@ class TimeAllowance:
         return self._deadline_s - time.perf_counter()
 
     @property
-    def status(self) -> str:
-        return "time limit" if self.is_spent else "searched"
+    def status(self) -> SolveStatus:
+        return SolveStatus.TIME_LIMIT if self.is_spent else SolveStatus.SEARCHED
 
     @property
     def is_spent(self) -> bool:
@@ -88,8 +89,8 @@ class CountAllowance:
         self._evaluations = self._left = evaluations
 
     @property
-    def status(self) -> str:
-        return "evaluation limit" if self.is_spent else "searched"
+    def status(self) -> SolveStatus:
+        return SolveStatus.EVALUATION_LIMIT if self.is_spent else SolveStatus.SEARCHED
 
     @property
     def is_spent(self) -> bool:

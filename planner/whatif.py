@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.links import PRESET_BYTES_PER_S, PRESET_LATENCY_S, preset_link
+from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
@@ -41,7 +41,7 @@ def for_machine(
     UsageError
         The link, the memory or the factor cannot be read.
     InfeasibleError
-        The memory does not hold what lives all step long; it names the smallest budget that has a plan.
+        The memory does not hold what stays in it for the whole step; it names the smallest budget that has a plan.
     """
     assumed = list(profile.assumed)
     changed = profile
@@ -73,16 +73,16 @@ def parse_link(text: str | float) -> Link:
         It is none of these; the message lists the presets.
     """
     name = str(text).strip()
-    if name in PRESET_BYTES_PER_S:
+    if name in tuple(LinkPreset):
         return preset_link(name)
     rates = name.split(",")
     try:
         if len(rates) > 2:
-            raise UsageError("two rates at most")
+            raise UsageError("expected two rates at most")
         outward, inward = (parse_rate(rate) for rate in (rates[0], rates[-1]))
     except UsageError:
         raise UsageError(
-            f"link: expected {', '.join(PRESET_BYTES_PER_S)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
+            f"link: expected {', '.join(LinkPreset)}, {MEASURED}, a rate above 0 such as 12GB/s, or two "
             f"(out,in) such as 12GB/s,25GB/s; found {str(text)!r}"
         ) from None
     return Link(name=_rates_text(outward, inward), outward=_direction(outward), inward=_direction(inward))
@@ -172,7 +172,8 @@ def _check_memory(profile: Profile, memory_bytes: int) -> None:
     smallest = swap_all_on_demand(build_problem(profile)).peak_bytes
     raise InfeasibleError(
         f"device memory: expected more than the {static} bytes ({format_bytes(static)}) of parameters, optimizer "
-        f"state and inputs that live all step long, found {memory_bytes} bytes ({format_bytes(memory_bytes)}); "
+        f"state and inputs that stay in memory for the whole step, found {memory_bytes} bytes "
+        f"({format_bytes(memory_bytes)}); name more memory: "
         f"the smallest budget that has a plan is {smallest} bytes ({format_bytes(smallest)})",
         smallest_budget_bytes=smallest,
     )

@@ -60,7 +60,7 @@ def graph(root: Path = ROOT) -> dict[str, set[str]]:
 
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     """Groups of modules that reach each other (strongly connected, more than one)."""
-    reach = {name: _reached(name, edges) for name in edges}
+    reach = {name: _reached(name, edges) & edges.keys() for name in edges}
     groups = {
         frozenset(other for other in reach[name] if name in reach[other]) for name in edges if name in reach[name]
     }

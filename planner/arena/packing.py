@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from poochplan.formats.occupancy import occupancy
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
-from poochplan.planner.problem.problem import Ints
+from poochplan.planner.problem.arrays import Ints
 
 TRIES = 20
 """First fits tried at most."""
@@ -88,10 +89,16 @@ class _Rectangles:
 
     def peak(self) -> int:
         """Most bytes live at any time."""
-        times = np.concatenate([self.end, self.start])
-        change = np.concatenate([-self.size, self.size])
-        live = np.cumsum(change[np.argsort(times, kind="stable")])  # at one time, ends before starts
+        _, _, live = self._live()
         return int(live.max(initial=0))
+
+    def _live(self) -> tuple[Ints, Ints, Ints]:
+        """Bytes live at each time at which a block starts or ends; and per block, which of these times: the one at
+        which it starts, and the one at which it is over.
+        """
+        times = np.unique(np.concatenate([self.start, self.end]))
+        first, after = np.searchsorted(times, self.start), np.searchsorted(times, self.end)
+        return first, after, occupancy(len(times), (first, after - 1, self.size))
 
     def top(self, offsets: Ints) -> int:
         """Bytes of the arena of these places."""
@@ -109,12 +116,7 @@ class _Rectangles:
 
     def _most_beside(self) -> Ints:
         """Per block: most bytes live at any time of its life."""
-        times = np.unique(np.concatenate([self.start, self.end]))
-        first, after = np.searchsorted(times, self.start), np.searchsorted(times, self.end)
-        change = np.zeros(len(times), dtype=np.int64)
-        np.add.at(change, first, self.size)
-        np.subtract.at(change, after, self.size)
-        live = np.cumsum(change)
+        first, after, live = self._live()
         spans = zip(first.tolist(), after.tolist(), strict=True)
         return np.array([live[begin:end].max() for begin, end in spans], dtype=np.int64)
 

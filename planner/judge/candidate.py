@@ -53,7 +53,7 @@ def try_style(
     *,
     recorded: bool = True,
 ) -> Candidate:
-    """Decisions, scheduled in one style and simulated; ``recorded`` as in :func:`~.schedule.fit`."""
+    """Decisions, scheduled in one style and simulated; ``recorded`` as in ``fit``."""
     schedule = fit(problem, wish, budget_bytes, style, tuning, recorded=recorded)
     return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
 

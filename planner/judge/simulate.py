@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
+from poochplan.planner.problem.arrays import Floats, Ints
 from poochplan.planner.problem.needs import claim_for_never_replayed, replay_closure
-from poochplan.planner.problem.problem import Floats, Ints, Problem
+from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 
 from .streams import Span, Streams
@@ -210,13 +212,13 @@ def _memory(problem: Problem, walk: Walk) -> Ints:
     """Most bytes live at each tick."""
     size_bytes = problem.rounded_bytes
     first_end, back, end = lives(problem, walk)
-    change = np.zeros(problem.tick_count + 1, dtype=np.int64)
-    np.add.at(change, problem.born, size_bytes)
-    np.subtract.at(change, first_end + 1, size_bytes)
     again = np.flatnonzero(back >= 0)
-    np.add.at(change, back[again], size_bytes[again])
-    np.subtract.at(change, end[again] + 1, size_bytes[again])
-    memory: Ints = np.cumsum(change)[:-1] + problem.base_bytes
+    live = occupancy(
+        problem.tick_count,
+        (problem.born, first_end, size_bytes),
+        (back[again], end[again], size_bytes[again]),
+    )
+    memory: Ints = live + problem.base_bytes
     _add_inside_replays(problem, walk.replays, memory)
     return memory
 

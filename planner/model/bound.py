@@ -14,7 +14,8 @@ from poochplan.planner.allowance import Allowance
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
 
-from .fluid import FluidModel, Purpose, Request, build_fluid_model
+from .fluid import FluidModel, Purpose, Request
+from .rows import build_fluid_model
 from .solvers import Cancel, Limits, LinearSolution, solve_linear
 from .whole_rows import large_values
 

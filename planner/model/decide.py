@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Floats, Problem
+from poochplan.planner.problem.arrays import Floats
+from poochplan.planner.problem.problem import Problem
 
-from .fluid import FluidModel, Request, build_fluid_model
-from .solvers import Limits, solve_linear
+from .fluid import FluidModel, Request
+from .rows import build_fluid_model
+from .solvers import Limits, SolverStatus, solve_linear
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Solution:
     """None when it found none."""
     objective_s: float | None
     """Overhead in seconds by the fluid model."""
-    status: str
+    status: SolverStatus
     solver: str
 
 

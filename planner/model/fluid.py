@@ -1,7 +1,8 @@
-"""The fluid models: decisions are chosen, copies flow. docs/planner.md lists the rows and argues for them.
+"""The fluid models' data: what to build a model for, and its columns by their meaning.
 
-PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its optimum. They are one model with
-a few rows apart, built here: decisions, replays before their own need, the link, time. ``fluid_memory`` adds memory.
+Decisions are chosen, copies flow. PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its
+optimum. They are one model with a few rows apart, which ``rows.py`` adds; docs/planner.md lists the rows and argues for
+them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
 from poochplan.planner.problem.problem import Problem
 
-from .linear import LinearModel, Term
-from .slots import Slots, slots_of
+from .linear import LinearModel
+from .slots import Slots
 
 WINDOW_NEEDS = 30
 """How many of the last points that replay something a value may be brought back at before its own use."""
-SWAP_PREFERENCE = 1e-4
-"""Weight of link time in PLAN's objective, so that no value is moved for nothing."""
 
 
 class Purpose(StrEnum):
@@ -54,7 +51,7 @@ class Request:
     host_bytes: int | None = None
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
-    """Values, all of them candidates, that PLAN moves in one piece; see ``fluid_whole``."""
+    """Values, all of them candidates, that PLAN moves in one piece; see ``whole_rows.py``."""
     grid: int = 30
     """At how many slots at most these leave and return."""
 
@@ -116,298 +113,12 @@ class FluidModel:
         return found
 
 
-def build_fluid_model(problem: Problem, request: Request) -> FluidModel:
-    """The model that ``request`` asks for, complete."""
-    from .memory_rows import add_memory
-
-    sizes = problem.rounded_bytes[list(request.candidates)]
-    unit = max(1.0, float(np.mean(sizes)) / 10) if len(sizes) else 1.0
-    model = FluidModel(problem, request, slots_of(problem), unit, problem.step_s / 1000 or 1.0)
-    _add_decisions(model)
-    _add_early_returns(model)
-    _add_link(model)
-    _add_time(model)
-    add_memory(model)
-    return model
-
-
-def _add_decisions(model: FluidModel) -> None:
-    problem, request, linear = model.problem, model.request, model.linear
-    link = problem.link
-    for value in request.candidates:
-        swap_cost = recompute_cost = 0.0
-        if not model.is_bound:
-            out_s, in_s = problem.out_seconds(value), problem.in_seconds(value)
-            slowed_s = out_s * link.interference_out / (1 + link.interference_out)
-            slowed_s += in_s * link.interference_in / (1 + link.interference_in)
-            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s
-            recompute_cost = SWAP_PREFERENCE * model.replay_time[value]
-        model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
-        replay = problem.replay.replays[value]
-        if replay is not None:
-            model.recompute[value] = linear.column(1.0, cost=recompute_cost, integer=True)
-            linear.row([(model.swap[value], 1), (model.recompute[value], 1)], high=1)
-    for value in model.recompute:
-        replay = problem.replay.replays[value]
-        assert replay is not None
-        for source in replay.inputs:
-            model.consumers.setdefault(source, []).append(value)
-    if request.host_bytes is not None:
-        host = [(column, model.moved[value]) for value, column in model.swap.items()]
-        linear.row(host, high=request.host_bytes / model.unit)
-
-
-# -- replays before their own need ------------------------------------------------------------------------------------
-
-
-def _add_early_returns(model: FluidModel) -> None:
-    """Columns "back by this slot", and the rows "what a replay starts from is back by then"."""
-    before_death = _slots_before_an_input_goes(model)
-    order = sorted(model.request.candidates, key=lambda value: model.use_slot[value])
-    for value in order:
-        if model.is_bound and model.use_slot[value] == model.slots.count:
-            continue  # never used in backward: BOUND lets it come back for nothing
-        wanted = set()
-        for user in model.consumers.get(value, ()):
-            wanted.add(model.use_slot[user])
-            wanted.update(early.slot for early in model.early.get(user, ()))
-            wanted.update(before_death.get(user, ()))
-        wanted = {slot for slot in wanted if slot < model.use_slot[value]}
-        window = sorted(wanted | before_death.get(value, set()))[-model.request.window :]
-        _add_early_columns(model, value, window, wanted)
-    for value in model.request.candidates:
-        for user in model.consumers.get(value, ()):
-            _add_ready_rows(model, value, user)
-
-
-def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:
-    """Per recomputable value: slots of the last uses of its inputs, where these come before its own use.
-
-    Replayed there, it needs no claim on the input. BOUND adds the last slot before the own use: what is not back by
-    then has had its inputs claimed all the time.
-    """
-    problem, found = model.problem, dict[int, set[int]]()
-    for source, users in model.consumers.items():
-        slot = model.slots.at_tick(int(problem.freed[source]))
-        for user in users:
-            if model.slots.first_backward <= slot < model.use_slot[user]:
-                found.setdefault(user, set()).add(slot)
-                if model.is_bound:
-                    found[user].add(model.use_slot[user] - 1)
-    return found
-
-
-def _add_early_columns(model: FluidModel, value: int, window: list[int], wanted: set[int]) -> None:
-    linear = model.linear
-    returns: list[Early] = []
-    last_replayed = last_fetched = None
-    for slot in window:
-        replayed = linear.column(1.0) if value in model.recompute else None
-        fetched = linear.column(1.0) if slot in wanted and not model.is_bound else None
-        if replayed is not None and last_replayed is not None:
-            linear.row([(last_replayed, 1), (replayed, -1)], high=0)
-        if fetched is not None and last_fetched is not None:
-            linear.row([(last_fetched, 1), (fetched, -1)], high=0)
-        last_replayed, last_fetched = replayed, fetched if fetched is not None else last_fetched
-        returns.append(Early(slot, replayed, fetched))
-    if last_replayed is not None:
-        linear.row([(last_replayed, 1), (model.recompute[value], -1)], high=0)
-    if last_fetched is not None:
-        linear.row([(last_fetched, 1), (model.swap[value], -1)], high=0)
-    if returns:
-        model.early[value] = returns
-
-
-def _add_ready_rows(model: FluidModel, value: int, user: int) -> None:
-    """Where ``user`` is replayed by a slot, ``value`` is kept, replayed by then, or fetched by then."""
-    own = model.early.get(value, ())
-    done = [(early.slot, early.replayed) for early in model.early.get(user, ())]
-    done.append((model.use_slot[user], model.recompute[user]))
-    for slot, is_back in done:
-        if is_back is None or slot >= model.use_slot[value]:
-            continue
-        terms: list[Term] = [(is_back, 1.0)]
-        if value in model.recompute:
-            terms.append((model.recompute[value], 1.0))
-        if model.is_bound:
-            # The first return at or after the slot is no stricter, and a swapped value may not have left yet.
-            found = next((early for early in own if early.slot >= slot and early.replayed is not None), None)
-            if found is None:
-                continue
-            assert found.replayed is not None
-            terms.append((found.replayed, -1.0))
-        else:
-            terms.append((model.swap[value], 1.0))
-            found = next((early for early in own if early.slot == slot), None)
-            if found is not None:
-                terms += [(column, -1.0) for column in (found.replayed, found.fetched) if column is not None]
-        model.linear.row(terms, high=1)
-
-
-# -- the link ---------------------------------------------------------------------------------------------------------
-
-
 def _rates(model: FluidModel) -> tuple[float, float]:
     problem, candidates = model.problem, model.request.candidates
     if model.is_bound:
         scale = model.time_unit_s / model.unit
-        throttle = problem.link.throttle_bytes_per_s or float("inf")
-        out = min(problem.link.outward.bandwidth_bytes_per_s, throttle)
-        return out * scale, min(problem.link.inward.bandwidth_bytes_per_s, throttle) * scale
+        return problem.link.out_bytes_per_s * scale, problem.link.in_bytes_per_s * scale
     total = sum(model.moved[value] for value in candidates) or 1.0
     out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
     in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0
     return total / (out_s / model.time_unit_s), total / (in_s / model.time_unit_s)
-
-
-def _add_link(model: FluidModel) -> None:
-    """Backlog of bytes not yet out, and bytes that are back before they are needed, slot by slot."""
-    linear, slots, link = model.linear, model.slots, model.problem.link
-    out_rate, in_rate = model.out_rate, model.in_rate
-    saved, needed = dict[int, list[Term]](), dict[int, list[Term]]()
-    for value, column in model.swap.items():
-        saved.setdefault(model.save_slot[value], []).append((column, model.moved[value]))
-        needed.setdefault(model.use_slot[value], []).append((column, model.moved[value]))
-    seconds = (slots.seconds / model.time_unit_s).tolist()
-    longer_out = 1.0 if model.is_bound else 1 + link.interference_out
-    longer_in = 1.0 if model.is_bound else 1 + link.interference_in
-    # What a half-duplex link carries inwards it cannot carry outwards.
-    shared = 0.0 if model.is_bound else (1 - link.duplex) / link.duplex * out_rate / in_rate
-    for slot in range(slots.count):
-        extra = linear.column(model.longest, cost=1.0)
-        not_out = linear.column(model.all_bytes)
-        model.extra.append(extra)
-        model.not_out.append(not_out)
-        if slot > 0:
-            left: list[Term] = [(model.not_out[slot - 1], 1.0)]
-            if slot - 1 in model.arriving and shared:
-                left.append((model.arriving[slot - 1], shared))
-            spare = seconds[slot - 1] * longer_out * out_rate
-            if slot in saved:  # what was idle before the save point is gone
-                backlog = linear.column(model.all_bytes)
-                linear.row([*left, (backlog, -1.0)], high=spare)
-                left, spare = [(backlog, 1.0)], 0.0
-            linear.row([*left, *saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=spare)
-        else:
-            linear.row([*saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=0.0)
-        if slot >= slots.first_backward:
-            _add_inward(model, slot, needed.get(slot, []), in_rate, seconds[slot] * longer_in * in_rate)
-    _add_early_fetches(model)
-
-
-def _add_inward(model: FluidModel, slot: int, needed: list[Term], rate: float, spare: float) -> None:
-    linear = model.linear
-    ahead = linear.column(model.all_bytes)
-    arriving = linear.column(min(model.all_bytes, spare))
-    during_extra = linear.column(model.all_bytes)
-    terms = [(ahead, 1.0), (during_extra, -1.0), *needed]
-    if slot - 1 in model.ahead:
-        terms += [(model.ahead[slot - 1], -1.0), (model.arriving[slot - 1], -1.0)]
-    linear.row(terms, low=0, high=0)
-    linear.row([(during_extra, 1.0), (model.extra[slot], -rate)], high=0)
-    model.ahead[slot], model.arriving[slot] = ahead, arriving
-
-
-def _add_early_fetches(model: FluidModel) -> None:
-    """What was fetched for a replay stays until its own use; a row at each slot where such a fetch may be."""
-    marks = sorted({early.slot for returns in model.early.values() for early in returns if early.fetched is not None})
-    wanted = dict[int, list[Term]]()
-    for value, returns in model.early.items():
-        latest: int | None = None
-        steps = iter(returns)
-        step = next(steps, None)
-        for slot in marks[int(np.searchsorted(marks, returns[0].slot)) :]:
-            if slot >= model.use_slot[value]:
-                break
-            while step is not None and step.slot <= slot:
-                latest = step.fetched if step.fetched is not None else latest
-                step = next(steps, None)
-            if latest is not None:
-                wanted.setdefault(slot, []).append((latest, -model.moved[value]))
-    for slot, terms in wanted.items():
-        model.linear.row([(model.ahead[slot], 1.0), *terms], low=0)
-
-
-# -- time -------------------------------------------------------------------------------------------------------------
-
-
-def _add_time(model: FluidModel) -> None:
-    """Time is added for each replay, where it runs.
-
-    PLAN has it run at the slot of its return. BOUND lets it run at any use point up to there: of the time added since
-    backward began, the replays so far take their part, and all of them take theirs in the end.
-    """
-    own, shared_ops = _replay_costs(model)
-    jumps = _replay_jumps(model, own)
-    if not model.is_bound:
-        for slot, terms in jumps.items():
-            model.linear.row([(model.extra[slot], 1.0), *((c, -seconds) for c, seconds in terms)], low=0)
-        return
-    idle: int | None = None
-    since = model.slots.first_backward
-    for slot in sorted(jumps):
-        now = model.linear.column(model.longest)
-        terms = [(now, 1.0), *jumps[slot], *((extra, -1.0) for extra in model.extra[since : slot + 1])]
-        if idle is not None:
-            terms.append((idle, -1.0))
-        model.linear.row(terms, low=0, high=0)
-        idle, since = now, slot + 1
-    if shared_ops:
-        _add_shared_ops(model, own, shared_ops)
-
-
-def _replay_jumps(model: FluidModel, own: list[float]) -> dict[int, list[Term]]:
-    """Per slot: the seconds of the replays that are done by it, and were not by the slot of the return before."""
-    jumps = dict[int, list[Term]]()
-    for value, column in model.recompute.items():
-        if model.use_slot[value] == model.slots.count:
-            continue
-        before: int | None = None
-        returns = [(early.slot, early.replayed) for early in model.early.get(value, ())]
-        for slot, now in [*returns, (model.use_slot[value], column)]:
-            assert now is not None
-            terms = jumps.setdefault(slot, [])
-            terms.append((now, own[value]))
-            if before is not None:
-                terms.append((before, -own[value]))
-            before = now
-    return jumps
-
-
-def _replay_costs(model: FluidModel) -> tuple[list[float], dict[int, list[int]]]:
-    """Seconds of each value's own replay, and for BOUND the ops that several replays run, which may run once."""
-    if not model.is_bound:
-        return model.replay_time, {}
-    problem = model.problem
-    users = dict[int, list[int]]()
-    for value in model.recompute:
-        replay = problem.replay.replays[value]
-        assert replay is not None
-        if model.use_slot[value] < model.slots.count:
-            for op in replay.ops:
-                users.setdefault(op, []).append(value)
-    shared = {op: values for op, values in users.items() if len(values) > 1}
-    own = list(model.replay_time)
-    for op, values in shared.items():
-        for value in values:
-            own[value] -= problem.replay.op_seconds[op] / model.time_unit_s
-    return [max(0.0, seconds) for seconds in own], shared
-
-
-def _add_shared_ops(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
-    """All the time added is at least that of all replays, an op that several replays share counted once."""
-    linear = model.linear
-    groups = dict[tuple[int, ...], float]()
-    for op, values in shared_ops.items():
-        key = tuple(values)
-        groups[key] = groups.get(key, 0.0) + model.problem.replay.op_seconds[op] / model.time_unit_s
-    terms: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
-    for value, column in model.recompute.items():
-        if model.use_slot[value] < model.slots.count:
-            terms.append((column, -own[value]))
-    for users, seconds in groups.items():
-        is_run = linear.column(1.0)
-        for value in users:
-            linear.row([(is_run, 1.0), (model.recompute[value], -1.0)], low=0)
-        terms.append((is_run, -seconds))
-    linear.row(terms, low=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from poochplan.planner.problem.problem import Floats, Ints
+from poochplan.planner.problem.arrays import Floats, Ints
 
 Term = tuple[int, float]
 """A column and its coefficient."""

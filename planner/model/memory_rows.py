@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poochplan.planner.problem.problem import Ints
+from poochplan.formats.occupancy import occupancy
+from poochplan.planner.problem.arrays import Ints
 
 from .fluid import FluidModel
 from .linear import Term
@@ -63,21 +64,12 @@ def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: floa
 def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
     """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
     problem = model.problem
-    last = problem.tick_count - 1
-    change = np.zeros(problem.tick_count + 1, dtype=np.int64)
-    moved = np.zeros(problem.tick_count + 1, dtype=np.int64)
-    candidates = set(model.request.candidates)
-    for value in range(problem.value_count):
-        size_bytes = int(problem.rounded_bytes[value])
-        until = int(min(max(problem.forward_death[value], problem.freed[value]), last))
-        change[problem.born[value]] += size_bytes
-        change[until + 1] -= size_bytes
-        if value in candidates:
-            first, end = _gap(model, value)
-            moved[first] += size_bytes
-            moved[end + 1] -= size_bytes
-    gap = np.cumsum(moved)[:-1]
-    return problem.base_bytes + np.cumsum(change)[:-1] - gap, gap
+    ticks, size_bytes = problem.tick_count, problem.rounded_bytes
+    candidates = sorted(set(model.request.candidates))
+    gaps = np.array([_gap(model, value) for value in candidates], dtype=np.int64).reshape(-1, 2)
+    gap = occupancy(ticks, (gaps[:, 0], gaps[:, 1], size_bytes[candidates]))
+    live = occupancy(ticks, (problem.born, np.maximum(problem.forward_death, problem.freed), size_bytes))
+    return problem.base_bytes + live - gap, gap
 
 
 def _gap(model: FluidModel, value: int) -> tuple[int, int]:

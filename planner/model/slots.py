@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poochplan.planner.problem.problem import Floats, Ints, Problem
+from poochplan.planner.problem.arrays import Floats, Ints
+from poochplan.planner.problem.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,25 +6,40 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import pulp
 
 from poochplan.errors import SolverError, UsageError
-from poochplan.planner.problem.problem import Floats
+from poochplan.planner.problem.arrays import Floats
 
 from .linear import Arrays, proven_bound
 
+
+class SolverStatus(StrEnum):
+    """How a solver's run ended."""
+
+    OPTIMAL = "optimal"  # within the gap
+    TIME_LIMIT = "time limit"  # with a solution
+    CHECK_LIMIT = "check limit"  # with a solution; see :attr:`Limits.most_checks`
+    TOO_LARGE = "too large"  # not tried; see :attr:`Limits.most_columns`
+    NO_SOLUTION = "no solution found"
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    NOT_SOLVED = "not solved"  # whatever else a solver may say
+
+
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _PULP_STATUS = {
-    pulp.LpSolutionOptimal: "optimal",
-    pulp.LpSolutionIntegerFeasible: "time limit",
-    pulp.LpSolutionNoSolutionFound: "no solution found",
-    pulp.LpSolutionInfeasible: "infeasible",
-    pulp.LpSolutionUnbounded: "unbounded",
+    pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,
+    pulp.LpSolutionIntegerFeasible: SolverStatus.TIME_LIMIT,
+    pulp.LpSolutionNoSolutionFound: SolverStatus.NO_SOLUTION,
+    pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
+    pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
 }
-_HAS_SOLUTION = ("optimal", "time limit", "check limit")
+_HAS_SOLUTION = (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -50,9 +65,7 @@ class Limits:
 class LinearSolution:
     """What a solver says about a linear model."""
 
-    status: str
-    """``optimal`` (within the gap), ``time limit``, ``check limit``, ``too large``, ``infeasible``, ``no solution
-    found`` or what the solver says."""
+    status: SolverStatus
     values: Floats | None
     """Per column; None when none was found."""
     objective: float | None
@@ -135,7 +148,7 @@ def solve_linear(
     return LinearSolution(status, values, objective, bound)
 
 
-_Result = tuple[str, Floats | None, float | None, float | None]
+_Result = tuple[SolverStatus, Floats | None, float | None, float | None]
 
 
 def _solve_highs(
@@ -148,7 +161,7 @@ def _solve_highs(
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
     if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
-        return "too large", None, None, None
+        return SolverStatus.TOO_LARGE, None, None, None
     checks = _Checks(limits.most_checks)
     if limits.most_checks is not None:
         highs.cbMipInterrupt += checks
@@ -159,17 +172,19 @@ def _solve_highs(
         highs.setOptionValue("solver", "ipm")
         highs.setOptionValue("run_crossover", "off")
     highs.run()
-    status = "check limit" if checks.are_over else _highs_status(highs)
+    status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
-    if is_integral and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return status if status not in _HAS_SOLUTION else "no solution found", None, None, _finite(info.mip_dual_bound)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return status if status not in _HAS_SOLUTION else "no solution found", None, None, None
+        return _without_solution(status), None, None, _finite(info.mip_dual_bound) if is_integral else None
     solution = highs.getSolution()
     values = np.array(solution.col_value)
     if is_integral:
         return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
     return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
+
+
+def _without_solution(status: SolverStatus) -> SolverStatus:
+    return SolverStatus.NO_SOLUTION if status in _HAS_SOLUTION else status
 
 
 class _Checks:
@@ -223,18 +238,18 @@ def _highs_model(model: Arrays, is_integral: bool) -> Any:
     return lp
 
 
-def _highs_status(highs: Any) -> str:
+def _highs_status(highs: Any) -> SolverStatus:
     import highspy
 
-    status = highs.getModelStatus()
-    names = {
-        highspy.HighsModelStatus.kOptimal: "optimal",
-        highspy.HighsModelStatus.kTimeLimit: "time limit",
-        highspy.HighsModelStatus.kInterrupt: "time limit",
-        highspy.HighsModelStatus.kInfeasible: "infeasible",
-        highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
+    statuses = {
+        highspy.HighsModelStatus.kOptimal: SolverStatus.OPTIMAL,
+        highspy.HighsModelStatus.kTimeLimit: SolverStatus.TIME_LIMIT,
+        highspy.HighsModelStatus.kInterrupt: SolverStatus.TIME_LIMIT,
+        highspy.HighsModelStatus.kInfeasible: SolverStatus.INFEASIBLE,
+        highspy.HighsModelStatus.kUnboundedOrInfeasible: SolverStatus.INFEASIBLE,
+        highspy.HighsModelStatus.kUnbounded: SolverStatus.UNBOUNDED,
     }
-    return names.get(status, str(highs.modelStatusToString(status)).lower())
+    return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
 
 
 def _solve_pulp(model: Arrays, solver: str, limits: Limits, relaxed: bool) -> _Result:
@@ -244,10 +259,10 @@ def _solve_pulp(model: Arrays, solver: str, limits: Limits, relaxed: bool) -> _R
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         problem.solve(pulp.getSolver(full, msg=False, **options))
-    status = _PULP_STATUS.get(int(problem.sol_status), "not solved")
+    status = _PULP_STATUS.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
     found = [variable.varValue for variable in variables]
     if status not in _HAS_SOLUTION or all(value is None for value in found):
-        return status if status not in _HAS_SOLUTION else "no solution found", None, None, None
+        return _without_solution(status), None, None, None
     # A variable that stands in no row is unknown to the solver: any value will do.
     values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None

@@ -1,6 +1,6 @@
 """Baseline policies behind one interface: each ends in a schedule that one runtime runs and one simulator judges.
 
-Importing this package fills the registry of :mod:`.base`.
+Importing this package fills the registry of :mod:`.registry`.
 """
 
 from __future__ import annotations

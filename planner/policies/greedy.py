@@ -8,7 +8,7 @@ import numpy as np
 
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, try_style
-from poochplan.planner.problem.problem import Ints
+from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.schedule.style import Style
 
 from .registry import PolicyInput, policy

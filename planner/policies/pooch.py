@@ -10,7 +10,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.judge.streams import Lane, Span
-from poochplan.planner.problem.problem import Ints
+from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.schedule.style import Style
 
 from .registry import PolicyInput, policy

@@ -56,7 +56,7 @@ class PolicyInput:
     def producers(self) -> tuple[int, ...]:
         """Per saved value: the op that wrote the content that is saved; -1 when no op of the step did.
 
-        After ``relu_`` in place, that is ``relu_`` and not the op that bore the storage.
+        After ``relu_`` in place, that is ``relu_`` and not the op that created the storage.
         """
         problem = self.problem
         last_writer = dict[int, int]()

@@ -48,13 +48,13 @@ def run_keep_all(given: PolicyInput) -> Candidate:
     return given.judge(keep_all(given.problem))
 
 
-@policy("swap-all", "swaps everything that memory asks for, back as early as memory permits")
+@policy("swap-all", "swaps out what the budget has no room for, and in as early as the budget permits")
 def run_swap_all(given: PolicyInput) -> Candidate:
     """Every value that may be swapped is; one whose bytes memory never asks for is kept after all."""
     return given.candidate(swap_all(given.problem))
 
 
-@policy("swap-all-on-demand", "swaps everything as soon as forward lets go of it, back when it is used")
+@policy("swap-all-on-demand", "swaps everything out as soon as forward is done with it, and in when backward needs it")
 def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
     """No plan has a smaller peak; see :func:`swap_all_on_demand`."""
     return swap_all_on_demand(given.problem)

@@ -9,7 +9,8 @@ import numpy as np
 
 from poochplan.formats.plan import Decision
 
-from .problem import Ints, Problem
+from .arrays import Ints
+from .problem import Problem
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from poochplan.errors import PoochError
-from poochplan.formats.profile import Kind, Link, LinkDirection, Phase, PointKind, Profile
+from poochplan.formats.occupancy import born_ticks, live_bytes
+from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
 
+from .arrays import Floats, Ints
 from .replays import ReplayGraph, build_replay_graph
 from .validate import check_profile
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +107,11 @@ class Problem:
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
-        return copy_seconds(self.link.outward, int(self.size_bytes[value]), self.link.throttle_bytes_per_s)
+        return self.link.out_seconds(int(self.size_bytes[value]))
 
     def in_seconds(self, value: int) -> float:
         """Seconds of a value's copy back, alone on the link."""
-        return copy_seconds(self.link.inward, int(self.size_bytes[value]), self.link.throttle_bytes_per_s)
+        return self.link.in_seconds(int(self.size_bytes[value]))
 
     def layer_at(self, tick: int) -> str:
         """Layer of the op at a tick, or of the value packed or unpacked there."""
@@ -125,14 +122,6 @@ class Problem:
         if point < len(self.point_ticks) and self.point_value[point] >= 0:
             return self.layers[self.point_value[point]]
         return ""
-
-
-def copy_seconds(direction: LinkDirection, size_bytes: int, throttle_bytes_per_s: float | None = None) -> float:
-    """Seconds that a copy of ``size_bytes`` takes alone: latency plus bytes over bandwidth."""
-    bandwidth = direction.bandwidth_bytes_per_s
-    if throttle_bytes_per_s is not None:
-        bandwidth = min(bandwidth, throttle_bytes_per_s)
-    return direction.latency_s + size_bytes / bandwidth
 
 
 def build_problem(profile: Profile) -> Problem:
@@ -174,7 +163,7 @@ def build_problem(profile: Profile) -> Problem:
         layers=tuple(value.layer for value in values),
         size_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
         rounded_bytes=np.array([profile.rounded_bytes(value.size_bytes) for value in values], dtype=np.int64),
-        born=np.array([_born_tick(profile, value.born) for value in values], dtype=np.int64),
+        born=born_ticks(profile, value_of),
         forward_death=np.array([value.forward_death for value in values], dtype=np.int64),
         freed=np.array([value.freed for value in values], dtype=np.int64),
         save_tick=save_tick,
@@ -184,7 +173,7 @@ def build_problem(profile: Profile) -> Problem:
         replay=build_replay_graph(
             profile, saved_of, value_of, [point_ops[p] for p in save_points], save_tick.tolist(), first_use.tolist()
         ),
-        base_bytes=_base_bytes(profile, saved_of),
+        base_bytes=live_bytes(profile, [value for value, saved in enumerate(saved_of) if saved < 0]),
         first_step_less_bytes=_first_step_less_bytes(profile),
         link=profile.link,
     )
@@ -198,7 +187,8 @@ def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
             continue
         value = profile.handles[point.handle].value
         if saved_of[value] >= 0:
-            raise PoochError(f"points: value {profile.values[value].name} has two save points; profile again")
+            name = profile.values[value].name
+            raise PoochError(f"points: expected one save point for value {name}, found two; profile again")
         saved_of[value] = len(value_of)
         value_of.append(value)
     return saved_of, value_of
@@ -225,23 +215,6 @@ def _must_keep(profile: Profile, value_of: list[int], first_use: Ints) -> tuple[
 
 def _op_layer(layer: str, phase: Phase) -> str:
     return layer or ("optimizer" if phase is Phase.OPTIMIZER else "")
-
-
-def _born_tick(profile: Profile, op: int) -> int:
-    return profile.op_ticks[op] if op >= 0 else 0
-
-
-def _base_bytes(profile: Profile, saved_of: list[int]) -> Ints:
-    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
-    for index, value in enumerate(profile.values):
-        if saved_of[index] < 0:
-            size_bytes = profile.rounded_bytes(value.size_bytes)
-            change[_born_tick(profile, value.born)] += size_bytes
-            change[min(value.freed, profile.tick_count - 1) + 1] -= size_bytes
-    base = np.cumsum(change)[:-1]
-    for op, tick in zip(profile.ops, profile.op_ticks, strict=True):
-        base[tick] += profile.rounded_bytes(op.workspace_bytes)
-    return base.astype(np.int64)
 
 
 def _first_step_less_bytes(profile: Profile) -> Ints:

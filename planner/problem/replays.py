@@ -1,7 +1,7 @@
 """What it takes to recompute a saved value: ops to re-run, saved values to start from, bytes on the way.
 
-The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that bore it,
-then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
+The rules are those of ``docs/semantics.md``, "Replay of a value". A forward value has *writers* (the op that
+created it, then every op that writes it in place); *version* ``g`` is its content after writer ``g``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 
 
@@ -55,7 +55,7 @@ class ReplayGraph:
     """Per op: the values it reads or writes in a version that only a replay can give."""
     value_bytes: tuple[int, ...]
     value_writers: tuple[tuple[int, ...], ...]
-    """Per value: the forward ops that bear or write it, in order."""
+    """Per value: the forward ops that create or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
@@ -93,7 +93,7 @@ class ReplayGraph:
         )
 
     def lives(self, ops: Sequence[int], kept: Set[int]) -> list[tuple[int, int, int]]:
-        """What a replay that runs ``ops`` makes: (value, position of the op that bears it, last position it lives at).
+        """What a replay that runs ``ops`` makes: (value, position of the op that creates it, position it lives to).
 
         Values of ``kept`` live to the end of the replay, temporaries to the last op that touches them.
         """
@@ -106,12 +106,18 @@ class ReplayGraph:
         ]
 
     def _peak(self, ops: Sequence[int], kept: Set[int]) -> int:
-        change = [0] * (len(ops) + 1)
-        for value, born, last in self.lives(ops, kept):
-            change[born] += self.value_bytes[value]
-            change[last + 1] -= self.value_bytes[value]
-        live = accumulate(change[:-1])
-        return max((there + self.op_workspace_bytes[op] for there, op in zip(live, ops, strict=True)), default=0)
+        lives = self.lives(ops, kept)
+        each = range(len(ops))
+        live = occupancy(
+            len(ops),
+            (
+                ints(born for _, born, _ in lives),
+                ints(last for _, _, last in lives),
+                ints(self.value_bytes[value] for value, _, _ in lives),
+            ),
+            (ints(each), ints(each), ints(self.op_workspace_bytes[op] for op in ops)),
+        )
+        return int(live.max(initial=0))
 
 
 @dataclass(frozen=True)
@@ -257,5 +263,5 @@ def _entry_reason(versions: _Versions, value: int, save_tick: int, entry_save_ti
     if versions.saved_version[versions.saved_of[value]] != len(versions.writers[value]):
         return f"its input {record.name} is written in place after it was saved"
     if entry_save_tick < save_tick and record.freed < save_tick:
-        return f"its input {record.name} is let go of before it is saved"
+        return f"its input {record.name} is freed before the value is saved"
     return ""

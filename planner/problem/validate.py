@@ -11,8 +11,8 @@ from poochplan.formats.profile import PointKind, Profile
 def check_profile(profile: Profile) -> None:
     """Raises a :class:`~poochplan.errors.PoochError` for the first fault found.
 
-    Faults are: no saved value, no backward, an op without a duration, a value that is read before it is born (a cycle),
-    a link without bandwidth.
+    Faults are: no saved value, no backward, an op without a duration, a value that is read before it is created (a
+    cycle), a link without bandwidth.
     """
     _check_points(profile)
     _check_ops(profile)
@@ -23,7 +23,8 @@ def _check_points(profile: Profile) -> None:
     kinds = {point.kind for point in profile.points}
     if PointKind.SAVE not in kinds:
         raise PoochError(
-            "the profile has no saved value: nothing is kept from forward for backward, so nothing to plan"
+            "the profile has no saved value: expected values that forward keeps for backward, found none, so there is "
+            "nothing to plan; profile a whole training step"
         )
     if PointKind.USE not in kinds:
         raise PoochError(
@@ -41,8 +42,8 @@ def _check_ops(profile: Profile) -> None:
             born = profile.values[value].born
             if born > index:
                 raise PoochError(
-                    f"ops[{index}] ({op.name}) reads {profile.values[value].name}, which only op {born} bears: "
-                    "expected ops in the order in which they ran, found a cycle; profile again"
+                    f"ops[{index}] ({op.name}) reads {profile.values[value].name}: expected a value that an earlier op "
+                    f"creates, found one that ops[{born}] creates later (a cycle); profile again"
                 )
 
 

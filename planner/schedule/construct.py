@@ -15,9 +15,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
+from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.problem.needs import needs_of
-from poochplan.planner.problem.problem import Ints, Problem
+from poochplan.planner.problem.problem import Problem
 
 from .style import Style, Tuning
 
@@ -60,17 +62,16 @@ class Fitting:
 
     def _curve_unreleased(self) -> Ints:
         problem = self.problem
-        change = np.zeros(problem.tick_count + 2, dtype=np.int64)
-        last = problem.tick_count - 1
         recomputed = np.array([decision is Decision.RECOMPUTE for decision in self.decisions])
         until = np.where(recomputed, problem.forward_death, np.maximum(problem.forward_death, self.end))
-        np.add.at(change, problem.born, problem.rounded_bytes)
-        np.subtract.at(change, np.minimum(until, last) + 1, problem.rounded_bytes)
         back_point = np.array(self.needs.back_point, dtype=np.int64)
         back = np.flatnonzero(recomputed & (back_point >= 0))
-        np.add.at(change, problem.point_ticks[back_point[back]], problem.rounded_bytes[back])
-        np.subtract.at(change, np.minimum(self.end[back], last) + 1, problem.rounded_bytes[back])
-        curve: Ints = np.cumsum(change)[: problem.tick_count] + problem.base_bytes
+        live = occupancy(
+            problem.tick_count,
+            (problem.born, until, problem.rounded_bytes),
+            (problem.point_ticks[back_point[back]], self.end[back], problem.rounded_bytes[back]),
+        )
+        curve: Ints = live + problem.base_bytes
         self._add_inside_replays(curve)
         return curve
 

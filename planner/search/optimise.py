@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from poochplan.errors import UsageError
-from poochplan.formats.plan import Decision
+from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.allowance import Allowance, CountAllowance, TimeAllowance
 from poochplan.planner.judge.candidate import (
     STYLES,
@@ -32,7 +32,8 @@ from poochplan.planner.model.whole_rows import large_values
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import with_recording
 
-from .descent import anneal, descend
+from .annealing import anneal
+from .descent import descend
 from .polish import polish, worth_polishing
 from .starts import simple_plans
 
@@ -118,8 +119,7 @@ class Optimum:
     """Of the model for the full budget that decided last."""
     bound_s: float
     """No plan within the budget has a shorter step."""
-    status: str
-    """``within gap``, ``time limit``, ``evaluation limit``, or ``searched``: it came to its end without any of them."""
+    status: SolveStatus
     rounds: int
     tiny: frozenset[int]
 
@@ -212,7 +212,9 @@ class _Search:
         status = self.allowance.status  # before the proof is waited for
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
-        return Optimum(best, self.solution, bound_s, "within gap" if is_near else status, self.rounds, self.tiny)
+        return Optimum(
+            best, self.solution, bound_s, SolveStatus.WITHIN_GAP if is_near else status, self.rounds, self.tiny
+        )
 
     def stages(self) -> tuple[Callable[[], None], ...]:
         """What to do, one after another, until the search is over; the schedules are polished in any case."""

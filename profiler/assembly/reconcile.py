@@ -1,8 +1,7 @@
-"""Reconciliation: ops timed one by one, brought together with the uninstrumented step; and that in words."""
+"""Reconciliation: ops timed one by one, brought together with the uninstrumented step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from poochplan.formats.profile import LayerTimes, Phase, Profile, StepTimes
-from poochplan.units import format_seconds
+from poochplan.formats.profile import LayerTimes, Phase, StepTimes
 
 PhaseSeconds = dict[Phase, float]
 Floats = npt.NDArray[np.float64]
@@ -112,27 +110,3 @@ def _spreads_s(runs: Floats) -> list[float]:
     """Interquartile range of each column, to three digits: a file of many ops stays small."""
     low, high = np.percentile(runs, [25, 75], axis=0)
     return [float(f"{spread:.3g}") for spread in high - low]
-
-
-def reconciliation(profile: Profile, least: float = 0.0) -> dict[str, str]:
-    """What was done, by phase, in words; see :meth:`Profile.reconciliation`."""
-    times = profile.times
-    counts = Counter(op.phase for op in profile.ops)
-    told = {}
-    for phase, phase_s, scale in (
-        (Phase.FORWARD, times.forward_s, times.forward_scale),
-        (Phase.BACKWARD, times.backward_s, times.backward_scale),
-        (Phase.OPTIMIZER, times.optimizer_s, times.optimizer_scale),
-    ):
-        if not times.iterations or not counts[phase] or scale <= 0 or abs(1 - 1 / scale) <= least:
-            continue
-        ops_s = phase_s / scale
-        if scale > 1:
-            done = f"the gap of {format_seconds(phase_s - ops_s)} is spread over them"
-        else:
-            done = f"scaled down by {1 - scale:.0%}"
-        told[str(phase)] = (
-            f"{counts[phase]} ops take {format_seconds(ops_s)} timed one by one, "
-            f"{format_seconds(phase_s)} uninstrumented: {done}"
-        )
-    return told

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointActions
-from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from poochplan.errors import SpillError
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Instructions, host_aligned
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.records import Clone
@@ -24,7 +24,6 @@ from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.host_slab import ALIGNMENT_BYTES
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
@@ -92,7 +91,7 @@ class HostStore:
     def put(self, storage: torch.UntypedStorage) -> int:
         """Copies the storage there and waits; its offset. Raises ``SpillError`` when it cannot be written."""
         offset = self._end_bytes
-        self._end_bytes += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._end_bytes += host_aligned(storage.nbytes())
         copy = copy_out(self.device, storage, offset)
         copy.wait()
         _raise(copy.error, "written")

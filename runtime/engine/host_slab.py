@@ -5,11 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Instructions, host_aligned
 
 from .saved_value import SavedValue
-
-ALIGNMENT_BYTES = 4096
 
 
 class HostSlab:
@@ -48,7 +46,7 @@ class HostSlab:
             return planned
         end = max((other.host_offset + other.size_bytes for other in self._unplanned), default=0)
         self._unplanned.add(value)
-        return -(-max(end, self.planned_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return host_aligned(max(end, self.planned_bytes))
 
     def _is_free(self, offset: int, value: SavedValue) -> bool:
         reference = self._occupants.get(offset)

@@ -12,11 +12,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.sweep import SweepPoint
+from poochplan.planner.sweep_cells import CellStatus, SweepPoint
 
 Pooch = Any
 COLUMNS = [
@@ -117,25 +118,35 @@ def test_where_no_policy_has_a_plan_the_code_is_3_and_the_peaks_are_written(pooc
 
 def altered(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Makes ``change`` of each point that the sweep finds."""
-    solve = sweeping._solve
-    monkeypatch.setattr(sweeping, "_solve", lambda *arguments: change(solve(*arguments)))
+    solve = sweeping.solve_cell
+    monkeypatch.setattr(sweeping, "solve_cell", lambda *arguments: change(solve(*arguments)))
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "message"),
+    ("status", "failure", "told", "code", "message"),
     [
-        ("time limit", 4, "the solver's time limit was reached for 1 of 2 plans"),
-        ("failed: OSError: no space", 1, "1 of 2 plans failed, first swap-all within"),
+        (SolveStatus.TIME_LIMIT, "", "time limit", 4, "the solver's time limit was reached for 1 of 2 plans"),
+        (CellStatus.FAILED, "OSError: no space", "failed: OSError: no space", 1, "1 of 2 plans failed, first swap-all"),
     ],
 )
 def test_what_went_wrong_is_the_exit_code_and_the_rest_is_written(
-    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int, message: str
+    pooch: Pooch,
+    profile_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: SolveStatus | CellStatus,
+    failure: str,
+    told: str,
+    code: int,
+    message: str,
 ) -> None:
-    altered(monkeypatch, lambda point: replace(point, status=status) if point.policy == "swap-all" else point)
+    altered(
+        monkeypatch,
+        lambda point: replace(point, status=status, failure=failure) if point.policy == "swap-all" else point,
+    )
     result = pooch("sweep", profile_path, "-o", "sweep.csv", "--budgets", "100%", *QUICK)
     assert result.code == code
     assert message in result.error
-    assert list(pd.read_csv("sweep.csv")["status"]) == [status, "fits"]
+    assert list(pd.read_csv("sweep.csv")["status"]) == [told, "fits"]
 
 
 def test_interrupted_it_writes_what_is_finished(

@@ -13,6 +13,7 @@ import pytest
 
 import poochplan
 from poochplan.cli import VERBS
+from poochplan.formats.plan import SolveStatus
 
 Pooch = Any
 
@@ -131,7 +132,7 @@ def test_a_stopped_solver_writes_the_best_plan_and_ends_with_code_4(
 
     def stopped(*arguments: Any, **options: Any) -> poochplan.Plan:
         made = solve(*arguments, **options)
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status="time limit"))
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=SolveStatus.TIME_LIMIT))
 
     monkeypatch.setattr(planning, "plan", stopped)
     result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")

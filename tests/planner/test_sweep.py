@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from poochplan.errors import UsageError
+from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner import sweep as module
+from poochplan.planner import sweep_cells
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.sweep import SweepPoint, default_budgets, sweep
+from poochplan.planner.sweep import default_budgets, sweep
+from poochplan.planner.sweep_cells import Solving, SweepPoint
 
 from .random_profiles import resnet_like, transformer_like
 
@@ -47,7 +49,7 @@ def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profil
         (policy, budget) for policy in all_policies() for budget in budgets
     ]
     for point in points:
-        assert not point.failed, point.status
+        assert not point.failed, point.outcome
         if point.policy == ILP:
             alone = plan(profile, point.budget_bytes, threads=1).prediction
             assert (point.step_s, point.out_bytes) == (alone.step_s, alone.out_bytes)
@@ -81,10 +83,10 @@ def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.
             raise ArithmeticError("two\nlines")
         return run_policy(name, given)
 
-    monkeypatch.setattr(module, "run_policy", broken)
+    monkeypatch.setattr(sweep_cells, "run_policy", broken)
     points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
     assert [point.failed for point in points] == [False, True, False]
-    assert points[1].status == "failed: ArithmeticError: two lines"
+    assert points[1].outcome == "failed: ArithmeticError: two lines"
 
 
 def test_cells_of_a_process_that_died_are_tried_again(profile: Profile) -> None:
@@ -124,13 +126,28 @@ def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
     assert len(sweep(profile, [budget, budget], ["keep-all", "keep-all"], processes=1)) == 1
 
 
+@pytest.mark.parametrize("status", SolveStatus)
+def test_only_a_search_that_time_ended_counts_as_stopped(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, status: SolveStatus
+) -> None:
+    def ended(*arguments: object, **options: object) -> object:
+        made = plan(*arguments, **options)  # type: ignore[arg-type]
+        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=status))
+
+    monkeypatch.setattr(sweep_cells, "plan", ended)
+    (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
+    assert (point.status, point.outcome) == (status, str(status))
+    assert point.stopped == (status == "time limit")
+    assert not point.failed
+
+
 def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     def proven(*arguments: object, **options: object) -> object:
         made = plan(*arguments, **options)  # type: ignore[arg-type]
         step_s = made.prediction.in_core_step_s
         return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, bound_s=1.25 * step_s, gap=0.01))
 
-    monkeypatch.setattr(module, "plan", proven)
+    monkeypatch.setattr(sweep_cells, "plan", proven)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert point.bound_overhead == pytest.approx(0.25)
     assert point.gap == 0.01
@@ -140,7 +157,7 @@ def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile
     with pytest.raises(UsageError, match="policy 'clever' is unknown: expected ilp"):
         sweep(profile, [1], [ILP, "clever"])
     with pytest.raises(UsageError, match="solver 'nonesuch' is unknown"):
-        sweep(profile, [1], [ILP], solving=module.Solving(solver="nonesuch"))
+        sweep(profile, [1], [ILP], solving=Solving(solver="nonesuch"))
 
 
 def test_the_ilp_is_never_behind_a_policy_by_more_than_its_gap() -> None:

@@ -47,6 +47,16 @@ def test_the_layers_add_up_to_the_profile(profile: Profile) -> None:
     assert frame["saved_bytes"].is_monotonic_decreasing
 
 
+def test_a_link_that_is_held_to_a_rate_swaps_at_that_rate(profile: Profile) -> None:
+    held = min(LINK.outward.bandwidth_bytes_per_s, LINK.inward.bandwidth_bytes_per_s) / 4
+    link = msgspec.structs.replace(profile.link, throttle_bytes_per_s=held)
+    values = msgspec.structs.replace(profile, link=link).to_frame("values")
+    free = values[values["swap_s"].notna()]
+    expected = LINK.outward.latency_s + LINK.inward.latency_s + 2 * free["size_bytes"] / held
+    assert len(free) > 0
+    assert list(free["swap_s"]) == pytest.approx(list(expected))
+
+
 def test_ops_and_values_are_those_of_the_profile(profile: Profile) -> None:
     ops, values = profile.to_frame("ops"), profile.to_frame("values")
     assert list(ops["name"]) == [op.name for op in profile.ops]

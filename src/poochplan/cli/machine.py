@@ -80,7 +80,7 @@ def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace
     if most_bytes is not None and budget_bytes > most_bytes:
         raise UsageError(
             f"{what}: expected at most {most_bytes} bytes ({format_bytes(most_bytes)}), what --device-memory leaves "
-            f"beside the margin, found {budget_bytes} bytes ({format_bytes(budget_bytes)})"
+            f"beside the margin, found {budget_bytes} bytes ({format_bytes(budget_bytes)}); name a smaller budget"
         )
     return budget_bytes
 

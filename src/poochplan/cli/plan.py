@@ -200,7 +200,9 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
 
 def was_stopped(plan: Plan) -> bool:
     """Whether the search ran out of time before the plan was near enough to the bound."""
-    return plan.solve.status == "time limit"
+    from poochplan.formats.plan import SolveStatus
+
+    return plan.solve.status is SolveStatus.TIME_LIMIT
 
 
 def _raise_if_stopped(plan: Plan, path: Path) -> None:

@@ -15,7 +15,7 @@ from .plan import default_plan_name
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
-    from poochplan.planner.sweep import SweepPoint
+    from poochplan.planner.sweep_cells import SweepPoint
     from poochplan.report.frontier import Frontier
 
 
@@ -113,7 +113,8 @@ class SweepVerb(Verb):
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
         """Fills ``finished``, which is what there is when the sweep is interrupted."""
-        from poochplan.planner.sweep import Solving, sweep
+        from poochplan.planner.sweep import sweep
+        from poochplan.planner.sweep_cells import Solving
 
         options = self.options
         solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap)
@@ -154,8 +155,6 @@ def default_sweep_name(profile_path: str) -> Path:
 
 def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, Any]:
     """What ``pooch sweep --json`` prints: what was swept, and one point for each row of the CSV."""
-    from dataclasses import asdict
-
     return {
         "csv": str(csv),
         "workload": frontier.workload,
@@ -163,7 +162,7 @@ def frontier_data(frontier: Frontier, profile: Profile, csv: Path) -> dict[str, 
         "in_core_step_s": sum(op.duration_s for op in profile.ops),
         "smallest_budget_bytes": frontier.smallest_budget_bytes,
         "assumed": list(profile.assumed),
-        "points": [asdict(point) for point in frontier.points],
+        "points": [point.columns() for point in frontier.points],
     }
 
 
@@ -201,13 +200,13 @@ def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
         first = failed[0]
         return PoochError(
             f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
-            f"{format_bytes(first.budget_bytes)} ({first.status}); the others were written to {csv}"
+            f"{format_bytes(first.budget_bytes)} ({first.outcome}); the others were written to {csv}"
         )
     if not any(point.feasible for point in points):
         smallest = frontier.smallest_budget_bytes
         return InfeasibleError(
             f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
-            f"({format_bytes(smallest)}); what each came down to was written to {csv}",
+            f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
     stopped = sum(point.stopped for point in points)

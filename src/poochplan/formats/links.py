@@ -8,17 +8,29 @@ NVLink-C2C of Grace Hopper (450 GB/s) likewise. A measured link is better than a
 from __future__ import annotations
 
 import difflib
+from enum import StrEnum
 
 from poochplan.errors import UsageError
 
-from .profile import Link, LinkDirection
+from .profile_parts import Link, LinkDirection
+
+
+class LinkPreset(StrEnum):
+    """The links that have a name."""
+
+    PCIE3 = "pcie3"
+    PCIE4 = "pcie4"
+    PCIE5 = "pcie5"
+    NVLINK2 = "nvlink2"
+    NVLINK_C2C = "nvlink-c2c"
+
 
 PRESET_BYTES_PER_S = {
-    "pcie3": 12e9,
-    "pcie4": 25e9,
-    "pcie5": 55e9,
-    "nvlink2": 65e9,
-    "nvlink-c2c": 380e9,
+    LinkPreset.PCIE3: 12e9,
+    LinkPreset.PCIE4: 25e9,
+    LinkPreset.PCIE5: 55e9,
+    LinkPreset.NVLINK2: 65e9,
+    LinkPreset.NVLINK_C2C: 380e9,
 }
 """Bytes per second of each preset, in each direction."""
 PRESET_LATENCY_S = 10e-6
@@ -30,10 +42,9 @@ def preset_link(name: str) -> Link:
 
     Raises ``UsageError`` with the list of names when there is none of that name.
     """
-    bandwidth_bytes_per_s = PRESET_BYTES_PER_S.get(name)
-    if bandwidth_bytes_per_s is None:
-        close = difflib.get_close_matches(name, PRESET_BYTES_PER_S, n=1)
+    if name not in tuple(LinkPreset):
+        close = difflib.get_close_matches(name, LinkPreset, n=1)
         remedy = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"link: expected one of {', '.join(PRESET_BYTES_PER_S)}, found {name!r}{remedy}")
-    direction = LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+        raise UsageError(f"link: expected one of {', '.join(LinkPreset)}, found {name!r}{remedy}")
+    direction = LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=PRESET_BYTES_PER_S[LinkPreset(name)])
     return Link(name=name, outward=direction, inward=direction)

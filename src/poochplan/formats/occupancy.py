@@ -1,25 +1,58 @@
-"""Live bytes over the ticks of the in-core step. Imports no torch."""
+"""Bytes live over ticks: of any spans, and of the in-core step. Imports no torch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .profile import Profile
+from .profile_parts import ProfileData
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-def live_bytes(profile: Profile) -> npt.NDArray[np.int64]:
+def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
+    """Bytes live at each of ``ticks`` ticks, numbered from 0; int64, (ticks,).
+
+    A tick is whatever moments the caller numbers: those of a step (``profile_parts``), the ops of a replay, the times
+    of an arena. Spans are arrays (first tick, last tick, bytes) of equal length: the bytes are live from the first tick
+    to the last, both included. What lasts beyond the last tick is live up to it; what would begin beyond it, or ends
+    before it begins, is never live.
+    """
+    change = np.zeros(ticks + 1, dtype=np.int64)
+    for first, last, size_bytes in spans:
+        start = np.minimum(first, ticks)
+        np.add.at(change, start, size_bytes)
+        np.subtract.at(change, np.minimum(np.maximum(last + 1, start), ticks), size_bytes)
+    live: Ints = np.cumsum(change[:-1])
+    return live
+
+
+def live_bytes(profile: ProfileData, values: Sequence[int] | None = None) -> Ints:
     """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
 
-    At an op's tick its outputs and its workspace are part of them.
+    At an op's tick its outputs and its workspace are part of them. With ``values``, only these count beside workspace.
     """
-    ticks = profile.op_ticks
-    change = np.zeros(profile.tick_count + 1, dtype=np.int64)
-    for value in profile.values:
-        size_bytes = profile.rounded_bytes(value.size_bytes)
-        change[ticks[value.born] if value.born >= 0 else 0] += size_bytes
-        change[value.freed + 1] -= size_bytes
-    live = np.cumsum(change[:-1])
-    for op, tick in zip(profile.ops, ticks, strict=True):
-        live[tick] += profile.rounded_bytes(op.workspace_bytes)
-    return live
+    counted = range(len(profile.values)) if values is None else values
+    freed = ints(profile.values[value].freed for value in counted)
+    size_bytes = ints(profile.rounded_bytes(profile.values[value].size_bytes) for value in counted)
+    workspace_bytes = ints(profile.rounded_bytes(op.workspace_bytes) for op in profile.ops)
+    op_ticks = ints(profile.op_ticks)
+    return occupancy(
+        profile.tick_count,
+        (born_ticks(profile, counted), freed, size_bytes),
+        (op_ticks, op_ticks, workspace_bytes),
+    )
+
+
+def born_ticks(profile: ProfileData, values: Iterable[int]) -> Ints:
+    """The tick at which each of these values is born; 0 for what was there before the step."""
+    born = (profile.values[value].born for value in values)
+    return ints(profile.op_ticks[op] if op >= 0 else 0 for op in born)
+
+
+def ints(numbers: Iterable[int]) -> Ints:
+    """The numbers as an array that :func:`occupancy` takes."""
+    return np.fromiter(numbers, dtype=np.int64)

@@ -10,10 +10,17 @@ from typing import Literal
 import msgspec
 
 from .files import read_struct, write_struct
-from .profile import Link, ModelSignature
+from .profile_parts import Link, ModelSignature
 
 SCHEMA_VERSION = 2
 """2 says of the search what ended it (``evaluations``, ``seed``)."""
+HOST_ALIGNMENT_BYTES = 4096
+"""Every swapped value begins at a multiple of this in host memory and in the spill file."""
+
+
+def host_aligned(size_bytes: int) -> int:
+    """The next place in host memory, at or behind ``size_bytes``, where a swapped value may begin."""
+    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 
 class Decision(StrEnum):
@@ -98,14 +105,22 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.expected_step_s / self.in_core_step_s - 1 if self.in_core_step_s > 0 else 0.0
 
 
+class SolveStatus(StrEnum):
+    """How the search for a plan ended."""
+
+    WITHIN_GAP = "within gap"  # of the proven bound
+    TIME_LIMIT = "time limit"
+    EVALUATION_LIMIT = "evaluation limit"
+    SEARCHED = "searched"  # to the end, without any of these
+    NOT_NEEDED = "not needed"  # one policy decided alone, or everything is kept
+
+
 class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """How the decisions were found."""
 
     policy: str
     solver: str
-    status: str
-    """``within gap`` (of the bound), ``time limit``, ``evaluation limit``, ``searched`` (to the end, without any of
-    these), or ``not needed``."""
+    status: SolveStatus
     objective_s: float | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
     bound_s: float | None

@@ -107,7 +107,7 @@ def _check(plans: tuple[Plan, ...]) -> None:
             if found != expected:
                 raise UsageError(
                     f"PlanSet: expected plans for one {what}, found {expected} in plan 1 and {found} in plan {number}; "
-                    "profile all of them alike"
+                    "profile all of them with the same settings"
                 )
 
 

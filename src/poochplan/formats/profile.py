@@ -1,296 +1,63 @@
 """The Profile: what one training step does, op by op and value by value, and what the machine's link costs.
 
-A profile says nothing that only eager mode knows: ops, values, and the points of the runtime's clock.
-
-**Ticks.** Time inside a step is counted in ticks. The merged order of all ops and all points is numbered from 0;
-a point with ``op == k`` comes before op ``k`` and after op ``k - 1``, points with the same ``op`` in list order.
-A value is live at tick ``t`` when ``born_tick <= t <= death``; bytes at an op's tick include its outputs.
-
-Structs of which a profile has thousands are out of the garbage collector's sight (``gc=False``): they can be in no
-cycle, and a large profile is read in two thirds of the time.
+A profile says nothing that only eager mode knows: ops, values, and the points of the runtime's clock. ``profile_parts``
+says what each is, and what ticks are.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from .files import read_struct, write_struct
+from .profile_parts import (
+    ALLOCATION_UNIT_BYTES,
+    ROOFLINE,
+    SCHEMA_VERSION,
+    Device,
+    Handle,
+    Kind,
+    LayerTimes,
+    Link,
+    LinkDirection,
+    ModelSignature,
+    Op,
+    Phase,
+    Point,
+    PointKind,
+    ProfileData,
+    RuntimeCost,
+    StepTimes,
+    Value,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
-ALLOCATION_UNIT_BYTES = 512
-ROOFLINE = " (roofline)"
-"""Behind the name of a device that is not there."""
+__all__ = [
+    "ALLOCATION_UNIT_BYTES",
+    "ROOFLINE",
+    "SCHEMA_VERSION",
+    "Device",
+    "Handle",
+    "Kind",
+    "LayerTimes",
+    "Link",
+    "LinkDirection",
+    "ModelSignature",
+    "Op",
+    "Phase",
+    "Point",
+    "PointKind",
+    "Profile",
+    "RuntimeCost",
+    "StepTimes",
+    "Value",
+]
 
 
-class Phase(StrEnum):
-    """The part of a step an op belongs to."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
-class Kind(StrEnum):
-    """What a value is to the step."""
-
-    ACTIVATION = "activation"  # born in forward and saved for backward
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    GRADIENT = "gradient"  # the storage of a parameter's gradient
-    OPTIMIZER_STATE = "optimizer_state"
-    INPUT = "input"  # there before the step, and neither parameter, buffer nor optimizer state
-    TEMPORARY = "temporary"  # born in the step and not saved
-
-
-class PointKind(StrEnum):
-    """The two kinds of point of the runtime's clock."""
-
-    SAVE = "save"  # first pack of a saved value
-    USE = "use"  # first unpack of a handle
-
-
-class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One dispatched operator that bears or writes a value, or takes time. Pure views are not listed."""
-
-    name: str
-    """Operator, for example ``aten.convolution.default``; ``compiled_region`` for a ``torch.compile``d callable."""
-    layer: str
-    """Path of the innermost module, the forward layer for backward ops; empty outside the model."""
-    phase: Phase
-    duration_s: float
-    """Median seconds, reconciled so that all durations add up to the uninstrumented step."""
-    spread_s: float = 0.0
-    """Interquartile range over the timed steps, scaled as ``duration_s`` where that is scaled down; 0 where the op was
-    timed once or not at all."""
-    inputs: tuple[int, ...] = ()
-    """Values read, in argument order, each once (also those in ``writes``)."""
-    outputs: tuple[int, ...] = ()
-    """Values born."""
-    writes: tuple[int, ...] = ()
-    """Values that were there before and are written in place."""
-    random: bool = False
-    """Draws from a generator; a replay needs its recorded state."""
-    opaque: bool = False
-    """Cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
-    workspace_bytes: int = 0
-    """Bytes taken and given back inside the op; 0 where it cannot be measured (CPU)."""
-
-
-class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One device storage; all views of it are one value."""
-
-    name: str
-    """Readable and unique, for example ``layer1.0.conv1/out``."""
-    layer: str
-    kind: Kind
-    size_bytes: int
-    """Bytes of the storage, not rounded; see :attr:`Profile.allocation_unit_bytes`."""
-    dtype: str
-    shape: tuple[int, ...]
-    born: int
-    """Op that bore it; -1 when it was there before the step."""
-    forward_death: int
-    """Last tick at which something other than autograd holds it (may lie in backward; the last tick of the step
-    when it outlives it)."""
-    freed: int
-    """Last tick at which the in-core step holds it, autograd included."""
-    pinned: str = ""
-    """Why it must be kept; empty when it may be swapped."""
-    unreplayable: str = ""
-    """Why it cannot be recomputed; empty when its writers can be replayed."""
-
-
-class Handle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One pack of a saved value: autograd holds a handle for each."""
-
-    value: int
-    layer: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class Point(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One tick of the runtime's clock."""
-
-    kind: PointKind
-    handle: int
-    """Handle whose pack or unpack this is: its ordinal in pack order."""
-    op: int
-    """Ops completed before this point."""
-
-
-class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of the link: ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    """Of the line that comes nearest to the curve (``profiler/link/curve.py``)."""
-    curve: tuple[tuple[int, float], ...] = ()
-    """Measured (bytes, seconds), from small to large."""
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The transfer path between device and host tier."""
-
-    name: str
-    """``spill`` (process memory to a file), or a preset such as ``pcie4``."""
-    outward: LinkDirection
-    inward: LinkDirection
-    duplex: float = 1.0
-    """Share of its own rate that each direction keeps while both run; 1 means full duplex."""
-    interference_out: float = 0.0
-    """How much slower compute runs while a copy out runs: 0.2 means an op takes 1.2 times as long."""
-    interference_in: float = 0.0
-    """The same while a copy in runs; while both run the two add up."""
-    throttle_bytes_per_s: float | None = None
-    """Rate that the copies were held to, so that the link is a known constant; the runtime holds them to it too."""
-    pageable_out: LinkDirection | None = None
-    """Copies to pageable host memory, on CUDA, to compare: the runtime's are pinned, as ``outward`` is."""
-    pageable_in: LinkDirection | None = None
-    """The same from pageable memory."""
-
-
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine the step was measured on."""
-
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory_bytes: int
-    threads: int = 0
-
-
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Uninstrumented seconds of the in-core step, and the spread over ``iterations``: ``step_s`` is the median, and the
-    phases are their own medians, scaled so that they add up to it.
-    """
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    step_s: float
-    spread_s: float
-    """Interquartile range of ``step_s``; the three below are those of its phases."""
-    forward_spread_s: float = 0.0
-    backward_spread_s: float = 0.0
-    optimizer_spread_s: float = 0.0
-    iterations: int
-    forward_scale: float
-    """Factor that brought the summed op durations of forward to ``forward_s``; also for the two below."""
-    backward_scale: float
-    optimizer_scale: float
-
-
-class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Seconds of a layer's ops together, in each timed step: medians and interquartile ranges over the steps.
-
-    The phase's reconciliation is in them, so that they compare with the durations of ops.
-    """
-
-    layer: str
-    """Empty for the ops outside the model."""
-    forward_s: float = 0.0
-    forward_spread_s: float = 0.0
-    backward_s: float = 0.0
-    backward_spread_s: float = 0.0
-
-
-class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the calling thread that the runtime takes beside the step's ops: on a small network of its own, and of
-    a profile of mode ``run``, ``handle_s`` on the model itself.
-    """
-
-    handle_s: float
-    """For each handle, pack and unpack together."""
-    swap_s: float
-    """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
-    record_s: float
-    """For each recorded op."""
-
-
-class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model this is: every parameter and buffer in order, independent of the machine."""
-
-    fingerprint: str
-    tensors: tuple[str, ...]
-    """``name dtype[shape]`` of each parameter and buffer."""
-
-
-class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
     """One training step, measured. See the module's text for ticks."""
-
-    kind: Literal["profile"] = "profile"
-    schema_version: int = SCHEMA_VERSION
-    workload: str
-    mode: Literal["run", "swap-all", "fake"]
-    device: Device
-    versions: dict[str, str]
-    model: ModelSignature
-    inputs: tuple[str, ...] = ()
-    """``path dtype[shape]`` of each tensor that the model is first called with; empty when the step never calls it."""
-    ops_fingerprint: str
-    """Digest of the sequence of ops and points, without durations."""
-    times: StepTimes
-    layer_times: tuple[LayerTimes, ...] = ()
-    """Of each layer; empty where the ops were not timed in several steps."""
-    in_core_peak_bytes: int
-    """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit."""
-    in_core_peak_layer: str
-    static_bytes: dict[str, int]
-    """Bytes that live through the step, by kind."""
-    gradients_live_through_forward: bool
-    """Whether gradients of the step before are still there in forward (accumulation)."""
-    allocation_unit_bytes: int = ALLOCATION_UNIT_BYTES
-    link: Link
-    runtime: RuntimeCost | None = None
-    """What the runtime itself takes; None where that is not the calling thread's time (CUDA) or was not measured."""
-    notes: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""
-    ops: tuple[Op, ...]
-    values: tuple[Value, ...]
-    handles: tuple[Handle, ...]
-    points: tuple[Point, ...]
-
-    @property
-    def roofline(self) -> str:
-        """Name of the device whose roofline gave the durations; empty when they were measured."""
-        named = self.device.name.endswith(ROOFLINE)
-        return self.device.name.removesuffix(ROOFLINE) if self.mode == "fake" and named else ""
-
-    @cached_property
-    def op_ticks(self) -> tuple[int, ...]:
-        """Tick of each op."""
-        before = [0] * (len(self.ops) + 1)
-        for point in self.points:
-            before[point.op] += 1
-        ticks, count = [], 0
-        for index in range(len(self.ops)):
-            count += before[index]
-            ticks.append(index + count)
-        return tuple(ticks)
-
-    @cached_property
-    def point_ticks(self) -> tuple[int, ...]:
-        """Tick of each point."""
-        return tuple(point.op + index for index, point in enumerate(self.points))
-
-    @property
-    def tick_count(self) -> int:
-        """Number of ticks of the step."""
-        return len(self.ops) + len(self.points)
-
-    def rounded_bytes(self, size_bytes: int) -> int:
-        """Bytes as the allocator takes them: rounded up to the allocation unit."""
-        unit = self.allocation_unit_bytes
-        return -(-size_bytes // unit) * unit
 
     def to_frame(self, kind: Literal["layers", "ops", "values"]) -> pd.DataFrame:
         """The profile as a data frame (pandas). Columns, in bytes and seconds:
@@ -312,7 +79,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Raises ``UsageError`` for another kind.
         """
-        from .queries import profile_frame
+        from .queries import profile_frame  # here, for pandas takes long to load
 
         return profile_frame(self, kind)
 
@@ -323,7 +90,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Phases without ops, and those that differ by no more than the share ``least``, are left out; so are all where no
         step was timed.
         """
-        from poochplan.profiler.assembly.reconcile import reconciliation
+        from .queries import reconciliation
 
         return reconciliation(self, least)
 

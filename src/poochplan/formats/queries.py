@@ -1,23 +1,24 @@
-"""A profile as data frames: one row per layer, per op or per value, with what swapping and recomputing would cost."""
+"""What can be asked of a profile: a row per layer, op or value, and words for how its seconds came about."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pandas as pd
 
 from poochplan.errors import UsageError
+from poochplan.units import format_seconds
 
 from .occupancy import live_bytes
-from .profile import LayerTimes, Phase, PointKind, Profile
+from .profile_parts import LayerTimes, Phase, PointKind, ProfileData
 
 OUTSIDE = "(outside the model)"
 
 
-def profile_frame(profile: Profile, kind: str) -> pd.DataFrame:
-    """The frame of that kind; see :meth:`Profile.to_frame`.
+def profile_frame(profile: ProfileData, kind: str) -> pd.DataFrame:
+    """The frame of that kind; see :meth:`~.profile.Profile.to_frame`.
 
     Raises
     ------
@@ -29,14 +30,14 @@ def profile_frame(profile: Profile, kind: str) -> pd.DataFrame:
     return FRAMES[kind](profile)
 
 
-def saved_values(profile: Profile) -> list[int]:
+def saved_values(profile: ProfileData) -> list[int]:
     """Values that autograd saves, in the order of first packs: those a plan decides on."""
     saves = (point.handle for point in profile.points if point.kind is PointKind.SAVE)
     return list(dict.fromkeys(profile.handles[handle].value for handle in saves))
 
 
-def writers_by_value(profile: Profile) -> list[list[int]]:
-    """Forward ops that bear or write each value, in order."""
+def writers_by_value(profile: ProfileData) -> list[list[int]]:
+    """Forward ops that create or write each value, in order."""
     writers: list[list[int]] = [[] for _ in profile.values]
     for index, op in enumerate(profile.ops):
         if op.phase is Phase.FORWARD:
@@ -45,15 +46,36 @@ def writers_by_value(profile: Profile) -> list[list[int]]:
     return writers
 
 
-def swap_seconds(profile: Profile, size_bytes: int) -> float:
+def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
     """Seconds out and back in over the profile's link, nothing hidden behind compute."""
-    return sum(
-        direction.latency_s + size_bytes / direction.bandwidth_bytes_per_s
-        for direction in (profile.link.outward, profile.link.inward)
-    )
+    return profile.link.out_seconds(size_bytes) + profile.link.in_seconds(size_bytes)
 
 
-def _layers(profile: Profile) -> pd.DataFrame:
+def reconciliation(profile: ProfileData, least: float = 0.0) -> dict[str, str]:
+    """How the ops' seconds were brought to the step's, in words; see :meth:`~.profile.Profile.reconciliation`."""
+    times = profile.times
+    counts = Counter(op.phase for op in profile.ops)
+    told = {}
+    for phase, phase_s, scale in (
+        (Phase.FORWARD, times.forward_s, times.forward_scale),
+        (Phase.BACKWARD, times.backward_s, times.backward_scale),
+        (Phase.OPTIMIZER, times.optimizer_s, times.optimizer_scale),
+    ):
+        if not times.iterations or not counts[phase] or scale <= 0 or abs(1 - 1 / scale) <= least:
+            continue
+        ops_s = phase_s / scale
+        if scale > 1:
+            done = f"the gap of {format_seconds(phase_s - ops_s)} is spread over them"
+        else:
+            done = f"scaled down by {1 - scale:.0%}"
+        told[str(phase)] = (
+            f"{counts[phase]} ops take {format_seconds(ops_s)} timed one by one, "
+            f"{format_seconds(phase_s)} uninstrumented: {done}"
+        )
+    return told
+
+
+def _layers(profile: ProfileData) -> pd.DataFrame:
     columns = ("saved_bytes", "values", "free_bytes", "forward_s", "backward_s", "swap_s", "live_bytes")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0))
     live = live_bytes(profile)
@@ -104,7 +126,7 @@ def _spreads(times: LayerTimes) -> dict[str, float]:
     }
 
 
-def _ops(profile: Profile) -> pd.DataFrame:
+def _ops(profile: ProfileData) -> pd.DataFrame:
     live = live_bytes(profile)
     rows = [
         (
@@ -121,7 +143,7 @@ def _ops(profile: Profile) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns)).rename_axis("op")
 
 
-def _values(profile: Profile) -> pd.DataFrame:
+def _values(profile: ProfileData) -> pd.DataFrame:
     saved = set(saved_values(profile))
     writers = writers_by_value(profile)
     rows = []
@@ -144,4 +166,4 @@ def _values(profile: Profile) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns)).rename_axis("value")
 
 
-FRAMES: dict[str, Callable[[Profile], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}
+FRAMES: dict[str, Callable[[ProfileData], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}

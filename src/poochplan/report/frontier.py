@@ -10,7 +10,7 @@ from rich.table import Table
 
 from poochplan.formats.files import write_atomic
 from poochplan.planner.planning import ILP
-from poochplan.planner.sweep import SweepPoint
+from poochplan.planner.sweep_cells import SweepPoint
 from poochplan.units import format_bytes
 
 from .tables import overhead_text
@@ -55,8 +55,7 @@ class Frontier:
 def frontier_frame(frontier: Frontier) -> pd.DataFrame:
     """One row per point, in the sweep's order; what there is no figure for is empty."""
     rows = [
-        {"budget_share": point.budget_bytes / frontier.in_core_peak_bytes}
-        | {column: getattr(point, column) for column in COLUMNS if column != "budget_share"}
+        {"budget_share": point.budget_bytes / frontier.in_core_peak_bytes} | point.columns()
         for point in frontier.points
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))

@@ -45,7 +45,7 @@ def _frame(
 
 
 def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
-    """Where the predicted overhead comes from: one row per layer that costs anything, dearest first.
+    """Where the predicted overhead comes from: one row per layer that costs anything, the most expensive first.
 
     Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
     ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies; it belongs to

@@ -19,7 +19,7 @@ from .memory import static_bytes
 
 Rows = Mapping[str, str]
 TELLING = 0.02
-"""Share of a phase below which what its ops were short of, or over, is not told."""
+"""Share of a phase below which what its ops were short of, or over, is not shown."""
 _FORMATS = {"bytes": format_bytes, "s": format_seconds}
 
 

@@ -1,0 +1,130 @@
+"""The Plan, written from what was found: values, schedule, prediction, and how it was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.arena.blocks import arena_of
+from poochplan.planner.judge.candidate import Candidate
+from poochplan.planner.judge.host_time import runtime_seconds
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.optimise import Optimum
+
+KEEP_ALL = "keep-all"
+"""The policy of a plan that keeps everything: no step is shorter."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan is written from."""
+
+    best: Candidate
+    policy: str
+    notes: tuple[str, ...] = ()
+    optimum: Optimum | None = None
+    """None where nothing was searched for."""
+    evaluations: int | None = None
+    seed: int = 0
+
+
+def write_plan(
+    profile: Profile, problem: Problem, found: Outcome, budget_bytes: int, workload: str | None, wall_s: float
+) -> Plan:
+    """The Plan of an outcome; ``wall_s`` is how long it took to find."""
+    best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
+    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
+    return Plan(
+        workload=workload or profile.workload,
+        profile_fingerprint=profile.ops_fingerprint,
+        budget_bytes=budget_bytes,
+        device=profile.device.kind,
+        estimate=profile.mode == "fake" or bool(profile.assumed),
+        assumed=profile.assumed,
+        roofline=profile.roofline,
+        gradients_live_through_forward=profile.gradients_live_through_forward,
+        solve=_solve_record(problem, found, wall_s),
+        prediction=_prediction(profile, problem, best, host_bytes),
+        link=profile.link,
+        notes=found.notes,
+        record_from_start=best.schedule.record_from_start,
+        model=profile.model,
+        inputs=profile.inputs,
+        values=values,
+        handles=problem.handles,
+        uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
+        schedule=best.schedule.actions,
+    )
+
+
+def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
+    optimum = found.optimum
+    solution = optimum.solution if optimum else None
+    bound_s = optimum.bound_s if optimum else problem.step_s if found.policy == KEEP_ALL else None
+    # The simulator adds in another order than the bound: a step cannot be shorter than the bound by more than rounding.
+    gap = max(0.0, found.best.simulation.step_s / bound_s - 1) if bound_s else None
+    return Solve(
+        policy=found.policy,
+        solver=solution.solver if solution else "none",
+        status=optimum.status if optimum else SolveStatus.NOT_NEEDED,
+        objective_s=solution.objective_s if solution else None,
+        bound_s=bound_s,
+        gap=gap,
+        wall_s=wall_s,
+        rounds=optimum.rounds if optimum else 0,
+        evaluations=found.evaluations,
+        seed=found.seed,
+    )
+
+
+def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int) -> Prediction:
+    simulation = best.simulation
+    arena = arena_of(profile, problem, best.schedule)
+    return Prediction(
+        peak_bytes=simulation.peak_bytes,
+        first_step_peak_bytes=simulation.first_step_peak_bytes,
+        in_core_peak_bytes=profile.in_core_peak_bytes,
+        in_core_step_s=problem.step_s,
+        step_s=simulation.step_s,
+        overhead=simulation.step_s / problem.step_s - 1 if problem.step_s > 0 else 0.0,
+        stall_s=simulation.stall_s,
+        replay_s=simulation.replay_s,
+        interference_s=simulation.interference_s,
+        runtime_s=runtime_seconds(profile, problem, best.schedule),
+        out_bytes=simulation.out_bytes,
+        in_bytes=simulation.in_bytes,
+        host_bytes=host_bytes,
+        arena_bytes=arena.arena_bytes if arena else None,
+        arena_live_bytes=arena.lower_bound_bytes if arena else None,
+    )
+
+
+def _planned_values(
+    profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
+) -> tuple[tuple[PlannedValue, ...], int]:
+    """The plan's values in save order, and the bytes of the host slab."""
+    offset = 0
+    planned = []
+    for value, decision in enumerate(decisions):
+        point = profile.points[problem.save_points[value]]
+        handle = profile.handles[point.handle]
+        host_offset = -1
+        if decision is Decision.SWAP:
+            host_offset = offset
+            size_bytes = int(problem.size_bytes[value])
+            offset += host_aligned(size_bytes)
+        is_tiny = decision is Decision.KEEP and value in tiny
+        planned.append(
+            PlannedValue(
+                name=problem.names[value],
+                layer=problem.layers[value],
+                decision=decision,
+                size_bytes=int(problem.size_bytes[value]),
+                dtype=handle.dtype,
+                shape=handle.shape,
+                host_offset=host_offset,
+                why=problem.must_keep[value] or ("too small to matter" if is_tiny else ""),
+            )
+        )
+    return tuple(planned), offset
