@@ -61,7 +61,7 @@ types: setup  ## Check types (mypy)
 	$(BIN)/mypy
 
 docs: setup  ## Build the docs site into site/, without network; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 notebooks: setup  ## Execute the notebooks
 	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks

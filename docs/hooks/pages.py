@@ -17,8 +17,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/instances/README.md": "instances.md",
+    "LICENSE": "license.txt",
+    **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
-"""Path in the repository -> page of the site. Everything else comes from ``docs/``."""
+"""Path in the repository -> page or file of the site. Everything else comes from ``docs/``."""
 IN_REPOSITORY = {page: path for path, page in PAGES.items()}
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
