@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "poochplan"
 MARKER = "<!-- api -->"
+RETURNED = {"Session": ".runtime.session", "Report": ".runtime.run_report", "StepReport": ".runtime.run_report"}
+"""What public functions return, without a public name of its own."""
 Documented = ast.FunctionDef | ast.ClassDef
 
 
@@ -20,10 +22,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def api_page() -> str:
-    """Markdown: a section for each name of ``poochplan.__all__``, functions first."""
-    names = [(name, _find(module, name)) for name, module in public_names().items()]
+    """Markdown: a section for each name of ``poochplan.__all__``, functions first, and for what they return."""
+    names = [(f"poochplan.{name}", _find(module, name)) for name, module in public_names().items()]
     names.sort(key=lambda item: (isinstance(item[1], ast.ClassDef), item[0]))
-    return "\n\n".join(_section(f"poochplan.{name}", node) for name, node in names)
+    names += [(f"poochplan{module}.{name}", _find(module, name)) for name, module in RETURNED.items()]
+    return "\n\n".join(_section(name, node) for name, node in names)
 
 
 def public_names() -> dict[str, str]:
