@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
@@ -24,6 +25,7 @@ SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sor
 PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
 EXAMPLES_OF_NAMES = {"train.py", "path/to/file.py", "my_network.toml", "runtime/devices/NAME.py"}
 """Files that a reader has, or is to write."""
+OF_THE_TABLE = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 MOST_WORDS, MEAN_WORDS = 40, 16
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -152,6 +154,19 @@ def test_the_readme_is_short_and_its_pictures_are_small() -> None:
     for picture in pictures:
         if picture.suffix == ".svg":
             ElementTree.parse(picture)
+
+
+def test_the_readme_s_table_is_that_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())["rows"]
+    rows = {row["network"]: row for row in results if (row["link"], row["kept"]) == ("pcie3", 0.5)}
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| network (V100, PCIe 3)")[1].split("\n\n")[0]
+    shown = [[cell.strip(" *%") for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:]]
+    assert len(shown) == len(rows)
+    for cells, network in zip(shown, OF_THE_TABLE, strict=True):
+        row, policies = rows[network], rows[network]["policies"]
+        checkpointing = min(found for name in ("sqrt-n", "checkpoint-greedy") if (found := policies[name]) is not None)
+        found = (row["overhead"], row["bound"], checkpointing, policies["superneurons"], policies["swap-all"])
+        assert [float(cell) for cell in cells] == [round(100 * share, 0 if share > 1 else 1) for share in found]
 
 
 @site_pages
