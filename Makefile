@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test quick lint format types notebooks demo gpu-suite clean
+.PHONY: help setup test quick lint format types docs notebooks demo gpu-suite clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,11 +40,11 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check everything: lint, format, types, all tests, the notebooks
-	@$(MAKE) --no-print-directory lint types
+test: setup  ## Check everything: lint, format, types, the docs, all tests, the notebooks
+	@$(MAKE) --no-print-directory lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
 	@$(MAKE) --no-print-directory notebooks
-	@echo "make test: lint, types, tests and notebooks all passed."
+	@echo "make test: lint, types, docs, tests and notebooks all passed."
 
 quick: setup  ## Run the tests that are not marked slow
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --quiet $(PARALLEL)
@@ -60,6 +60,9 @@ format: setup  ## Put style and formatting right where ruff can
 types: setup  ## Check types (mypy)
 	$(BIN)/mypy
 
+docs: setup  ## Build the docs site into site/, without network; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
+
 notebooks: setup  ## Execute the notebooks
 	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks
 
@@ -74,5 +77,5 @@ gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=fold
 	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) benchmarks/gpu_suite.py --out $(OUT) $(GPU_ARGS)
 
 clean:  ## Remove .venv, the demo's output and all caches
-	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(DEMO) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

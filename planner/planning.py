@@ -41,13 +41,20 @@ def plan(
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
 
-    ``budget`` is bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``. The search
-    ends when the step is within ``gap`` of the proven bound, or after about ``time_limit_s``; with ``threads`` of
-    at least 2 (the default) the bound is improved beside it. ``host_budget`` limits the bytes swapped out (bytes, or
-    text). ``evaluations`` counts simulations in place of ``time_limit_s``, with one thread: the same arguments then
-    give the same plan, to the bit, however fast or busy the machine is. ``seed`` is that of the random walks.
-    ``workload`` replaces the profile's name of the workload. Any ``policy`` but ``"ilp"`` decides alone: no solver, no
-    local search, no bound.
+    Parameters
+    ----------
+    profile: the step to plan, as :func:`poochplan.profile` measured it.
+    budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
+    solver: a solver that PuLP finds; HiGHS by default.
+    time_limit_s: the search ends after about this.
+    gap: the search also ends when the step is within this of the proven bound.
+    threads: with 2 or more (the default) the bound is improved beside the search.
+    host_budget: most bytes swapped out (bytes, or text); no limit by default.
+    evaluations: counts simulations in place of ``time_limit_s``, with one thread: the same arguments then give the same
+        plan, to the bit, however fast or busy the machine is.
+    seed: of the random walks.
+    workload: replaces the profile's name of the workload.
+    policy: any but ``"ilp"`` decides alone: no solver, no local search, no bound.
 
     Raises
     ------

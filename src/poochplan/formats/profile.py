@@ -62,7 +62,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
     def to_frame(self, kind: Literal["layers", "ops", "values"]) -> pd.DataFrame:
         """The profile as a data frame (pandas). Columns, in bytes and seconds:
 
-        ``"layers"``: one row per layer with ops or saved values, most saved bytes first; the index is the layer's path.
+        * ``"layers"``: one row per layer with ops or saved values, most saved bytes first; the index is its path.
             ``saved_bytes`` and ``values`` (how many) that autograd saves of it; ``free_bytes``, those of it that are
             not pinned; ``forward_s`` and ``backward_s``, its ops; ``forward_median_s``, ``forward_spread_s``,
             ``backward_median_s`` and ``backward_spread_s``, median and interquartile range of what its ops take
@@ -70,10 +70,10 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
             back in over the link, nothing hidden behind compute; ``recompute_s``, the ops that write its free values,
             each once, NaN where one of the values cannot be recomputed or none is free; ``ratio``, swap over recompute;
             ``live_bytes``, the most that is live at one of its ops, forward or backward.
-        ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``, ``spread_s``;
+        * ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``, ``spread_s``;
             ``inputs``, ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs, ``workspace_bytes``,
             ``live_bytes`` while it runs, its outputs and workspace included; ``random``, ``opaque``.
-        ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``; ``born``
+        * ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``; ``born``
             (op, or -1), ``forward_death`` and ``freed`` (ticks); ``saved``; ``swap_s``, ``recompute_s`` and ``ratio``
             as above, NaN where a value cannot be swapped or recomputed; ``pinned`` and ``unreplayable``, why.
 

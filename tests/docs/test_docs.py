@@ -1,0 +1,174 @@
+"""What the documents say is true: links, file names, commands and code, and sentences that can be read."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.cli import build_parser
+from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
+
+from .prose import ROOT, measure, sentences
+
+SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
+EXAMPLES_OF_NAMES = {"train.py", "path/to/file.py", "my_network.toml", "runtime/devices/NAME.py"}
+"""Files that a reader has, or is to write."""
+OF_THE_TABLE = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
+MOST_WORDS, MEAN_WORDS = 40, 16
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s#]+)")
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+site_pages = pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in _BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def spans(page: Path) -> list[str]:
+    return _CODE.findall(_BLOCK.sub("", page.read_text(encoding="utf-8")))
+
+
+@pages
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    links = [link for link in _LINK.findall(_BLOCK.sub("", page.read_text(encoding="utf-8"))) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@site_pages
+def test_every_file_and_folder_that_is_named_exists(page: Path) -> None:
+    named = {span for span in spans(page) if re.fullmatch(r"[\w./-]+(\.py|\.toml|\.md|\.yaml|/)", span)}
+    missing = {name for name in named - EXAMPLES_OF_NAMES if not (ROOT / name).exists()}
+    outputs = {"demo-output/", "site/", "results/", ".venv/"}
+    folders = [ROOT / name for name in named if name.endswith("/")]  # `preserve.py` beside `profiler/step/`
+    assert {name for name in missing - outputs if not any((folder / name).exists() for folder in folders)} == set()
+
+
+def test_the_architecture_page_answers_with_names_that_are_in_those_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = text.split("## Where is what")[1].split("##")[0].splitlines()[4:]
+    answers = [_CODE.findall(row) for row in rows if row.startswith("|")]
+    assert len(answers) >= 7
+    for answer in answers:
+        files = [ROOT / span for span in answer if span.endswith(".py")]
+        code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        names = [span.rpartition(".")[2] for span in answer if not span.endswith(".py")]
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+        assert files
+
+
+@site_pages
+def test_every_command_of_pooch_that_is_written_can_be_read(page: Path) -> None:
+    lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
+    commands = [line for line in (*lines, *spans(page)) if line.startswith("pooch ") and "..." not in line]
+    for command in commands:
+        _, *arguments = shlex.split(command, comments=True)
+        if len(arguments) > 1 and "NAME" not in arguments:
+            assert build_parser().parse_args(arguments).verb
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    readme, makefile = ROOT / "README.md", (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join([*blocks(readme, "sh"), *spans(readme)])))
+    assert {"demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+@site_pages
+def test_every_block_of_python_is_python(page: Path) -> None:
+    for code in blocks(page, "python"):
+        ast.parse(code)
+
+
+@pytest.fixture(scope="module")
+def network() -> dict[str, Any]:
+    """The names that the pages take for given: a small network, its step and a loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+    batch = torch.randn(512, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "step": lambda: model(batch).square().mean(), "steps": 2}
+
+
+def test_the_loop_of_the_readme_trains_and_the_pages_read_the_files_it_leaves(
+    network: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = dict(network)
+    exec(blocks(ROOT / "README.md", "python")[0], names)
+    total = names["session"].report().total
+    assert (total.steps, total.fallbacks) == (2, 0)
+    assert total.peak_bytes <= names["plan"].budget_bytes < names["profile"].in_core_peak_bytes
+    names["profile"].save("profile.json")
+    exec(blocks(ROOT / "docs" / "plan-format.md", "python")[0], names)
+    exec(blocks(ROOT / "docs" / "planner.md", "python")[0], names)
+    assert str(names["plan"].solve.gap) in capsys.readouterr().out
+
+
+def test_the_policy_of_contributing_is_one() -> None:
+    profile = poochplan.Profile.load(ROOT / "benchmarks" / "instances" / "unet3d-192-v100.json.gz")
+    given = PolicyInput.of(profile, int(0.8 * profile.in_core_peak_bytes))
+    try:
+        exec(blocks(ROOT / "CONTRIBUTING.md", "python")[0], {"__name__": "contributing"})
+        assert "biggest-first" in policy_names()
+        assert given.fits(run_policy("biggest-first", given))
+    finally:
+        registry._POLICIES.pop("biggest-first", None)
+
+
+def test_the_page_of_the_api_has_every_public_name_and_nothing_is_undocumented() -> None:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "docs" / "hooks" / "api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    text = hook.on_page_markdown((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    sections = dict(re.findall(r"^## `poochplan\.(\w+)`\n+(?:```.*?```\n+)?(.*?)$", text, re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(poochplan.__all__)
+    assert all(len(text.split()) >= 5 for text in sections.values())
+
+
+@site_pages
+def test_sentences_can_be_read(page: Path) -> None:
+    long = [" ".join(words) for words in sentences(page.read_text(encoding="utf-8")) if len(words) > MOST_WORDS]
+    assert long == []
+    assert measure(page)[1] <= MEAN_WORDS
+
+
+def test_the_readme_is_short_and_its_pictures_are_small() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert all(picture.stat().st_size < 150_000 for picture in pictures)
+    for picture in pictures:
+        if picture.suffix == ".svg":
+            ElementTree.parse(picture)
+
+
+def test_the_readme_s_table_is_that_of_the_committed_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())["rows"]
+    rows = {row["network"]: row for row in results if (row["link"], row["kept"]) == ("pcie3", 0.5)}
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| network (V100, PCIe 3)")[1].split("\n\n")[0]
+    shown = [[cell.strip(" *%") for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:]]
+    assert len(shown) == len(rows)
+    for cells, network in zip(shown, OF_THE_TABLE, strict=True):
+        row, policies = rows[network], rows[network]["policies"]
+        checkpointing = min(found for name in ("sqrt-n", "checkpoint-greedy") if (found := policies[name]) is not None)
+        found = (row["overhead"], row["bound"], checkpointing, policies["superneurons"], policies["swap-all"])
+        assert [float(cell) for cell in cells] == [round(100 * share, 0 if share > 1 else 1) for share in found]
+
+
+@site_pages
+def test_every_page_shows_code(page: Path) -> None:
+    assert _BLOCK.search(page.read_text(encoding="utf-8"))
