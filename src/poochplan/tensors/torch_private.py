@@ -1,0 +1,199 @@
+"""Every private name of torch that poochplan stands on, and what each is for. No other module names one.
+
+torch promises nothing about these: when another version breaks, it is here that one looks. A test holds the rest of the
+package to it. `make test-torch VERSION=...` tells whether a version still has them all, and that they mean the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
+
+__all__ = [
+    "COO_PARTS",
+    "FAKE_LOG",
+    "OWN_DICTIONARIES",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "backward_node",
+    "call_attribute",
+    "clear_cublas_workspaces",
+    "counting_versions",
+    "covers_itself_once",
+    "gpu_sleep",
+    "in_backward",
+    "intercept_autograd",
+    "is_compiled",
+    "is_tracing",
+    "last_sequence_number",
+    "mode_stack",
+    "owned_buffers",
+    "owned_parameters",
+    "packet",
+    "pytree",
+    "schema",
+    "sequence_number",
+    "storage_identity",
+    "version",
+    "without_modes",
+]
+
+# --- Re-exported as they are -------------------------------------------------------------------------------------
+# TorchDispatchMode   sees every op with its arguments below autograd: recording, metering and profiling. Its own
+#                     __enter__ and __exit__ also take a mode from the middle of the stack.
+# mode_stack          the dispatch modes of this thread: ours may lie below others' when it is to be switched off.
+# without_modes       a block in which no dispatch mode sees an op: copies, checks and replays are not the step's.
+# pytree              tensors within containers, in arguments and results of ops and in a model's inputs.
+# OpOverload          what an op is called through; anything else (a higher-order operator) is opaque.
+# FakeTensor(Mode)    tensors without memory: mode "fake", and telling the compiler's own from the step's.
+# *Exception          what a step that needs a tensor's content, or an op without a meta kernel, raises under them.
+# FunctionalTensor    what the compiler traces with: a backward over these is the compiler's, not the step's.
+
+FAKE_LOG = "torch._subclasses.fake_tensor"
+"""The logger that prints the frames of an error that is raised anyway."""
+
+# --- Tensors and storages: read for each op, so these are C functions ----------------------------------------------
+
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written in place, counted together with its views: whether a value is still what it was."""
+
+storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The address of a storage's implementation: one number for all tensors on it, for as long as it lives."""
+
+schema: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
+"""An op's schema: which arguments it writes, and whether its results are views."""
+
+COO_PARTS = ("_indices", "_values")
+"""The methods that give a sparse tensor's parts also where it is not coalesced; the public ones refuse it."""
+
+packet: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""The op without its overload: the key of torch's table of floating point operations."""
+
+
+def covers_itself_once(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of the tensor share memory. False where torch cannot tell quickly."""
+    return bool(torch._debug_has_internal_overlap(tensor) == 0)
+
+
+@contextlib.contextmanager
+def counting_versions() -> Iterator[None]:
+    """A block in which ``detach`` shares the version counter, also inside a dispatch mode.
+
+    There the kernels that share counters (``ADInplaceOrView``) are switched off for the thread.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+# --- Autograd -------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: what is saved or run there belongs to no forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> Any:
+    """The autograd node that this thread runs, or None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number(node: Any) -> int:
+    """The number a node was given when forward made it: it leads from backward to the layer of forward."""
+    return int(node._sequence_nr())
+
+
+def last_sequence_number() -> int:
+    """The number that the node made last in this thread was given."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def intercept_autograd(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A block in which ``around(run)`` stands for the one function through which Python runs autograd.
+
+    ``backward``, ``torch.autograd.grad`` and ``torch.func`` all pass it, also for a graph that saves nothing.
+    """
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = around(run)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+# --- Modules and the compiler ---------------------------------------------------------------------------------------
+
+
+def owned_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's own dictionary of parameters, to change in place; ``register_parameter`` would refuse some."""
+    return module._parameters
+
+
+def owned_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own dictionary of buffers, to put back as it was: which there are, and the same tensors."""
+    return module._buffers
+
+
+OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps its parameters, buffers and modules: every other attribute is its author's."""
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
+    wrapped = getattr(module, "_orig_mod", None) is not None
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def call_attribute(module: torch.nn.Module) -> str:
+    """The attribute through which a compiled module is called: what stands in its place is called instead."""
+    return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+
+
+def is_tracing() -> bool:
+    """Whether the compiler traces in this thread: the backward it runs then is not the step's."""
+    return TracingContext.try_get() is not None
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def clear_cublas_workspaces() -> None:
+    """Gives back what cuBLAS holds between ops, which no tensor shows: so its bytes can be counted."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def gpu_sleep(cycles: int) -> None:
+    """Keeps the current stream busy, so that what is queued behind it is timed without the host's gaps."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
