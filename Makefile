@@ -1,12 +1,14 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test quick lint format types docs notebooks demo gpu-suite clean
+.PHONY: help setup test test-torch quick lint format types docs packages notebooks demo gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := demo-output
+# What `make dist` looks at a wheel with: build and twine here, and a clean environment for the wheel.
+RELEASE := .venv-release
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
@@ -46,6 +48,19 @@ test: setup  ## Check everything: lint, format, types, the docs, all tests, the 
 	@$(MAKE) --no-print-directory notebooks
 	@echo "make test: lint, types, docs, tests and notebooks all passed."
 
+test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.9.1
+	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS)
+	@echo "make test-torch: passed on torch $(VERSION)."
+
+# sympy: torch pins its own.
+$(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
+	@if [ -z "$(VERSION)" ]; then \
+		echo "error: expected a version of torch: make test-torch VERSION=2.9.1" >&2; exit 1; fi
+	$(PYTHON) -m venv --clear $(@D)
+	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'
+	@touch $@
+
 quick: setup  ## Run the tests that are not marked slow
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --quiet $(PARALLEL)
 
@@ -63,6 +78,9 @@ types: setup  ## Check types (mypy)
 docs: setup  ## Build the docs site into site/, without network; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
+packages: setup  ## Write the package folders into pyproject.toml, after one has come or gone
+	$(BIN)/python tests/packaging/folders.py
+
 notebooks: setup  ## Execute the notebooks
 	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks
 
@@ -76,6 +94,18 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=folder, under 10 minutes, nothing installed
 	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) benchmarks/gpu_suite.py --out $(OUT) $(GPU_ARGS)
 
-clean:  ## Remove .venv, the demo's output and all caches
-	rm -rf $(VENV) $(DEMO) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+dist: setup  ## Build sdist and wheel into dist/ and check them: twine, a clean environment, a plan
+	rm -rf dist $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/tools && $(PYTHON) -m venv $(RELEASE)/clean
+	$(RELEASE)/tools/bin/pip install --quiet --constraint constraints.txt 'build>=1.2' 'twine>=6.1' 'setuptools>=77'
+	$(RELEASE)/tools/bin/python -m build --no-isolation --outdir dist .
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	$(RELEASE)/clean/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd $(RELEASE) && clean/bin/pooch --version && \
+		clean/bin/pooch plan $(CURDIR)/benchmarks/instances/resnet50-b256-v100.json.gz --budget 60% --policy greedy -o plan.json
+	rm -rf $(RELEASE)
+	@echo "make dist: $$(ls dist | tr '\n' ' ')passed."
+
+clean:  ## Remove the environments, the demo's output, what was built and all caches
+	rm -rf $(VENV) $(VENV)-torch-* $(RELEASE) $(DEMO) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

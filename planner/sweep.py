@@ -62,7 +62,7 @@ def sweep(
         choose_solver(solving.solver)
     build_problem(profile)
     cells = list(dict.fromkeys(itertools.product(names, budgets)))
-    processes = min(processes or len(os.sched_getaffinity(0)), len(cells))
+    processes = min(processes or _usable_processors(), len(cells))
     tell = _Counted(finished, len(cells))
     if processes <= 1:
         found = {}
@@ -80,6 +80,11 @@ def default_budgets(profile: Profile, points: int = DEFAULT_POINTS, most_bytes: 
     last = max(first, last if most_bytes is None else min(last, most_bytes))
     steps = max(1, points - 1)
     return tuple(dict.fromkeys(first + (last - first) * index // steps for index in range(steps + 1)))
+
+
+def _usable_processors() -> int:
+    """Those that this process may use, where the system tells (Linux); else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Counted:

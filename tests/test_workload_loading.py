@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from poochplan.errors import PoochError, UsageError
-from poochplan.workload import Workload, load_workload, parse_override, read_workload_file
+from poochplan.workload import Workload, load_workload, parse_override, read_workload_file, shipped_configs
 
 USER_CODE = """
 from collections.abc import Sequence
@@ -154,6 +154,14 @@ def test_parameters_are_checked_against_the_signature(
     assert all(part in message for part in parts), message
 
 
+def test_a_config_that_ships_is_found_by_its_name_alone_from_anywhere(folder: Path) -> None:
+    by_name = load_workload("char_rnn", {"width": "8"})
+    by_path = load_workload(str(shipped_configs()["char_rnn"]), {"width": "8"})
+    assert by_name.name == by_path.name == "char_rnn"
+    assert by_name.parameters == by_path.parameters
+    assert shipped_configs().keys() == {path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.toml")}
+
+
 @pytest.mark.parametrize(
     ("target", "parts"),
     [
@@ -166,6 +174,8 @@ def test_parameters_are_checked_against_the_signature(
         ("missing.py", ["there is no such file"]),
         ("training.py:", ["name its function"]),
         ("linear", ["expected a TOML file, package.module:function or path/to/file.py:function"]),
+        ("unet3", ["found 'unet3'; the names that ship are bert, ", "did you mean unet3d?"]),
+        ("configs/unet3d.toml", ["configs/unet3d.toml: no such workload file; ", "unet3d is one that ships"]),
         ("", ["name one"]),
         ("no_such_package:main", ["no module named 'no_such_package'", "install it"]),
         ("helper_beside_it:main", ["no function 'main'", "it defines no functions"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +14,8 @@ MARGIN = 1.1
 
 def available_bytes() -> int:
     """Host memory that this process may still take: of the machine, its cgroups, and its address space."""
+    import resource  # not on Windows, where profiling is refused with a line of its own
+
     limits = [_machine_bytes(), *_cgroup_bytes()]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +15,14 @@ from .spill import choose_spill_dir
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` where there is none."""
+    """The device of that name (``"cpu"``, ``"cuda"``, ``"cuda:1"``); raises ``UsageError`` where there is none.
+
+    Everything that profiles or runs asks here first, so it is here that another system than Linux is told.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UsageError(
+            f"device: expected Linux to profile or run on, found {sys.platform}; profile and run there, plan anywhere"
+        )
     try:
         where = torch.device(name)
     except RuntimeError:

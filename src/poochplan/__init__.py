@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .workload import Workload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.

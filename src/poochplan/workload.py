@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.machinery
+import importlib.resources
 import importlib.util
 import inspect
 import sys
@@ -62,7 +63,8 @@ class LoadedWorkload:
 
 
 def load_workload(target: str, overrides: Mapping[str, str] | None = None, device: str | None = None) -> LoadedWorkload:
-    """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``.
+    """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``,
+    or by its name alone one of the configs that ship (:func:`shipped_configs`).
 
     ``overrides`` are ``--set key=value`` pairs: each value is read as a TOML value and otherwise taken as text. They
     win over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
@@ -80,8 +82,8 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None, devic
     """
     python_target, parameters, name = target, {}, ""
     folder = Path()
-    if target.endswith(".toml"):
-        path = Path(target)
+    path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)
+    if path is not None:
         file = read_workload_file(path)
         python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
     function, found_at = _find_function(python_target, folder, asked=target)
@@ -101,6 +103,12 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None, devic
     return LoadedWorkload(short_name, checked, target, arguments)
 
 
+def shipped_configs() -> dict[str, Path]:
+    """The workload TOMLs that come with this package, by the names that ``pooch profile NAME`` takes."""
+    folder = Path(str(importlib.resources.files(f"{__package__}.configs")))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def read_workload_file(path: Path) -> WorkloadFile:
     """The content of a workload TOML.
 
@@ -114,7 +122,8 @@ def read_workload_file(path: Path) -> WorkloadFile:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         neighbours = [str(other) for other in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
-        raise UsageError(f"{path}: no such workload file{_suggest(str(path), neighbours)}") from None
+        ships = f"; without a folder, {path.stem} is one that ships" if path.stem in shipped_configs() else ""
+        raise UsageError(f"{path}: no such workload file{_suggest(str(path), neighbours) or ships}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as a workload TOML ({_one_line(error)})") from None
     try:
@@ -172,10 +181,11 @@ def _bad_target(target: str) -> str:
         remedy = f"name its function: {path}:function" if path.is_file() else "there is no such file"
     elif path.is_file() or path.is_dir():
         remedy = "that file is no TOML" if path.is_file() else "that is a folder"
+    elif target.isidentifier():
+        ships = shipped_configs()
+        remedy = f"the names that ship are {', '.join(ships)}{_suggest(target, ships)}"
     else:
-        nearby = [str(other) for other in sorted(Path("configs").glob("*.toml"))]
-        named = next((other for other in nearby if Path(other).stem == target), None)
-        remedy = f"did you mean {named}?" if named else "it names no function"
+        remedy = "it names no function"
     return f"workload: expected {_FORMS}, found {target!r}; {remedy}"
 
 

@@ -27,10 +27,10 @@ from .sweep import SweepVerb
 VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb)
 _EXAMPLES = """\
 examples:
-  pooch profile configs/unet3d.toml -o profile.json
+  pooch profile unet3d -o profile.json
   pooch plan profile.json --budget 60% -o plan.json
   pooch sweep profile.json -o sweep.csv --png sweep.png
-  pooch run configs/unet3d.toml --plan plan.json --check
+  pooch run unet3d --plan plan.json --check
 """
 
 

@@ -27,22 +27,22 @@ class ProfileVerb(Verb):
     description = (
         "Runs the workload's training step a few times and writes a profile: every op with its time, every saved value "
         "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "
-        "in-core swaps every saved value meanwhile. WORKLOAD is a TOML, package.module:function or "
-        "path/to/file.py:function. With --mode fake the step runs without memory and "
+        "in-core swaps every saved value meanwhile. WORKLOAD is the name of a config that ships, such as unet3d, or a "
+        "TOML, package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
         "data, so that one that fits no machine can be planned; each distinct op is then timed by itself on this "
         "machine, or durations and link are those of --roofline."
     )
     examples = """\
-  pooch profile configs/unet3d.toml -o profile.json
+  pooch profile unet3d -o profile.json
   pooch profile train.py:workload --set batch_size=64 --top 10
-  pooch profile configs/gpt2.toml --device cuda -o gpu.json
-  pooch profile configs/gpt2.toml --set layers=48 --mode fake --roofline v100
+  pooch profile gpt2 --device cuda -o gpu.json
+  pooch profile gpt2 --set layers=48 --mode fake --roofline v100
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
 """
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
+        add_workload(parser)
         parser.add_argument("-o", "--output", metavar="FILE", help="profile to write (default: NAME.profile.json)")
         add_workload_arguments(parser)
         parser.add_argument(
@@ -180,6 +180,12 @@ class ProfileVerb(Verb):
         }
         self.show(frame_table(f"The {len(top)} layers that save most", top.assign(**spread), headings))
         return plain_rows(top)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """``WORKLOAD``, as every verb that builds one takes it."""
+    forms = "name of a config that ships (unet3d), TOML, package.module:function or file.py:function"
+    parser.add_argument("workload", metavar="WORKLOAD", help=forms)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:

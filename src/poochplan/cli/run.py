@@ -14,7 +14,7 @@ from poochplan.units import parse_bytes
 from .base import Verb, at_least, parse_overrides
 from .machine import DEFAULT_MARGIN
 from .plan import draw
-from .profile import add_workload_arguments
+from .profile import add_workload, add_workload_arguments
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
@@ -37,16 +37,16 @@ class RunVerb(Verb):
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
-  pooch run configs/unet3d.toml --plan plan.json --check
+  pooch run unet3d --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
-  pooch run configs/unet3d.toml --plan plan.json --profile profile.json --timeline run.png
-  pooch run configs/gpt2.toml --plan gpu-plan.json --check --cap --margin 256MiB
+  pooch run unet3d --plan plan.json --profile profile.json --timeline run.png
+  pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workload", metavar="WORKLOAD", help="TOML, package.module:function or file.py:function")
+        add_workload(parser)
         parser.add_argument(
             "--plan",
             dest="plans",

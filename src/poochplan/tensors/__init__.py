@@ -1,1 +1,1 @@
-"""Facts about torch's tensors, operators and modes; no plan, no profile."""
+"""Facts about torch and its tensors; nothing here knows of plans or profiles."""

@@ -1,0 +1,69 @@
+"""What is built holds everything, from whatever it is built: a checkout, one without symbolic links, or the sdist."""
+
+from __future__ import annotations
+
+import email
+import tarfile
+import tomllib
+import zipfile
+
+import pytest
+from builds import files_of
+from conftest import Builds
+from folders import ROOT, listed_packages, package_folders
+
+import poochplan
+
+HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+
+
+def shipped_files() -> dict[str, bytes]:
+    """Every module and every data file by its place in a wheel, found by its ending: no list of packages is asked."""
+    found = {}
+    for package, home in HOMES.items():
+        for path in (ROOT / home).rglob("*"):
+            if path.suffix in (".py", ".toml", ".typed") and path.is_file():
+                found["/".join([*package.split("."), *path.relative_to(ROOT / home).parts]).lstrip("/")] = path
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
+def test_pyproject_lists_exactly_the_folders() -> None:
+    listed, folders = set(listed_packages()), set(package_folders())
+    assert len(listed) == len(listed_packages())
+    missing, gone = sorted(folders - listed), sorted(listed - folders)
+    assert not missing, f"pyproject.toml: add {', '.join(missing)} to packages of [tool.setuptools], or `make packages`"
+    assert not gone, f"pyproject.toml: drop {', '.join(gone)} from packages of [tool.setuptools], or `make packages`"
+
+
+def test_every_link_beside_the_list_leads_where_the_list_says() -> None:
+    for package, home in HOMES.items():
+        if package:
+            link = ROOT / "src" / "poochplan" / package.removeprefix("poochplan.")
+            assert link.resolve() == ROOT / home
+
+
+@pytest.mark.parametrize("source", ["with links", "without links", "sdist"])
+def test_a_wheel_holds_every_module_and_config(builds: Builds, source: str) -> None:
+    held = files_of(builds.wheels[source])
+    expected = shipped_files()
+    assert {"poochplan/py.typed", "poochplan/configs/unet3d.toml", "poochplan/planner/planning.py"} <= set(expected)
+    assert held.keys() == expected.keys()
+    assert held == expected
+
+
+def test_the_sdist_holds_every_module_and_the_schemas(builds: Builds) -> None:
+    with tarfile.open(builds.sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+        assert not [entry.name for entry in archive if entry.issym() or entry.islnk()]
+    modules = {str(path.relative_to(ROOT)) for folder in package_folders().values() for path in folder.glob("*.py")}
+    schemas = {str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "schemas").iterdir()}
+    assert len(schemas) >= 2
+    assert modules | schemas | {"src/poochplan/py.typed", "configs/unet3d.toml", "README.md", "LICENSE"} <= held
+
+
+def test_the_version_is_said_in_one_place(builds: Builds) -> None:
+    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wheel in builds.wheels.values():
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            assert email.message_from_bytes(archive.read(name))["Version"] == poochplan.__version__
