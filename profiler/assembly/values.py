@@ -7,7 +7,7 @@ from collections import Counter
 
 from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
 from poochplan.profiler.capture.capture import Capture
-from poochplan.profiler.capture.records import CapturedOp, CapturedValue
+from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 
 
 def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:

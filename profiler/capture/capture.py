@@ -35,8 +35,8 @@ from poochplan.tensors.storages import (
 from poochplan.tensors.torch_private import pytree, storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
+from .captured import COMPILED_REGION, CapturedHandle, CapturedOp, CapturedValue, Clone, shapes_of
 from .clock import clock_of, workspace_of
-from .records import COMPILED_REGION, CapturedHandle, CapturedOp, CapturedValue, Clone, shapes_of
 
 
 class Capture(ToggledMode):

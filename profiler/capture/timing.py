@@ -16,8 +16,8 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 
+from .captured import COMPILED_REGION, CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of
-from .records import COMPILED_REGION, CapturedOp, Shapes, shapes_of
 
 
 @dataclass(frozen=True)

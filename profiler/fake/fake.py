@@ -23,7 +23,7 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.profiler.capture.capture import Capture
-from poochplan.profiler.capture.records import CapturedOp
+from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State

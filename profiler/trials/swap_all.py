@@ -17,8 +17,8 @@ import torch
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Instructions, host_aligned
 from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.captured import Clone
 from poochplan.profiler.capture.clock import Clock
-from poochplan.profiler.capture.records import Clone
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
