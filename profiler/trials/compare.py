@@ -232,7 +232,8 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
         if after.unreplayable not in (before.unreplayable, UNVERIFIED):
             names.setdefault(after.unreplayable, []).append(after.name)
     return [
-        f"{reason} (a plan keeps or swaps the saved values of which this is so: {len(those)}, first {those[0]})"
+        f"{those[0]} {f'and {len(those) - 1} more are' if len(those) > 1 else 'is'} kept or swapped, never recomputed: "
+        f"{reason}"
         for reason, those in names.items()
     ]
 

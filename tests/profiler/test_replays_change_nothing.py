@@ -313,8 +313,8 @@ def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_cor
 def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], what: str, mode: str) -> None:
     profile = _profile(make(), mode)
     (reason,) = {value.unreplayable for value in profile.values if what in value.unreplayable}
-    (note,) = [note for note in profile.notes if note.startswith(reason)]
-    assert "a plan keeps or swaps" in note
+    (note,) = [note for note in profile.notes if note.endswith(reason)]
+    assert "kept or swapped, never recomputed" in note
 
 
 @pytest.mark.parametrize("make", NETS)
