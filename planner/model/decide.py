@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poochplan.formats.plan import Decision
 from poochplan.planner.problem.problem import Floats, Problem
@@ -41,8 +41,7 @@ def solve_fluid(
     """
     started_s = time.perf_counter()
     model = build_fluid_model(problem, request)
-    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
-    scaled = Limits(left_s, limits.gap, limits.absolute_gap / model.time_unit_s)
+    scaled = replace(limits.since(started_s), absolute_gap=limits.absolute_gap / model.time_unit_s)
     first = None if start is None or relaxed else _columns_of(model, start)
     found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed, start=first)
     return Solution(

@@ -14,13 +14,12 @@ from itertools import combinations, islice
 import numpy as np
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.allowance import Budget
 from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.problem.needs import may_replay_at
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import lists_of, with_recording
 from poochplan.planner.schedule.style import AS_STYLED, Style, Tuning
-
-from .descent import Budget
 
 ALL_MOVES = 8
 """Up to so many values that move, every move is tried."""

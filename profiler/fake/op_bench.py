@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 
 from poochplan.formats.files import cache_folder, write_cache
 from poochplan.formats.profile import Device
+from poochplan.profiler.step.preserve import restored
+from poochplan.profiler.step.states import GeneratorStates
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
 
@@ -136,7 +138,7 @@ class OpBench:
         found: dict[str, float] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with restored(GeneratorStates()), torch.no_grad():
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
         write_cache(self._path, msgspec.json.encode(self._known))

@@ -28,6 +28,8 @@ from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import CpuClock
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.step.preserve import restored
+from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.engine.engine import Engine
@@ -65,7 +67,7 @@ def runtime_cost(device_type: str, threads: int) -> RuntimeCost | None:
     """
     if device_type != "cpu":
         return None
-    with contextlib.suppress(SpillError), torch.random.fork_rng(devices=[]):
+    with contextlib.suppress(SpillError), restored(GeneratorStates()):
         return measure_runtime()
     return None
 

@@ -35,8 +35,8 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.plan_set import PlanSet, Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_back
-from poochplan.runtime.replays.recorder import Recorder, Slot
-from poochplan.runtime.replays.replay import NotReplayable, Recipe, replay
+from poochplan.runtime.replays.recorder import RecordedOp, Recorder, Slot
+from poochplan.runtime.replays.replay import Leaves, NotReplayable, Recipe, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.tensors.storages import is_plain
 
@@ -309,7 +309,7 @@ class Engine:
         elif actions.record == "off":
             self.recorder.switch_off()
 
-    def _with(self, index: int, act: Callable[[Entry], None]) -> None:
+    def _with(self, index: int, act: Callable[[Entry], object]) -> None:
         entry = self._entries.get(index)
         if entry is not None:
             act(entry)
@@ -343,16 +343,23 @@ class Engine:
             entry.storage = storage  # last: without its copy it would count as filled
         self.stats.in_bytes += entry.size_bytes
 
-    def _replay(self, entry: Entry) -> None:
+    def _replay(self, entry: Entry) -> list[Entry]:
+        """Replays it if it waits for that; all that came back."""
         if not entry.waits_for_replay:
-            return
+            return []
         start_s = time.perf_counter()
         with self.device.span(f"replay {entry.name}"), self.device.replaying():
-            back = replay(entry, self._resident)
+            back = replay(entry, self._resident, self._run_ops)
         for value in back:
             value.home = self.device.compute
         self.stats.replayed_values += len(back)
         self.stats.replay_s += time.perf_counter() - start_s
+        return back
+
+    def _run_ops(
+        self, ops: list[RecordedOp], there: Leaves, keep: set[Slot], device_type: str
+    ) -> dict[Slot, torch.UntypedStorage]:
+        return run_ops(ops, there, keep, device_type)
 
     # -- off the plan (Rule 8) --------------------------------------------------------------------------------
 
