@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test quick lint format types notebooks demo gpu-suite clean
+.PHONY: help setup test test-deep lint format types notebooks demo gpu-suite clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,6 +10,7 @@ DEMO := demo-output
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
+NOTEBOOKS := --nbmake --nbmake-timeout=900 notebooks
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
@@ -40,14 +41,16 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check everything: lint, format, types, all tests, the notebooks
+test: setup  ## Check everything that is claimed, each claim once: lint, format, types, tests, notebooks (5 minutes)
 	@$(MAKE) --no-print-directory lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
-	@$(MAKE) --no-print-directory notebooks
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test: lint, types, tests and notebooks all passed."
 
-quick: setup  ## Run the tests that are not marked slow
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --quiet $(PARALLEL)
+test-deep: export POOCH_DEEP := 1
+test-deep: setup  ## The same of more: all seeds, all networks, long runs; before every release (an hour or two)
+	@$(MAKE) --no-print-directory lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
+	@echo "make test-deep: lint, types, tests and notebooks all passed."
 
 lint: setup  ## Check style and formatting (ruff)
 	$(BIN)/ruff check .
@@ -61,7 +64,7 @@ types: setup  ## Check types (mypy)
 	$(BIN)/mypy
 
 notebooks: setup  ## Execute the notebooks
-	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks
+	$(BIN)/pytest $(NOTEBOOKS)
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)
@@ -71,7 +74,7 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
 
 gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=folder, under 10 minutes, nothing installed
-	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) benchmarks/gpu_suite.py --out $(OUT) $(GPU_ARGS)
+	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) -m benchmarks.gpu_suite --out $(OUT) $(GPU_ARGS)
 
 clean:  ## Remove .venv, the demo's output and all caches
 	rm -rf $(VENV) $(DEMO) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
-from poochplan.formats.profile import Link
+from poochplan.formats.profile import Link, LinkDirection
 from poochplan.profiler.capture.capture import Capture, Clone
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -31,6 +31,10 @@ from poochplan.tensors.signatures import model_signature
 from poochplan.tensors.storages import static_keys
 
 from .plans import trial_plan
+
+_ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=float("inf"))
+UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
+"""Stands in a plan by which nothing is timed: steps swap before the link is measured."""
 
 
 class SwapAllEngine(Engine):
@@ -51,11 +55,9 @@ class SwapAllEngine(Engine):
 class SwapAll:
     """Runs steps under the :class:`SwapAllEngine`. ``seconds`` is all the time that was spent swapping so far."""
 
-    def __init__(
-        self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, link: Link, clock: Clock
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, clock: Clock) -> None:
         self._device = open_device(where, spill_dir)
-        plan = trial_plan(where.type, link, model_signature(model))
+        plan = trial_plan(where.type, UNMEASURED, model_signature(model))
         self._engine = SwapAllEngine(plan, self._device, lambda: static_keys(model, where.type))
         self._clock = clock
         self.seconds = 0.0
