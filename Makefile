@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-torch quick lint format types docs packages notebooks demo gpu-suite dist clean
+.PHONY: help setup test test-deep test-torch lint format types docs packages notebooks demo gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +12,7 @@ RELEASE := .venv-release
 OUT ?= gpu-output
 # Two processes of one compute thread each: the networks are small, and two threads would wait for each other.
 PARALLEL := --numprocesses=2 --dist=worksteal
+NOTEBOOKS := --nbmake --nbmake-timeout=900 notebooks
 # The suite uses a machine's own torch with CUDA: LIBS names folders of what else is not installed there.
 GPU_PYTHON ?= python3
 # The first of these that is new enough; `make PYTHON=/path/to/python test` names another.
@@ -42,14 +43,13 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check everything: lint, format, types, the docs, all tests, the notebooks
+test: setup  ## Check everything that is claimed, each claim once: lint, format, types, docs, tests, notebooks (5 minutes)
 	@$(MAKE) --no-print-directory lint types docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
-	@$(MAKE) --no-print-directory notebooks
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test: lint, types, docs, tests and notebooks all passed."
 
 test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.9.1
-	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
 	@echo "make test-torch: passed on torch $(VERSION)."
 
 # sympy: torch pins its own.
@@ -61,8 +61,11 @@ $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'
 	@touch $@
 
-quick: setup  ## Run the tests that are not marked slow
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --quiet $(PARALLEL)
+test-deep: export POOCH_DEEP := 1
+test-deep: setup  ## The same of more: all seeds, all networks, long runs; before every release (an hour or two)
+	@$(MAKE) --no-print-directory lint types docs
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
+	@echo "make test-deep: lint, types, docs, tests and notebooks all passed."
 
 lint: setup  ## Check style and formatting (ruff)
 	$(BIN)/ruff check .
@@ -82,7 +85,7 @@ packages: setup  ## Write the package folders into pyproject.toml, after one has
 	$(BIN)/python tests/packaging/folders.py
 
 notebooks: setup  ## Execute the notebooks
-	$(BIN)/pytest --nbmake --nbmake-timeout=900 notebooks
+	$(BIN)/pytest $(NOTEBOOKS)
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)
@@ -92,7 +95,7 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
 
 gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=folder, under 10 minutes, nothing installed
-	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) benchmarks/gpu_suite.py --out $(OUT) $(GPU_ARGS)
+	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) -m benchmarks.gpu_suite --out $(OUT) $(GPU_ARGS)
 
 dist: setup  ## Build sdist and wheel into dist/ and check them: twine, a clean environment, a plan
 	rm -rf dist $(RELEASE)

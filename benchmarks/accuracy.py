@@ -11,8 +11,8 @@
 
 Each model runs in a process of its own.
 
-    python benchmarks/accuracy.py [--models gpt2,vit] [-o benchmarks/results/accuracy.json]
-    python benchmarks/accuracy.py --table benchmarks/results/accuracy.json
+    python -m benchmarks.accuracy [--models gpt2,vit] [-o benchmarks/results/accuracy.json]
+    python -m benchmarks.accuracy --table benchmarks/results/accuracy.json
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads
 
 import numpy as np
 import torch
-from facts import PACKAGES, facts_of_run
-from models import MODELS, build
-from pairs import RESAMPLES
-from prediction import metered_peak_bytes
 
 import poochplan
+from benchmarks.facts import PACKAGES, facts_of_run
+from benchmarks.models import MODELS, build
+from benchmarks.pairs import RESAMPLES
+from benchmarks.prediction import metered_peak_bytes
 from poochplan.formats.links import preset_link
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
@@ -220,7 +220,8 @@ def in_its_own_process(name: str, arguments: argparse.Namespace) -> dict[str, An
         found = Path(folder) / "row.json"
         options = {key: str(getattr(arguments, key)) for key in ("pairs", "threads")}
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        command = [sys.executable, "-W", "ignore", __file__, "--here", "--models", name, *words, "-o", str(found)]
+        here = [sys.executable, "-W", "ignore", "-m", "benchmarks.accuracy", "--here"]
+        command = [*here, "--models", name, *words, "-o", str(found)]
         subprocess.run(command, check=True)
         row: dict[str, Any] = json.loads(found.read_text())["rows"][0]
         return row

@@ -1,6 +1,6 @@
 """Random steps and budgets, planned and handed to the independent checker: no plan over budget, no input missing.
 
-    python benchmarks/checker.py -o benchmarks/results/checker.json
+    python -m benchmarks.checker -o benchmarks/results/checker.json
 
 The checker (``tests/planner/checker.py``) shares no code with the planner: it carries each plan out tick by tick, with
 every storage in its hands and every replay op by op.
@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from facts import facts_of_run  # noqa: E402
-
-from poochplan.formats.profile import PointKind, Profile  # noqa: E402
-from poochplan.planner.planning import plan, smallest_budget  # noqa: E402
-from tests.planner.checker import Violation, check  # noqa: E402 - a judge of the tests, on purpose none of the package
-from tests.planner.random_profiles import random_profile  # noqa: E402
+from benchmarks.facts import facts_of_run
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.planning import plan, smallest_budget
+from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
+from tests.planner.random_profiles import random_profile
 
 LEAST_OPS = 3
 

@@ -5,7 +5,7 @@ optimizer steps in-core and under each plan from the same seed. Loss, every grad
 bitwise in every step; the peak is metered by ``tests/live_bytes.py``, which shares no code with the package. With
 ``--meter mem_tracker`` it is torch's MemTracker, whose module hooks keep gradients alive (see README.md).
 
-    python benchmarks/exactness.py [--workloads demo,gpt2] [--throttle 500MB/s] [-o benchmarks/results/exactness.json]
+    python -m benchmarks.exactness [--workloads demo,gpt2] [--throttle 500MB/s] [-o benchmarks/results/exactness.json]
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from poochplan.workload import Workload, load_workload
+from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-from live_bytes import LiveBytes  # noqa: E402 - a meter of the tests, on purpose none of the package
-
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
 STEPS = 3
 
@@ -148,7 +146,8 @@ def main() -> int:
     for name in arguments.workloads.split(","):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "rows.json"
-            command = [sys.executable, __file__, "--one", name, "-o", str(output), "--meter", arguments.meter]
+            alone = [sys.executable, "-m", "benchmarks.exactness", "--one", name]
+            command = [*alone, "-o", str(output), "--meter", arguments.meter]
             subprocess.run(command + (["--throttle", arguments.throttle] if arguments.throttle else []), check=True)
             for row in json.loads(output.read_text()):
                 rows.append(row)

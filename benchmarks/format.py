@@ -1,6 +1,6 @@
 """How long files take: a synthetic profile of 100,000 ops, written and read, plain and compressed.
 
-    python benchmarks/format.py [--ops 100000] [--repeats 5] [-o benchmarks/results/format.json]
+    python -m benchmarks.format [--ops 100000] [--repeats 5] [-o benchmarks/results/format.json]
 
 A transformer's step (``tests/planner/random_profiles.py``), repeated, with layer paths and shapes as long as those of
 real profiles. Medians over the repeats; the files are in the page cache when they are read.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,13 +19,9 @@ from typing import Any
 
 import msgspec
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from facts import facts_of_run  # noqa: E402
-
-from poochplan.formats.profile import Op, Profile, Value  # noqa: E402
-from tests.planner.random_profiles import transformer_like  # noqa: E402
+from benchmarks.facts import facts_of_run
+from poochplan.formats.profile import Op, Profile, Value
+from tests.planner.random_profiles import transformer_like
 
 SHAPE = (32, 12, 1024, 1024)
 

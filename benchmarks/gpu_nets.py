@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networks
 import torch
 from torch import nn
 
+from benchmarks import networks
 from poochplan.workload import Workload
 from poochplan.workloads.common import make_optimizer
 

@@ -5,8 +5,8 @@ prefetch; ``torch.utils.checkpoint`` around every block; ``save_on_cpu`` with pi
 runs before and after each, so that a device that gets slower or faster meanwhile tells on both. Results are written
 after every one of them, so that a time limit loses little.
 
-    make gpu-suite OUT=folder            # or: PYTHONPATH=src python benchmarks/gpu_suite.py --out folder
-    PYTHONPATH=src python benchmarks/gpu_suite.py --out folder --device cpu --tiny --tests residual   # tries the code
+    make gpu-suite OUT=folder            # or: PYTHONPATH=src python -m benchmarks.gpu_suite --out folder
+    PYTHONPATH=src python -m benchmarks.gpu_suite --out folder --device cpu --tiny --tests residual   # tries the code
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
 import torch
-from facts import facts_of_run
-from gpu_nets import NETS, Net
-from gpu_overlap import TimedCuda, overlap, total_s
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from benchmarks.facts import facts_of_run
+from benchmarks.gpu_nets import NETS, Net
+from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget

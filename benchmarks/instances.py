@@ -4,7 +4,7 @@ Each is a profile of mode ``fake``: the step of the CPU's operators, with the du
 (``profiler/fake/roofline.py``, which states every rate) and the link it is usually attached by. ``pooch plan`` reads
 them.
 
-    python benchmarks/instances.py [NAME ...] [--out benchmarks/instances]
+    python -m benchmarks.instances [NAME ...] [--out benchmarks/instances]
 
 Convolutional and recurrent networks are fp32 on every device; convolutions and LSTMs take TF32 rates where the device
 has them and products of matrices do not, as torch's defaults are. Transformers are fp32 on V100 and bf16 throughout
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import networks
 import torch
 
 import poochplan
+from benchmarks import networks
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.fake.fake import building
 from poochplan.units import format_bytes, format_seconds

@@ -7,8 +7,8 @@
 * ``cost``: wall time and largest resident memory of ``pooch profile --mode fake``: GPT-2 medium with every distinct op
   timed by itself (nothing remembered) and by a roofline, and a model of GPT-3's size (96 layers of 12,288).
 
-    python benchmarks/large_steps.py unfit -o benchmarks/results/unfit.json
-    python benchmarks/large_steps.py cost -o benchmarks/results/profile_cost.json
+    python -m benchmarks.large_steps unfit -o benchmarks/results/unfit.json
+    python -m benchmarks.large_steps cost -o benchmarks/results/profile_cost.json
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from facts import facts_of_run
+from benchmarks.facts import facts_of_run
 
 HERE = Path(__file__).parent
 CONFIG, SETTINGS = HERE.parent / "configs" / "gpt2.toml", {"batch_size": "8"}
@@ -139,7 +139,7 @@ def pooch(*words: str) -> list[str]:
 
 
 def this(*words: str) -> list[str]:
-    return [sys.executable, "-W", "ignore", __file__, *words]
+    return [sys.executable, "-W", "ignore", "-m", "benchmarks.large_steps", *words]
 
 
 def unfit() -> dict[str, Any]:

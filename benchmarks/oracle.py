@@ -1,6 +1,6 @@
 """The planner against exhaustive search, on tiny random steps: how often its plan is the best there is.
 
-    python benchmarks/oracle.py -o benchmarks/results/oracle.json
+    python -m benchmarks.oracle -o benchmarks/results/oracle.json
 
 Two kinds of instance, each a random step with a random budget between the smallest feasible one and the in-core peak:
 
@@ -26,18 +26,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from facts import facts_of_run  # noqa: E402
-
-from poochplan.formats.plan import Decision  # noqa: E402
-from poochplan.planner.judge.candidate import movable, try_decisions  # noqa: E402
-from poochplan.planner.planning import plan  # noqa: E402
-from poochplan.planner.problem.problem import Problem, build_problem  # noqa: E402
-from tests.planner.oracle import best_decisions, best_schedule  # noqa: E402 - the yardstick, none of the package
-from tests.planner.oracle_search import Freedom  # noqa: E402
-from tests.planner.tiny_profiles import tiny_budget, tiny_profile  # noqa: E402
+from benchmarks.facts import facts_of_run
+from poochplan.formats.plan import Decision
+from poochplan.planner.judge.candidate import movable, try_decisions
+from poochplan.planner.planning import plan
+from poochplan.planner.problem.problem import Problem, build_problem
+from tests.planner.oracle import best_decisions, best_schedule  # the yardstick, none of the package
+from tests.planner.oracle_search import Freedom
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
 VALUES = {"full": (2, 5), "decisions": (5, 10)}
 EQUAL = 1e-6

@@ -1,8 +1,8 @@
 """What the runtime costs where it has nothing to do: step times in pairs (``pairs.py``), in one process of its own.
 
-python benchmarks/overhead.py keep-all      # a plan that keeps everything against plain PyTorch
-python benchmarks/overhead.py per-op        # microseconds per recorded op, and per pack and unpack
-python benchmarks/overhead.py all -o benchmarks/results/overhead.json
+python -m benchmarks.overhead keep-all      # a plan that keeps everything against plain PyTorch
+python -m benchmarks.overhead per-op        # microseconds per recorded op, and per pack and unpack
+python -m benchmarks.overhead all -o benchmarks/results/overhead.json
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads
 
 import numpy as np
 import torch
-from facts import facts_of_run
-from pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from torch import nn
 
 import poochplan
+from benchmarks.facts import facts_of_run
+from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.workload import Workload

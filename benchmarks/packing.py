@@ -1,6 +1,6 @@
 """What a static arena would need, and what PyTorch's caching allocator would reserve, for plans of the instances.
 
-    python benchmarks/packing.py -o benchmarks/results/packing.json
+    python -m benchmarks.packing -o benchmarks/results/packing.json
 
 Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
 needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
@@ -22,16 +22,13 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks")]
 
-from facts import facts_of_run  # noqa: E402
-from planning import NETWORKS, budget_of, instance  # noqa: E402
-
-from poochplan.planner.arena.blocks import blocks_of  # noqa: E402
-from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved  # noqa: E402
-from poochplan.planner.arena.packing import Block, live_peak, pack  # noqa: E402
-from poochplan.planner.policies import PolicyInput, run_policy  # noqa: E402
+from benchmarks.facts import facts_of_run
+from benchmarks.planning import NETWORKS, budget_of, instance
+from poochplan.planner.arena.blocks import blocks_of
+from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
+from poochplan.planner.arena.packing import Block, live_peak, pack
+from poochplan.planner.policies import PolicyInput, run_policy
 
 LINKS = ("pcie3", "nvlink2")
 KEPT = (0.7, 0.3, 0.1)

@@ -1,9 +1,9 @@
 """Plans of the instances: overhead, proven bound and gap at five budgets on four links, and every other policy beside.
 
-    python benchmarks/planning.py grid -o benchmarks/results/planning.json       # 6 networks x 4 links x 5 budgets
-    python benchmarks/planning.py wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
-    python benchmarks/planning.py pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
-    python benchmarks/planning.py table benchmarks/results/planning.json         # the table of benchmarks/README.md
+    python -m benchmarks.planning grid -o benchmarks/results/planning.json       # 6 networks x 4 links x 5 budgets
+    python -m benchmarks.planning wall -o benchmarks/results/planning-wall.json  # time to a wanted gap, one at a time
+    python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
+    python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
 with the device it is found at: pcie3 and nvlink2 with the V100, pcie4 with the A100, pcie5 with the H200.
@@ -22,15 +22,12 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from benchmarks.facts import facts_of_run
+from poochplan import Profile
+from poochplan.planner import for_machine, plan, smallest_budget
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-from facts import facts_of_run  # noqa: E402
-
-from poochplan import Profile  # noqa: E402
-from poochplan.planner import for_machine, plan, smallest_budget  # noqa: E402
-from poochplan.planner.policies import PolicyInput, policy_names, run_policy  # noqa: E402
-
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 CONVOLUTIONAL = ("resnet50-b256", "resnext101-3d", "unet3d-192")
 LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}

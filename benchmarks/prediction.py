@@ -6,7 +6,7 @@ in pairs with in-core steps of the same session (``pairs.py``); plain steps are 
 model. The peak of a further step, not timed, is metered by ``tests/live_bytes.py``, which shares no code with the
 package.
 
-    python benchmarks/prediction.py [--models t5,swin] [-o benchmarks/results/prediction.json]
+    python -m benchmarks.prediction [--models t5,swin] [-o benchmarks/results/prediction.json]
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from typing import Any
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 
 import torch
-from facts import facts_of_run
-from models import build
-from pairs import Planned, one_step, profiled
 
 import poochplan
+from benchmarks.facts import facts_of_run
+from benchmarks.models import build
+from benchmarks.pairs import Planned, one_step, profiled
 from poochplan.planner.planning import smallest_budget
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.workload import Workload
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-from live_bytes import LiveBytes  # noqa: E402 - a meter of the tests, on purpose none of the package
+from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 
 CHOSEN = ("llama", "t5", "swin", "mobilenet_v2", "whisper", "monai_basicunet")
 BUDGETS = (0.75, 0.4, 0.1)
@@ -153,7 +150,8 @@ def in_its_own_process(name: str, arguments: argparse.Namespace) -> list[dict[st
             for key in ("throttle", "pairs", "seconds", "threads")
             for word in (f"--{key}", str(getattr(arguments, key)))
         ]
-        command = [sys.executable, "-W", "ignore", __file__, "--here", "--models", name, *words, "-o", str(found)]
+        here = [sys.executable, "-W", "ignore", "-m", "benchmarks.prediction", "--here"]
+        command = [*here, "--models", name, *words, "-o", str(found)]
         subprocess.run(command, check=True)
         rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
         return rows

@@ -1,8 +1,8 @@
 """Plans that no clock decides, of every instance: what must come out again, to the bit, after code has only moved.
 
-    python benchmarks/reference_plans.py -o benchmarks/results/reference-plans.json
-    python benchmarks/reference_plans.py --check benchmarks/results/reference-plans.json
-    python benchmarks/reference_plans.py --check FILE --only seq2seq  # cases with that in their name
+    python -m benchmarks.reference_plans -o benchmarks/results/reference-plans.json
+    python -m benchmarks.reference_plans --check benchmarks/results/reference-plans.json
+    python -m benchmarks.reference_plans --check FILE --only seq2seq  # cases with that in their name
 
 ``--check`` makes the plans again, names every difference and ends with exit code 1 where there is one.
 A case is an instance, the share that its budget keeps (as in ``planning.py``) and a policy. Its record holds digests of
@@ -22,16 +22,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.facts import facts_of_run
+from benchmarks.planning import budget_of
+from poochplan import Plan, Profile, plan
+from poochplan.errors import InfeasibleError
+from poochplan.planner.policies import policy_names
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-from facts import facts_of_run  # noqa: E402
-from planning import budget_of  # noqa: E402
-
-from poochplan import Plan, Profile, plan  # noqa: E402
-from poochplan.errors import InfeasibleError  # noqa: E402
-from poochplan.planner.policies import policy_names  # noqa: E402
-
 INSTANCES = ROOT / "benchmarks" / "instances"
 EVALUATIONS = 150
 """Too few for proposals by greedy and pooch, which are cases of their own."""

@@ -3,7 +3,7 @@
 ``ru_maxrss`` after three optimizer steps, less what it was after the imports. The in-core process does not use the
 package at all beyond loading the workload; glibc's allocator is left as it is.
 
-    python benchmarks/resident.py [--workload gpt2] [--budget smallest] [--set batch_size=8] [-o FILE.json]
+    python -m benchmarks.resident [--workload gpt2] [--budget smallest] [--set batch_size=8] [-o FILE.json]
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_plan(target: str, settings: dict[str, str], budget: str, path: Path) ->
 
 def measure(target: str, settings: dict[str, str], budget: str) -> dict[str, float]:
     """Growth of the resident set of both processes, and the saving."""
-    command = [sys.executable, __file__, "--workload", target]
+    command = [sys.executable, "-m", "benchmarks.resident", "--workload", target]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     with tempfile.TemporaryDirectory() as folder:

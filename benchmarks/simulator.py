@@ -1,6 +1,6 @@
 """How long one simulation, and one schedule, of a large step takes.
 
-    python benchmarks/simulator.py -o benchmarks/results/simulator.json
+    python -m benchmarks.simulator -o benchmarks/results/simulator.json
 
 The steps are an instance of 96 layers as it is, and the same with each op cut into two of half its length.
 """
@@ -19,17 +19,14 @@ from statistics import median
 import msgspec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from benchmarks.facts import facts_of_run
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import swap_all_on_demand
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.schedule.schedule import fit
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-from facts import facts_of_run  # noqa: E402
-
-from poochplan.formats.profile import Profile  # noqa: E402
-from poochplan.planner.judge.candidate import swap_all_on_demand  # noqa: E402
-from poochplan.planner.judge.simulate import simulate  # noqa: E402
-from poochplan.planner.policies import PolicyInput, run_policy  # noqa: E402
-from poochplan.planner.schedule.schedule import fit  # noqa: E402
-
 KEPT = 0.3
 
 

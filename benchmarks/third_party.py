@@ -5,7 +5,7 @@ three steps from the same start as in-core training, on the CPU device and on th
 gradients, buffers, parameters and generators are compared bitwise after each step; the peak is that of the session's
 meter, the prediction the simulator's.
 
-    python benchmarks/third_party.py [--networks gpt2,vit] [--plans 5] [-o benchmarks/results/third_party.json]
+    python -m benchmarks.third_party [--networks gpt2,vit] [--plans 5] [-o benchmarks/results/third_party.json]
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "tests" / folder) for folder in ("runtime", "planner")]
+import torch
 
-import torch  # noqa: E402
-from adversarial import AdversarialDevice, OpClock  # noqa: E402 - the tests' own device
-from facts import PACKAGES, facts_of_run  # noqa: E402
-from nets import Case, equal, train  # noqa: E402 - the list and its helpers are the tests'
-from plans import plan_with  # noqa: E402
-from third_party_networks import NETWORKS, random_schedule  # noqa: E402
-
-from poochplan.formats.plan import Plan  # noqa: E402
-from poochplan.planner.judge.simulate import simulate  # noqa: E402
-from poochplan.planner.problem.problem import build_problem  # noqa: E402
-from poochplan.runtime.run_report import Report  # noqa: E402
+from benchmarks.facts import PACKAGES, facts_of_run
+from poochplan.formats.plan import Plan
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.problem.problem import build_problem
+from poochplan.runtime.run_report import Report
+from tests.planner.plans import plan_with
+from tests.runtime.adversarial import AdversarialDevice, OpClock  # the tests' own device
+from tests.runtime.nets import Case, equal, train  # the list and its helpers are the tests'
+from tests.runtime.third_party_networks import NETWORKS, random_schedule
 
 STEPS = 3
 DEVICES = "cpu", "adversarial"

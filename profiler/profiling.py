@@ -30,6 +30,7 @@ from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import verify
 from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
+from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
@@ -159,10 +160,8 @@ def _profile_real(
     """
     model, say = runner.model, options.say
     with preserved(model, runner.optimizer), current(where), contextlib.ExitStack() as stack:
-        link = options.link
-        if link is None:
-            say("measuring the link")
-            link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
+        if options.link is None and where.type == "cpu":
+            choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
         store = None
         if mode != "run":
             runner.swap_all = SwapAll(model, where, options.spill_dir, clock_of(where))
@@ -177,6 +176,10 @@ def _profile_real(
         capture, kinds = captured(runner, _new_capture(model, where, store))
         if store is not None:
             store.close()  # its threads take address space
+        link = options.link
+        if link is None:  # only now: a wrong step is refused without waiting for it
+            say("measuring the link")
+            link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
         draft = _assembler(capture, kinds, runner, where, link, options.workload)
         chosen: RealMode = "run" if mode == "run" else "swap-all"
         if mode == "auto":

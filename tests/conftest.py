@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+import functools
 import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-# Helpers of the tests are imported by their plain names, from wherever pytest was started.
-for folder in (".", "runtime", "planner"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
+from poochplan.profiler import profiling
+from tests.depth import DEEP
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +16,19 @@ def _same_seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _the_link_is_measured_once() -> Iterator[None]:
+    """Each profile that measures the link gets what the first one in this process found with the same arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "measure_link", functools.cache(profiling.measure_link))
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not DEEP:
+        left_out = [item for item in items if item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if not torch.cuda.is_available() and os.environ.get("POOCH_GPU_TESTS_DEVICE") != "cpu":
         skip = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:

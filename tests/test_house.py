@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from house import circles, files_per_folder, graph, room_of, twice
+
+from tests.house import circles, files_per_folder, graph, room_of, twice
 
 BELOW = {
     "errors": set[str](),

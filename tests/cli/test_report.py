@@ -41,7 +41,7 @@ def profile(profile_path: Path) -> Profile:
 
 @pytest.fixture(scope="module")
 def plan(profile: Profile) -> poochplan.Plan:
-    return poochplan.plan(profile, smallest_budget(profile), time_limit_s=4)
+    return poochplan.plan(profile, smallest_budget(profile), evaluations=100)
 
 
 def test_the_in_core_curve_peaks_where_the_profile_says(profile: Profile) -> None:

@@ -18,8 +18,7 @@ from torch import nn
 import poochplan
 from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
-
-from .prose import ROOT, measure, sentences
+from tests.docs.prose import ROOT, measure, sentences
 
 SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]

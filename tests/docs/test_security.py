@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .prose import ROOT
+from tests.docs.prose import ROOT
 
 FORBIDDEN_MODULES = {
     *("pickle", "dill", "shelve", "marshal", "joblib"),  # files that run code

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 
 import torch
-from nets import Case, Recurrent, Residual
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.nets import Case, Recurrent, Residual
 
 WHERE = torch.device(os.environ.get("POOCH_GPU_TESTS_DEVICE", "cuda"))
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, WHERE
-from nets import equal, train
-from random_plans import random_plan
 
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import copy_in, copy_out
+from tests.gpu.cases import CASES, WHERE
+from tests.runtime.nets import equal, train
+from tests.runtime.random_plans import random_plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import CASES, ON_CUDA_ALONE, WHERE
-from nets import Case, equal, metered_peaks, train
-from random_plans import random_plan
 
 import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from tests.gpu.cases import CASES, ON_CUDA_ALONE, WHERE
+from tests.runtime.nets import Case, equal, metered_peaks, train
+from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.gpu
 WEIGHTS = {"mixed": (1, 2, 2), "swap": (0, 1, 0), "replay": (0, 0, 1)}

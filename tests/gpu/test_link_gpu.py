@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import WHERE
 
 from poochplan.profiler.link.measure import LARGEST_PAGEABLE_BYTES, measure_link
+from tests.gpu.cases import WHERE
 
 pytestmark = pytest.mark.gpu
 SIZES = (64 << 10, 1 << 20, 16 << 20, 2 * LARGEST_PAGEABLE_BYTES)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from gpu_overlap import overlap, shared_s, total_s, united  # noqa: E402
+from benchmarks.gpu_overlap import overlap, shared_s, total_s, united  # noqa: E402
 
 
 def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None:
@@ -24,14 +23,13 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
     assert overlap([], [(0, 1)]) is None
 
 
-@pytest.mark.slow
 def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), "--device", "cpu", "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--device", "cpu", "--tiny"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
     def results(*more: str) -> dict:
         done = subprocess.run(
-            [*command, "--out", str(tmp_path), *more], env=environment, capture_output=True, text=True
+            [*command, "--out", str(tmp_path), *more], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads((tmp_path / "gpu-suite.json").read_text())

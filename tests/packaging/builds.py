@@ -10,7 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from folders import ROOT
+from tests.packaging.folders import ROOT
 
 _NEEDED = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "docs", "src", "planner", "profiler", "runtime")
 _BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"

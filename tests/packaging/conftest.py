@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from builds import built, checkout, environment, install, unpacked
+from tests.packaging.builds import built, checkout, environment, install, unpacked
 
 
 @dataclass(frozen=True)

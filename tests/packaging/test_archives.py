@@ -8,11 +8,11 @@ import tomllib
 import zipfile
 
 import pytest
-from builds import files_of
-from conftest import Builds
-from folders import ROOT, listed_packages, package_folders
 
 import poochplan
+from tests.packaging.builds import files_of
+from tests.packaging.conftest import Builds
+from tests.packaging.folders import ROOT, listed_packages, package_folders
 
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 

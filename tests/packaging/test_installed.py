@@ -6,11 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from builds import environment, install, run
-from conftest import Builds
-from folders import ROOT, package_folders
-
 import poochplan
+from tests.packaging.builds import environment, install, run
+from tests.packaging.conftest import Builds
+from tests.packaging.folders import ROOT, package_folders
 
 INSTANCE = ROOT / "benchmarks" / "instances" / "resnet50-b256-v100.json.gz"
 _IMPORTS = """

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builds import built, environment, install, run, unpacked
-from folders import ROOT
+
+from tests.packaging.builds import built, environment, install, run, unpacked
+from tests.packaging.folders import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout: there is nothing to clone"),
     pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed"),
 ]

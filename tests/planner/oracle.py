@@ -40,9 +40,8 @@ from poochplan.planner.judge.candidate import Candidate, movable, try_decisions
 from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule, assemble
-
-from .oracle_clock import is_plain
-from .oracle_search import Actions, Freedom, Search, State, subsets
+from tests.planner.oracle_clock import is_plain
+from tests.planner.oracle_search import Actions, Freedom, Search, State, subsets
 
 MAX_VALUES = 5
 MAX_DECIDED_VALUES = 10

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
-
-from .oracle_clock import Clock, run, wait_in, wait_out
+from tests.planner.oracle_clock import Clock, run, wait_in, wait_out
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)
 """Where a value is: not saved yet; in forward's storage (still to leave, or on its way); on the host; waiting for its

@@ -22,10 +22,10 @@ from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import fit, schedule_of
 from poochplan.planner.schedule.style import Style
 from poochplan.report.tables import plan_rows
-
-from .checker import check
-from .plans import plan_with, random_decisions
-from .random_profiles import profiles, resnet_like, transformer_like, unet_like
+from tests.depth import tries
+from tests.planner.checker import check
+from tests.planner.plans import plan_with, random_decisions
+from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -37,7 +37,7 @@ def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:
     return live
 
 
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=tries(20, 200))
 @given(profile=profiles(30), seed=st.integers(0, 2**32), share=st.floats(0.4, 1.0))
 def test_the_blocks_of_any_schedule_are_live_as_the_checker_and_the_simulator_say(
     profile: Profile, seed: int, share: float

@@ -14,22 +14,21 @@ from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import fit, schedule_of
 from poochplan.planner.schedule.style import Style
-
-from .checker import Violation, check
-from .plans import plan_with, random_decisions
-from .random_profiles import profiles, resnet_like, transformer_like, unet_like
+from tests.depth import tries
+from tests.planner.checker import Violation, check
+from tests.planner.plans import plan_with, random_decisions
+from tests.planner.random_profiles import profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 STYLES = [Style(), Style(in_order=False), Style(release="early"), Style(release="early", prefetch="on_demand")]
 
 
-@pytest.mark.slow
-@settings(QUICK, max_examples=50)
+@settings(QUICK, max_examples=tries(20, 500))
 @given(profile=profiles(), share=st.floats(0.0, 1.0))
 def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: Profile, share: float) -> None:
     smallest = smallest_budget(profile)
     budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
-    found = plan(profile, budget)
+    found = plan(profile, budget, evaluations=100)
     verdict = check(profile, found)
     assert max(verdict.peak_bytes, verdict.first_step_peak_bytes) <= budget
     assert verdict.peak_bytes == found.prediction.peak_bytes
@@ -38,7 +37,7 @@ def test_a_plan_for_any_feasible_budget_fits_it_and_finds_every_input(profile: P
     assert verdict.host_slab_bytes <= found.prediction.host_bytes
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=tries(60, 1000))
 @given(profile=profiles(30), seed=st.integers(0, 2**32), style=st.sampled_from(STYLES), share=st.floats(0.4, 1.0))
 def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     profile: Profile, seed: int, style: Style, share: float
@@ -57,7 +56,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
 def test_a_plan_that_was_written_and_read_again_does_the_same(make, tmp_path) -> None:
     profile = make(2)
     problem = build_problem(profile)
-    found = plan(profile, "75%")
+    found = plan(profile, "75%", evaluations=100)
     again = Plan.load(found.save(tmp_path / "plan.json"))
     assert again == found
     assert simulate(problem, schedule_of(again, problem)).step_s == found.prediction.step_s
@@ -66,7 +65,7 @@ def test_a_plan_that_was_written_and_read_again_does_the_same(make, tmp_path) ->
 
 def test_the_checker_sees_a_missing_replay_input_a_missing_record_and_an_early_release() -> None:
     profile = transformer_like(2, link_gb_per_s=0.5)
-    found = plan(profile, "50%")
+    found = plan(profile, "50%", evaluations=100)
     decisions = [value.decision for value in found.values]
     assert Decision.RECOMPUTE in decisions
     assert Decision.SWAP in decisions

@@ -17,8 +17,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner import Plan, plan, smallest_budget
 from poochplan.planner.search.optimise import Effort
-
-from .random_profiles import random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 
 EVALUATIONS = 60
 PROFILES = {

@@ -10,15 +10,16 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-
-from .checker import check
-from .oracle import Freedom, Optimum, best_decisions, best_schedule
-from .oracle_clock import is_plain
-from .plans import plan_with
-from .tiny_profiles import tiny_budget, tiny_profile
-from .toys import MB, one_value, small_from_large, two_values
+from tests.depth import seeds, tries
+from tests.planner.checker import check
+from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule
+from tests.planner.oracle_clock import is_plain
+from tests.planner.plans import plan_with
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.toys import MB, one_value, small_from_large, two_values
 
 WITHIN = 0.02
+EVALUATIONS = tries(1000, 20000)
 KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 
 
@@ -84,7 +85,7 @@ def test_a_budget_below_the_smallest_has_no_schedule_and_the_in_core_peak_costs_
 # -- the oracle against itself and the checker -----------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(300, 310))
+@pytest.mark.parametrize("seed", range(300, 300 + tries(3, 20)))
 def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int) -> None:
     _, problem, budget = plain_instance(seed, 4)
     assert is_plain(problem.link)
@@ -94,7 +95,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
     assert by_rules.step_s == pytest.approx(every.step_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(400, 415))
+@pytest.mark.parametrize("seed", range(400, 400 + tries(4, 30)))
 def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget(seed: int) -> None:
     profile, _, budget = plain_instance(seed)
     found = best(profile, budget)
@@ -103,7 +104,7 @@ def test_the_independent_checker_carries_the_best_schedule_out_within_the_budget
 
 
 def test_less_freedom_is_never_faster() -> None:
-    for seed in range(500, 510):
+    for seed in range(500, 500 + tries(3, 20)):
         profile, problem, budget = plain_instance(seed)
         free = best(profile, budget).step_s
         for freedom in (Freedom(early_replay=False), Freedom(out_order=False), Freedom(prefetch_order=False)):
@@ -114,18 +115,18 @@ def test_less_freedom_is_never_faster() -> None:
 # -- the planner against the oracle ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(day=8, deep=100))
 def test_the_plan_is_near_the_best_of_all_schedules_and_never_better(seed: int) -> None:
     profile, problem, budget = instance(seed)
-    plan_s = plan(profile, budget).prediction.step_s
+    plan_s = plan(profile, budget, evaluations=EVALUATIONS).prediction.step_s
     found = best_schedule(problem, budget, at_most_s=plan_s)
     assert found is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
     assert plan_s <= found.step_s * (1 + WITHIN)
     assert 2 <= len(movable(problem)) <= 5
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(day=4, deep=50))
 def test_the_plan_is_near_the_best_of_all_decisions(seed: int) -> None:
     profile, problem, budget = instance(seed, 5, 8)
-    plan_s = plan(profile, budget).prediction.step_s
+    plan_s = plan(profile, budget, evaluations=EVALUATIONS).prediction.step_s
     assert plan_s <= best_decisions(problem, budget).simulation.step_s * (1 + WITHIN)

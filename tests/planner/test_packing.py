@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.planner.arena.packing import Block, live_peak, pack
+from tests.depth import tries
 
 UNIT = 512
-QUICK = settings(deadline=None, derandomize=True, max_examples=100)
+QUICK = settings(deadline=None, derandomize=True, max_examples=tries(50, 1000))
 BLOCKS = st.lists(
     st.builds(
         lambda start, life, size: Block(start, start + life, size),

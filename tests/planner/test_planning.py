@@ -17,9 +17,8 @@ from poochplan.planner.model.solvers import Limits, choose_solver
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.problem.problem import build_problem
 from poochplan.units import parse_budget
-
-from .checker import check
-from .random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.checker import check
+from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
 
 def decisions_of(found: Plan) -> set[Decision]:
@@ -38,7 +37,7 @@ def test_a_budget_that_holds_the_in_core_peak_keeps_everything_and_says_so() -> 
 @pytest.mark.parametrize("profile", [resnet_like(3), unet_like(3), transformer_like(2)], ids=["resnet", "unet", "gpt"])
 def test_the_smallest_budget_has_a_plan_and_one_byte_less_has_none(profile: Profile) -> None:
     smallest = smallest_budget(profile)
-    assert plan(profile, smallest).prediction.peak_bytes <= smallest
+    assert plan(profile, smallest, evaluations=100).prediction.peak_bytes <= smallest
     with pytest.raises(InfeasibleError) as caught:
         plan(profile, smallest - 1)
     assert caught.value.smallest_budget_bytes == smallest
@@ -52,7 +51,7 @@ def test_the_infeasible_message_names_a_budget_that_works_when_it_is_typed() -> 
     share = message.split("pass a budget of ")[1].split()[0]
     assert str(smallest_budget(profile)) in message
     assert "\n" not in message
-    plan(profile, share)
+    plan(profile, share, evaluations=100)
 
 
 @pytest.mark.parametrize("size_bytes", [1, 999, 123_457, 1_000_000])
@@ -63,20 +62,20 @@ def test_a_share_is_rounded_up(size_bytes: int) -> None:
 
 def test_the_three_decisions_are_mixed_where_that_pays() -> None:
     profile = transformer_like(2, link_gb_per_s=0.5)
-    found = plan(profile, "50%")
+    found = plan(profile, "50%", evaluations=100)
     assert decisions_of(found) == set(Decision)
 
 
 def test_a_fast_link_swaps_and_a_slow_link_recomputes() -> None:
-    fast = plan(transformer_like(2, link_gb_per_s=10), "60%")
-    slow = plan(transformer_like(2, link_gb_per_s=0.001), "60%")
+    fast = plan(transformer_like(2, link_gb_per_s=10), "60%", evaluations=300)
+    slow = plan(transformer_like(2, link_gb_per_s=0.001), "60%", evaluations=300)
     assert decisions_of(fast) == {Decision.KEEP, Decision.SWAP}
     assert decisions_of(slow) == {Decision.KEEP, Decision.RECOMPUTE}
 
 
 def test_less_memory_never_predicts_a_faster_step() -> None:
     profile = resnet_like(2, link_gb_per_s=0.3)
-    steps = [plan(profile, f"{share}%").prediction.step_s for share in (45, 60, 80, 100)]
+    steps = [plan(profile, f"{share}%", evaluations=1000).prediction.step_s for share in (45, 60, 80, 100)]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -109,7 +108,7 @@ def test_swapped_values_have_places_of_their_own_on_the_host() -> None:
 
 @pytest.mark.parametrize("share", ["80%", "65%"])
 def test_the_gap_is_that_of_the_simulated_step_to_the_proven_bound(share: str) -> None:
-    found = plan(unet_like(2, link_gb_per_s=3.0), share)
+    found = plan(unet_like(2, link_gb_per_s=3.0), share, time_limit_s=5)
     assert found.solve.bound_s is not None
     assert found.prediction.in_core_step_s <= found.solve.bound_s <= found.prediction.step_s * (1 + 1e-9)
     assert found.solve.gap == pytest.approx(found.prediction.step_s / found.solve.bound_s - 1, abs=1e-9)
@@ -133,7 +132,7 @@ def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
         choose_solver("cbc")
     except UsageError as missing:
         pytest.skip(str(missing))
-    highs, cbc = plan(profile, "75%"), plan(profile, "75%", solver="cbc")
+    highs, cbc = (plan(profile, "75%", solver=solver, time_limit_s=5) for solver in ("highs", "cbc"))
     assert cbc.solve.solver == "cbc"
     assert cbc.prediction.step_s == pytest.approx(highs.prediction.step_s, rel=0.02)
 
@@ -187,12 +186,12 @@ def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None
 
 def test_the_host_budget_holds() -> None:
     profile = transformer_like(2, link_gb_per_s=4.0)
-    free = plan(profile, "50%", time_limit_s=2)
+    free = plan(profile, "50%", evaluations=100)
     assert free.prediction.out_bytes > 0
     most = free.prediction.out_bytes // 2
-    limited = plan(profile, "50%", host_budget=most, time_limit_s=2)
+    limited = plan(profile, "50%", host_budget=most, evaluations=100)
     assert limited.prediction.out_bytes <= most
     assert limited.prediction.peak_bytes <= limited.budget_bytes
     assert check(profile, limited).peak_bytes == limited.prediction.peak_bytes
     with pytest.raises(InfeasibleError, match="swaps at most 1 B; pass a larger host budget"):
-        plan(profile, smallest_budget(profile), host_budget=1, time_limit_s=2)
+        plan(profile, smallest_budget(profile), host_budget=1, evaluations=100)

@@ -15,10 +15,10 @@ from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput, greedy, policies, policy_names, pooch, run_policy
-
-from .checker import check
-from .plans import plan_with
-from .random_profiles import Recorder, link, profiles, resnet_like, transformer_like, unet_like
+from tests.depth import tries
+from tests.planner.checker import check
+from tests.planner.plans import plan_with
+from tests.planner.random_profiles import Recorder, link, profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "greedy", "pooch")
@@ -71,7 +71,7 @@ def test_the_checker_can_carry_out_what_the_policy_plans_and_sees_the_predicted_
         assert (verdict.out_bytes, verdict.in_bytes) == (found.simulation.out_bytes, found.simulation.in_bytes)
 
 
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=tries(25, 500))
 @given(profile=profiles(24), share=st.floats(0.0, 1.0))
 def test_on_random_steps_too(profile: Profile, share: float) -> None:
     step = input_at(as_matrices(profile), share)

@@ -16,13 +16,13 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import fit, lists_of
 from poochplan.planner.schedule.style import Style
 from poochplan.planner.search.polish import least_peak_bytes, polish
-
-from .checker import check
-from .oracle import best_schedule
-from .plans import plan_with, random_decisions, random_tuning
-from .random_profiles import profiles, random_profile, unet_like
-from .tiny_profiles import tiny_budget, tiny_profile
-from .toys import MB, replay_beside_a_copy, small_from_large
+from tests.depth import tries
+from tests.planner.checker import check
+from tests.planner.oracle import best_schedule
+from tests.planner.plans import plan_with, random_decisions, random_tuning
+from tests.planner.random_profiles import profiles, random_profile, unet_like
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.toys import MB, replay_beside_a_copy, small_from_large
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
@@ -78,11 +78,11 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("seed", [seed for seeds in CLASSES.values() for seed in seeds])
+@pytest.mark.parametrize("seed", [seed for seeds in CLASSES.values() for seed in seeds[: tries(1, 100)]])
 def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed: int) -> None:
     profile = tiny_profile(seed)
     budget = tiny_budget(profile, seed)
-    plan_s = plan(profile, budget, threads=1).prediction.step_s
+    plan_s = plan(profile, budget, evaluations=tries(2000, 20000)).prediction.step_s
     found = best_schedule(build_problem(profile), budget, at_most_s=plan_s)
     assert found is not None
     assert plan_s == pytest.approx(found.step_s, rel=1e-6)
@@ -101,7 +101,7 @@ def test_a_value_is_away_only_after_the_replay_that_starts_from_it() -> None:
 # -- for any decisions -----------------------------------------------------------------------------
 
 
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=tries(15, 200))
 @given(profile=profiles(12), seed=st.integers(0, 2**32), share=st.floats(0.0, 1.0))
 def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     profile: Profile, seed: int, share: float
@@ -121,7 +121,7 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     assert found.simulation.peak_bytes >= least_peak_bytes(problem, found.schedule.decisions)
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=tries(50, 1000))
 @given(profile=profiles(30), seed=st.integers(0, 2**32), in_order=st.booleans(), share=st.floats(0.4, 1.0))
 def test_any_tuning_is_a_schedule_that_can_be_carried_out_with_just_the_bytes_simulated(
     profile: Profile, seed: int, in_order: bool, share: float

@@ -5,8 +5,7 @@ from __future__ import annotations
 from poochplan.formats.profile import Kind
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.recording import recording_for
-
-from .random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, link
 
 KB = 1024
 

@@ -12,8 +12,7 @@ from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import Schedule, keep_all
 from poochplan.planner.whatif import for_machine
-
-from .random_profiles import resnet_like, transformer_like
+from tests.planner.random_profiles import resnet_like, transformer_like
 
 COST = RuntimeCost(handle_s=1e-3, swap_s=1e-1, record_s=1e1)
 

@@ -13,8 +13,7 @@ from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.judge.streams import Lane
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import Schedule, keep_all
-
-from .random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
 X, Y, Z = 0, 1, 2
 MB = 1_000_000

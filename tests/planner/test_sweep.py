@@ -18,8 +18,8 @@ from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.sweep import default_budgets, sweep
 from poochplan.planner.sweep_cells import Solving, SweepPoint
-
-from .random_profiles import resnet_like, transformer_like
+from tests.depth import tries
+from tests.planner.random_profiles import resnet_like, transformer_like
 
 FAST = ("swap-all", "recompute-all", "keep-all")
 
@@ -43,7 +43,7 @@ def test_the_default_budgets_go_from_the_smallest_to_the_in_core_peak(profile: P
 
 
 def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profile: Profile) -> None:
-    budgets = default_budgets(profile, 3)[1:]
+    budgets = default_budgets(profile, 3)[1:]  # the search ends by itself there, not by the clock
     points = sweep(profile, budgets, processes=1)
     assert [(point.policy, point.budget_bytes) for point in points] == [
         (policy, budget) for policy in all_policies() for budget in budgets
@@ -61,7 +61,7 @@ def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profil
 
 
 def test_two_processes_find_what_one_finds(profile: Profile) -> None:
-    budgets = default_budgets(profile, 3)
+    budgets = default_budgets(profile, 9)[6:]  # the search ends by itself there, not by the clock
     told: list[tuple[int, int]] = []
     names = (*FAST, ILP)
     found = sweep(profile, budgets, names, processes=2, finished=lambda _, done, total: told.append((done, total)))
@@ -163,7 +163,7 @@ def test_what_cannot_be_swept_is_said_before_anything_is_solved(profile: Profile
 def test_the_ilp_is_never_behind_a_policy_by_more_than_its_gap() -> None:
     profile = resnet_like(3, link_gb_per_s=0.3)
     budgets = default_budgets(profile, 4)
-    points = sweep(profile, budgets, processes=2)
+    points = sweep(profile, budgets, processes=2, solving=Solving(time_limit_s=tries(2, 60)))
     for budget in budgets:
         fitting = {p.policy: p.step_s for p in points if p.budget_bytes == budget and p.step_s is not None}
         best = min(fitting.values())

@@ -12,8 +12,7 @@ from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.validate import check_profile
 from poochplan.planner.whatif import static_bytes
-
-from .random_profiles import resnet_like
+from tests.planner.random_profiles import resnet_like
 
 
 def _with_op(profile: Profile, index: int, **changes: object) -> Profile:

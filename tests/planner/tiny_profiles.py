@@ -13,8 +13,7 @@ from poochplan.formats.profile import Kind, Link, Profile
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import build_problem
-
-from .random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, link
 
 ATTEMPTS = 200
 

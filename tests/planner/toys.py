@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from poochplan.formats.profile import Kind, Profile
-
-from .random_profiles import Recorder, link
+from tests.planner.random_profiles import Recorder, link
 
 MB = 1_000_000
 SMALL = 512

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from nets import CASES, LINK
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -17,6 +16,7 @@ from poochplan.profiler import profiling
 from poochplan.profiler.capture.clock import CpuClock
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.real import Runner
+from tests.runtime.nets import CASES, LINK
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
@@ -139,6 +139,6 @@ def test_a_step_that_only_runs_with_data_is_swapped_until_its_need_is_known(monk
 
 def test_a_step_that_runs_without_data_is_not_swapped_when_it_fits() -> None:
     said: list[str] = []
-    profile = CASES["residual"].profile(mode="auto", progress=said.append)
+    profile = CASES["residual"].new_profile(mode="auto", progress=said.append)
     assert profile.mode == "run"
     assert not any("swapping" in line for line in said)

@@ -7,11 +7,11 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nets import CASES, LINK, Residual
 from torch import nn
 from torch.autograd import grad  # as users import it
 
@@ -20,6 +20,7 @@ from poochplan.errors import SpillError, StepError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.link.measure import measure_link
+from tests.runtime.nets import CASES, LINK, Residual
 
 MODES = ["run", "swap-all", "auto", "fake"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)
@@ -339,3 +340,21 @@ def test_a_roofline_has_mode_auto_choose_fake() -> None:
     profile = poochplan.profile(lambda: model(batch).mean(), model=model, mode="auto", roofline="h200")
     assert (profile.mode, profile.device.name) == ("fake", "h200 (roofline)")
     assert profile.notes[0] == "mode auto chose fake: durations are to be a roofline's"
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+def test_a_wrong_step_is_refused_before_the_link_is_measured(mode: str) -> None:
+    model, said = nn.Linear(8, 8), list[str]()
+
+    def taken(step: Callable[[], torch.Tensor], **where: Path) -> object:
+        said.clear()
+        return poochplan.profile(step, model=model, iterations=1, mode=mode, progress=said.append, **where)  # type: ignore[arg-type]
+
+    with pytest.raises(StepError):
+        taken(lambda: model(torch.ones(4, 8)))
+    assert "measuring the link" not in said
+    with pytest.raises(SpillError, match="expected a folder, found none"):
+        taken(lambda: model(torch.ones(4, 8)).sum(), spill_dir=Path("/nowhere"))
+    assert said == []
+    taken(lambda: model(torch.ones(4, 8)).sum())
+    assert "measuring the link" in said

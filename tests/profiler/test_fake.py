@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nets import CASES, LINK, Case, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -17,6 +16,7 @@ from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.profiler.fake.corrections import workspace_bytes
 from poochplan.profiler.fake.fake import building
+from tests.runtime.nets import CASES, LINK, Case, in_core, train
 
 
 def _conv() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -103,10 +103,10 @@ def test_points_sizes_and_lifetimes_are_those_of_the_real_step(name: str) -> Non
 
 
 def test_a_plan_made_without_memory_runs_with_the_gradients_of_in_core_training() -> None:
-    plan = poochplan.plan(fake_profile("residual"), budget="70%", time_limit_s=4)
+    plan = poochplan.plan(fake_profile("residual"), budget="70%", evaluations=100)
     assert plan.estimate
     planned, report = train(NETS["residual"], 2, plan, force=True)
-    reference, _ = train(NETS["residual"], 2)
+    reference = in_core(NETS["residual"], 2)
     assert report is not None
     assert report.total.fallbacks == 0
     assert report.total.out_bytes + report.total.replayed_values > 0
@@ -115,12 +115,12 @@ def test_a_plan_made_without_memory_runs_with_the_gradients_of_in_core_training(
 
 
 def test_a_plan_with_a_roofline_s_times_is_refused_unless_forced() -> None:
-    plan = poochplan.plan(fake_profile("residual"), budget="100%", time_limit_s=2)
+    plan = poochplan.plan(fake_profile("residual"), budget="100%", evaluations=100)
     assert plan.roofline == "v100"
     with pytest.raises(UsageError, match=r"found one whose times are a roofline's \(v100\); profile here") as raised:
         train(NETS["residual"], 1, plan)
     assert "\n" not in str(raised.value)
-    here = poochplan.plan(NETS["residual"].profile(mode="fake"), budget="100%", time_limit_s=2)
+    here = poochplan.plan(NETS["residual"].profile(mode="fake"), budget="100%", evaluations=100)
     assert (here.roofline, here.estimate) == ("", True)
     train(NETS["residual"], 1, here)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from nets import CASES, LINK
 from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Device, Profile
 from poochplan.profiler.fake.op_bench import OpBench, OpSpec, cache_path
+from tests.runtime.nets import CASES, LINK
 
 aten = torch.ops.aten
 HERE = Device(kind="cpu", name="a test's", memory_bytes=0, threads=torch.get_num_threads())
@@ -37,7 +37,7 @@ def spec(func: object, *args: object, **kwargs: object) -> OpSpec:
 
 
 def test_the_second_profile_takes_every_duration_from_the_cache() -> None:
-    first, second = (CASES["residual"].profile(mode="fake") for _ in range(2))
+    first, second = (CASES["residual"].new_profile(mode="fake") for _ in range(2))
     measured, cached, estimated = counts(first)
     assert measured > 20
     assert cached == 0
@@ -50,7 +50,7 @@ def test_all_but_the_seconds_is_as_with_a_roofline() -> None:
     roofline = CASES["attention"].profile(mode="fake", roofline="v100")
     assert measured.ops_fingerprint == roofline.ops_fingerprint
     assert measured.values == roofline.values
-    assert poochplan.plan(measured, budget="80%", time_limit_s=2).estimate
+    assert poochplan.plan(measured, budget="80%", evaluations=100).estimate
 
 
 def test_an_op_with_more_work_takes_longer() -> None:

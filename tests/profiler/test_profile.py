@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from live_bytes import LiveBytes
-from nets import CASES, LINK
 from torch import nn
 
 import poochplan
 from poochplan.errors import InputFileError, StepError, UsageError
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
+from tests.live_bytes import LiveBytes
+from tests.runtime.nets import CASES, LINK
 
 
 def _profile(step: Callable[[], torch.Tensor], model: nn.Module, **options: object) -> Profile:
@@ -95,7 +95,7 @@ def test_the_in_core_peak_is_what_an_outside_meter_sees(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_profiles_of_one_model_have_the_same_fingerprints(name: str) -> None:
-    first, second = CASES[name].profile(), CASES[name].profile()
+    first, second = CASES[name].profile(), CASES[name].new_profile()
     assert first.model == second.model
     assert first.ops_fingerprint == second.ops_fingerprint
 

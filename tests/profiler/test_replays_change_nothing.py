@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from nets import LINK, equal
 from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from tests.runtime.nets import LINK, equal
 
 BATCH = torch.linspace(-2, 2, 16 * 8).reshape(16, 8)
 

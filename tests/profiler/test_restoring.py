@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nets import LINK
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
@@ -19,6 +18,7 @@ from poochplan.errors import StepError, UsageError
 from poochplan.profiler.step.contents import TensorContents
 from poochplan.profiler.step.preserve import preserved, restored
 from poochplan.profiler.step.states import Action, GeneratorStates
+from tests.runtime.nets import LINK
 
 BATCH = torch.arange(32.0).reshape(4, 8).sin()
 

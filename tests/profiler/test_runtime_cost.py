@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import CASES, LINK
 
 import poochplan
 from poochplan.profiler.trials.handle_cost import runtime_cost
+from tests.runtime.nets import CASES, LINK
 
 
 def test_a_profile_says_what_handles_swaps_and_recording_cost() -> None:

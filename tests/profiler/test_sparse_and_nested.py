@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nets import LINK, equal
-from random_plans import random_plan
 from torch import nn
 
 import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Kind, Profile
+from tests.runtime.nets import LINK, equal
+from tests.runtime.random_plans import random_plan
 
 Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
 

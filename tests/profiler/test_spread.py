@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from nets import LINK, Residual
 
 import poochplan
 from poochplan.formats.profile import LayerTimes, Phase, Profile
 from poochplan.planner.whatif import for_machine
 from poochplan.profiler.assembly.reconcile import Reconciled, reconcile
 from poochplan.report.tables import profile_rows
+from tests.runtime.nets import LINK, Residual
 
 F, B, OPT = Phase
 PHASES, LAYERS = [F, F, B, OPT], ["one", "two", "one", ""]

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from live_bytes import LiveBytes
-from nets import LINK
 from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Profile
+from tests.live_bytes import LiveBytes
+from tests.runtime.nets import LINK
 
 Step = Callable[[], torch.Tensor]
 UNIT = 512

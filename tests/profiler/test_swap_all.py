@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from nets import CASES, LINK, equal, train
 from torch import nn
 
 import poochplan
@@ -22,6 +21,7 @@ from poochplan.profiler import profiling
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.profiler.trials.parts import parts_of
 from poochplan.workload import load_workload
+from tests.runtime.nets import CASES, LINK, equal, in_core, train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -42,7 +42,7 @@ def without_seconds(profile: Profile) -> list[object]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "recurrent")) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_ops_lifetimes_and_verdicts_are_those_of_the_in_core_step(name: str) -> None:
     real, swapping = CASES[name].profile(), CASES[name].profile(mode="swap-all")
     assert without_seconds(swapping) == without_seconds(real)
@@ -64,7 +64,6 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_so_are_those_of_the_ready_workloads(name: str) -> None:
     profiles = []
@@ -128,10 +127,10 @@ def test_the_model_is_afterwards_as_it_was() -> None:
 
 
 def test_a_plan_made_while_swapping_runs_with_the_gradients_of_in_core_training() -> None:
-    plan = poochplan.plan(CASES["attention"].profile(mode="swap-all"), budget="80%", time_limit_s=4)
+    plan = poochplan.plan(CASES["attention"].profile(mode="swap-all"), budget="80%", evaluations=100)
     assert not plan.estimate
     planned, report = train(CASES["attention"], 2, plan)
-    reference, _ = train(CASES["attention"], 2)
+    reference = in_core(CASES["attention"], 2)
     assert report is not None
     assert report.total.fallbacks == 0
     assert equal(planned, reference)
@@ -143,7 +142,7 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
 ) -> None:
     monkeypatch.setattr(profiling, "available_bytes", lambda: free_bytes)
     said: list[str] = []
-    profile = CASES["residual"].profile(mode="auto", progress=said.append)
+    profile = CASES["residual"].new_profile(mode="auto", progress=said.append)
     assert profile.mode == mode
     why = next(note for note in profile.notes if note.startswith("mode auto chose"))
     assert why.startswith(f"mode auto chose {mode}: in-core the step ")
@@ -207,7 +206,7 @@ UNFIT = """
 OUT_OF_CORE = """
     profile = poochplan.profile(step, model=model, optimizer=optimizer, mode="auto", iterations=1)
     result = {"mode": profile.mode, "in_core_peak_bytes": profile.in_core_peak_bytes}
-    plan = poochplan.plan(profile, budget="25%", time_limit_s=4)
+    plan = poochplan.plan(profile, budget="25%", evaluations=100)
     with poochplan.apply(plan, model) as session:
         for _ in range(2):
             optimizer.zero_grad()
@@ -220,7 +219,6 @@ OUT_OF_CORE = """
 """
 
 
-@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit() -> None:
     in_core = completed(UNFIT + "    step().backward()")
     assert in_core.returncode != 0

@@ -12,12 +12,12 @@ import msgspec
 import pandas as pd
 import pytest
 import torch
-from nets import LINK, Residual
 
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import FRAMES, OUTSIDE
+from tests.runtime.nets import LINK, Residual
 
 
 @pytest.fixture(scope="module")

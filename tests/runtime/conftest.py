@@ -1,39 +1,55 @@
-"""Every test of the runtime runs on two devices: the CPU's, and the hostile one (``adversarial.py``)."""
+"""Every test of the runtime runs on two devices: the CPU's, and the adversarial one (``adversarial.py``)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from adversarial import AdversarialDevice, OpClock
+
+from tests.runtime.adversarial import AdversarialDevice, OpClock
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("cpu_device") is None:
-        if "running_on" not in metafunc.fixturenames:
-            metafunc.fixturenames.append("running_on")
-        hostile = pytest.param("adversarial", marks=pytest.mark.slow)
-        metafunc.parametrize("running_on", ["cpu", hostile], indirect=True)
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """The test on the CPU device, and once more on the adversarial one: with the same fixtures, from the same seed."""
+    result: Any = yield
+    if pyfuncitem.get_closest_marker("cpu_device") is None:
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        if "running_on" in arguments:
+            arguments["running_on"] = "adversarial"
+        torch.manual_seed(0)
+        try:
+            with adversarial_sessions():
+                pyfuncitem.obj(**arguments)
+        except Exception as error:
+            error.add_note("on the adversarial device; on the CPU device the test passes")
+            raise
+    return result
 
 
-@pytest.fixture
-def running_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Sessions open the device of that name."""
-    if request.param == "cpu":
-        yield "cpu"
-        return
+@contextlib.contextmanager
+def adversarial_sessions() -> Iterator[None]:
+    """Sessions open the adversarial device."""
     clock = OpClock()
     opened: list[AdversarialDevice] = []
 
-    def open_hostile(*_: object) -> AdversarialDevice:
+    def open_adversarial(*_: object) -> AdversarialDevice:
         opened.append(AdversarialDevice(clock))
         return opened[-1]
 
-    monkeypatch.setattr("poochplan.runtime.session.open_device", open_hostile)
-    with clock:
-        yield "adversarial"
+    with pytest.MonkeyPatch.context() as patch, clock:
+        patch.setattr("poochplan.runtime.session.open_device", open_adversarial)
+        yield
     assert [device.violations for device in opened if device.violations] == []
+
+
+@pytest.fixture
+def running_on() -> str:
+    """The device that the test runs on: ``cpu``, or in its second run ``adversarial``."""
+    return "cpu"
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import torch
-from nets import snapshot
 from torch import nn
 
 import poochplan
+from tests.runtime.nets import snapshot
 
 
 class Shared(nn.Module):

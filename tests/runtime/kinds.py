@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from nets import Case
 from torch import nn
+
+from tests.runtime.nets import Case
 
 Tensor = torch.Tensor
 Body = Callable[["Net", Tensor], Tensor]
@@ -38,7 +39,6 @@ class Kind(Case):
     """Values that are replayed in a step that recomputes all it may, at least."""
     refused: tuple[str, ...] = ()
     """What the reasons say for which values that the step bears are not recomputed."""
-    slow: bool = False
 
     def fresh(self) -> tuple[nn.Module, Callable[[], Tensor], torch.optim.Optimizer]:
         model, step, _ = super().fresh()
@@ -63,7 +63,6 @@ def kind(
     memory_format: torch.memory_format | None = None,
     least: int = 1,
     refused: tuple[str, ...] = (),
-    slow: bool = False,
 ) -> None:
     """Enters a network: ``body`` between a linear layer on the last dimension of ``shape`` and a sum of squares."""
 
@@ -80,4 +79,4 @@ def kind(
 
         return net, loss_of
 
-    KINDS[name] = Kind(make, least=least, refused=refused, slow=slow)
+    KINDS[name] = Kind(make, least=least, refused=refused)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kinds import IMAGE, ONEDNN, WRITTEN_LATER, Net, Tensor, kind
 from torch import nn
 from torch.nn import functional as F
+
+from tests.runtime.kinds import IMAGE, ONEDNN, WRITTEN_LATER, Net, Tensor, kind
 
 # -- recurrent networks ---------------------------------------------------------------------------------------
 
@@ -53,7 +54,6 @@ def _recurrent_kinds(
         parts=lambda: {"a": layer(16, 12, **_DEEP)},
         least=deep,
         refused=refused,
-        slow=True,
     )
     rest = (*WRITTEN_LATER, *_GONE)
     kind(
@@ -63,7 +63,6 @@ def _recurrent_kinds(
         parts=lambda: {"a": layer(16, 12, **_DEEP)},
         least=packed,
         refused=rest,
-        slow=True,
     )
 
 
@@ -77,7 +76,6 @@ kind(
     parts=lambda: {"a": nn.LSTM(16, 16, proj_size=4, batch_first=True)},
     least=15,
     refused=WRITTEN_LATER,
-    slow=True,
 )
 kind(
     "lstm and gru cells",
@@ -205,7 +203,7 @@ def _spectrum(net: Net, x: Tensor) -> Tensor:
 
 kind("interpolate, grid_sample", _resized, shape=IMAGE, least=6)
 kind("unfold, fold, pixel_shuffle", _folded, shape=IMAGE, least=5)
-kind("pooling with indices", _pooled, shape=IMAGE, least=6, slow=True)
+kind("pooling with indices", _pooled, shape=IMAGE, least=6)
 # What lies beyond the lengths is left uninitialised; the lengths come from outside torch.
 kind(
     "ctc loss", _ctc, shape=(9, 2, 6), least=2, refused=("its replay gave other bits", "an input of the replay is gone")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kinds import IMAGE, VOLUME, Body, Net, Tensor, kind
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.runtime.kinds import IMAGE, VOLUME, Body, Net, Tensor, kind
 
 # -- normalisation --------------------------------------------------------------------------------------------
 
@@ -27,8 +28,8 @@ def _norms(norm: type[nn.Module], size: int, **options: object) -> Callable[[], 
 
 
 _twice = _stages("a", "b")
-kind("batch norm 1d", _twice, parts=_norms(nn.BatchNorm1d, 16), least=4, slow=True)
-kind("batch norm 1d on series", _twice, shape=(4, 6, 8), parts=_norms(nn.BatchNorm1d, 6), least=4, slow=True)
+kind("batch norm 1d", _twice, parts=_norms(nn.BatchNorm1d, 16), least=4)
+kind("batch norm 1d on series", _twice, shape=(4, 6, 8), parts=_norms(nn.BatchNorm1d, 6), least=4)
 kind("batch norm 2d", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6), least=4)
 kind("batch norm 3d", _twice, shape=VOLUME, parts=_norms(nn.BatchNorm3d, 4), least=4)
 kind("batch norm, cumulative", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, momentum=None), least=4)
@@ -38,10 +39,9 @@ kind(
     shape=IMAGE,
     parts=_norms(nn.BatchNorm2d, 6, track_running_stats=False),
     least=4,
-    slow=True,
 )
-kind("batch norm, no weights", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, affine=False), least=4, slow=True)
-kind("instance norm", _twice, shape=IMAGE, parts=_norms(nn.InstanceNorm2d, 6, affine=True), least=4, slow=True)
+kind("batch norm, no weights", _twice, shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6, affine=False), least=4)
+kind("instance norm", _twice, shape=IMAGE, parts=_norms(nn.InstanceNorm2d, 6, affine=True), least=4)
 kind(
     "instance norm with statistics",
     _twice,
@@ -52,8 +52,8 @@ kind(
 )
 kind("group norm", _twice, shape=IMAGE, parts=lambda: {"a": nn.GroupNorm(2, 6), "b": nn.GroupNorm(6, 6)}, least=4)
 kind("layer norm", _twice, parts=_norms(nn.LayerNorm, 16), least=4)
-kind("rms norm", _twice, parts=_norms(nn.RMSNorm, 16), least=4, slow=True)
-kind("local response norm", _twice, shape=IMAGE, parts=_norms(nn.LocalResponseNorm, 2), least=4, slow=True)
+kind("rms norm", _twice, parts=_norms(nn.RMSNorm, 16), least=4)
+kind("local response norm", _twice, shape=IMAGE, parts=_norms(nn.LocalResponseNorm, 2), least=4)
 kind("batch norm used twice", _stages("a", "b", "a"), shape=IMAGE, parts=_norms(nn.BatchNorm2d, 6), least=6)
 
 
@@ -102,7 +102,7 @@ def _linears() -> dict[str, nn.Module]:
 kind("autocast to bf16", _twice, shape=IMAGE, parts=_conv_block, around=_autocast(torch.bfloat16), least=8)
 kind("autocast to fp16", _twice, shape=IMAGE, parts=_conv_block, around=_autocast(torch.float16), least=8)
 kind("autocast switched off inside", _mixed, parts=_linears, around=_autocast(torch.bfloat16), least=6)
-kind("channels last", _twice, shape=IMAGE, parts=_conv_block, memory_format=torch.channels_last, least=6, slow=True)
+kind("channels last", _twice, shape=IMAGE, parts=_conv_block, memory_format=torch.channels_last, least=6)
 kind("channels last in 3d", _twice, shape=VOLUME, parts=_conv3d_block, memory_format=torch.channels_last_3d, least=6)
 kind(
     "channels last under autocast",
@@ -176,7 +176,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-OFTEN = {"math dropout", "math mask", "flash causal", "flash mask"}
 for _backend, _which in BACKENDS.items():
     for _label, _options in ATTENTION.items():
         kind(
@@ -185,7 +184,6 @@ for _backend, _which in BACKENDS.items():
             shape=(2, 8, 16),
             parts=lambda: {"a": nn.Linear(16, 48)},
             least=3,
-            slow=f"{_backend} {_label}" not in OFTEN,
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kinds import WRITTEN_LATER, Net, Tensor, kind
 from torch.nn import functional as F
+
+from tests.runtime.kinds import WRITTEN_LATER, Net, Tensor, kind
 
 # -- in-place chains ------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ def _rearranged(net: Net, x: Tensor) -> Tensor:
     return cube.exp().diagonal(dim1=0, dim2=2) @ cube.sin().movedim(1, 0).unfold(0, 2, 1).contiguous()[:4, 0, :, 0]
 
 
-kind("several saved views", _several_views, least=3, slow=True)
+kind("several saved views", _several_views, least=3)
 kind("as_strided", _as_strided, least=3)
 kind("chunk, split, unbind", _splits, least=5)
 kind("expand", _expanded, least=3)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from nets import LINK, equal, snapshot
-from random_plans import random_plan
 from torch import nn
 
 import poochplan
+from tests.runtime.nets import LINK, equal, snapshot
+from tests.runtime.random_plans import random_plan
 
 
 class Block(nn.Sequential):
@@ -97,7 +97,7 @@ def test_it_compiles_as_often_and_runs_compiled_as_often(how: str, weights: tupl
 
     model, counts = _fresh(how)
     batch = torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
     assert (counts["forward"], counts["backward"]) == (plain["forward"], plain["backward"])
     assert any(op.name == "compiled_region" and op.opaque for op in profile.ops)
 
@@ -142,7 +142,7 @@ def _step(model: nn.Module, batch: torch.Tensor) -> Callable[[], torch.Tensor]:
 def test_what_a_compiled_region_saves_is_swapped_but_never_recomputed() -> None:
     model, _ = _fresh("wrapped")
     batch = torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
     region = next(index for index, op in enumerate(profile.ops) if op.name == "compiled_region")
     saved = {handle.value for handle in profile.handles}
     born = [profile.values[value] for value in profile.ops[region].outputs if value in saved]
@@ -169,7 +169,7 @@ def test_a_model_compiled_as_a_whole_compiles_as_often_and_picks_its_plan_by_its
     assert plain["calls"] > 0
     model, counts = fresh()
     batch = torch.randn(16, 32)
-    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
     assert (counts["forward"], counts["backward"]) == (plain["forward"], plain["backward"])
     assert profile.inputs == ("0 float32[16, 32]",)
     model, counts = fresh()

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from nets import LINK, Attention, Residual, equal
-from random_plans import random_plan
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -20,6 +18,8 @@ import poochplan
 from poochplan.errors import DivergenceError, ModelMismatchError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.run_report import FallbackKind
+from tests.runtime.nets import LINK, Attention, Residual, equal
+from tests.runtime.random_plans import random_plan
 
 WIDTH = 8
 Step = Callable[[nn.Module], torch.Tensor]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from nets import CASES, equal, metered_peaks, train
-from random_plans import random_plan
+
+from tests.depth import seeds
+from tests.runtime.nets import CASES, equal, in_core, metered_peaks, train
+from tests.runtime.random_plans import random_plan
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "weights", [(1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3)], ids=["mixed", "swap", "replay", "most"]
 )
-def test_any_decisions_give_the_gradients_of_in_core_training(
-    name: str, weights: tuple[float, float, float], running_on: str
-) -> None:
+def test_any_decisions_give_the_gradients_of_in_core_training(name: str, weights: tuple[float, float, float]) -> None:
     case = CASES[name]
     profile = case.profile()
-    reference, _ = train(case, 3)
-    for seed in range(3 if running_on == "cpu" else 1):
+    reference = in_core(case, 3)
+    for seed in seeds(deep=20):
         planned, report = train(case, 3, random_plan(profile, seed, weights))
         assert equal(reference, planned)
         assert report is not None

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
-from nets import equal, snapshot, train
 from torch.utils.data import DataLoader, Dataset
 
 import poochplan
@@ -26,6 +24,8 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import copy_out
 from poochplan.runtime.run_report import FallbackKind
+from tests.runtime.faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
+from tests.runtime.nets import equal, in_core, snapshot, train
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
@@ -59,7 +59,7 @@ class FullAfter:
 
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_disk_that_is_full_from_any_write_on_changes_no_bit(swaps: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, _ = train(CASE, 2)
+    reference = in_core(CASE, 2)
     roomy = FullAfter(1 << 40)
     monkeypatch.setattr(os, "pwrite", roomy)
     train(CASE, 2, swaps)
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_from_any_write_on_changes_no_bit(swaps: Plan, monke
 
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_limit_of_the_kernel_on_the_file_is_a_fallback_with_its_reason(swaps: Plan) -> None:
-    reference, _ = train(CASE, 2)
+    reference = in_core(CASE, 2)
     planned_bytes = max(value.host_offset + value.size_bytes for value in swaps.values)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     seen: list[object] = []
@@ -181,7 +181,7 @@ def test_a_copying_thread_that_is_killed_in_a_copy_gives_an_error_or_keeps_the_v
             kill(threading.current_thread())
         return original(descriptor, data, at)
 
-    reference, _ = train(CASE, 2)
+    reference = in_core(CASE, 2)
     monkeypatch.setattr(os, name, killed_inside)
     outcome: list[object] = []
 
@@ -302,10 +302,8 @@ def test_a_forked_process_can_give_up_a_copy_under_way(tmp_path: Path, monkeypat
 
 
 ENDS_INSIDE = """
-import sys
-sys.path[:0] = {paths!r}
 import torch
-from nets import CASES
+from tests.runtime.nets import CASES
 import poochplan
 torch.set_num_threads(1)
 model, step, _ = CASES["residual"].fresh()
@@ -320,8 +318,8 @@ print("reached the end")
 def test_a_process_that_ends_inside_a_session_with_copies_under_way_ends(swaps: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     swaps.save(path)
-    here = Path(__file__).parent
-    script = ENDS_INSIDE.format(paths=[str(here), str(here.parent)], plan=str(path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    script = ENDS_INSIDE.format(plan=str(path))
+    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "reached the end\n")
     assert done.stderr == ""

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
-from nets import equal, train
 
 import poochplan
 from poochplan.formats.plan import Plan
+from tests.runtime.faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
+from tests.runtime.nets import equal, in_core, train
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
@@ -116,7 +116,7 @@ def test_interrupts_at_any_moment_leave_nothing_and_spoil_no_later_step(plan: Pl
 def interrupts_at_random(plan: Plan, times: int, seed: int) -> int:
     """Sessions that a timer interrupts somewhere, each followed by a right step; how many it hit."""
     chance, hits = random.Random(seed), 0
-    reference, _ = train(CASE, 1)
+    reference = in_core(CASE, 1)
     start_s = time.perf_counter()
     train(CASE, 1, plan)
     step_s = time.perf_counter() - start_s

@@ -8,10 +8,6 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from adversarial import AdversarialDevice, OpClock
-from mutants import Mutant, mutants_of
-from nets import CASES, Case, Residual, equal
-from random_plans import random_plan
 
 import poochplan
 from poochplan.errors import SpillError
@@ -20,6 +16,10 @@ from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine import engine, saved_value
 from poochplan.runtime.session import Session
+from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.mutants import Mutant, mutants_of
+from tests.runtime.nets import CASES, Case, Residual, equal
+from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]

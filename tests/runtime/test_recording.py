@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from nets import CASES, Case, train
-from plans import plan_with, random_decisions
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
@@ -17,6 +15,9 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import Schedule, assemble, fit
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.operators import traits
+from tests.depth import seeds
+from tests.planner.plans import plan_with, random_decisions
+from tests.runtime.nets import CASES, Case, train
 
 STEPS = 2
 
@@ -78,7 +79,7 @@ def test_the_recorder_is_handed_the_ops_of_the_planned_windows(name: str, handed
     profile = case.profile()
     problem = build_problem(profile)
     schedules = [one_late_value(problem)]
-    schedules += [fit(problem, random_decisions(problem, seed), profile.in_core_peak_bytes) for seed in range(3)]
+    schedules += [fit(problem, random_decisions(problem, seed), profile.in_core_peak_bytes) for seed in seeds(day=2)]
     for schedule in schedules:
         plan = plan_with(profile, schedule)
         windows = planned_windows(profile, plan)

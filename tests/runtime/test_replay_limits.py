@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import torch
-from nets import CASES, LINK, equal
-from plans import plan_with
-from random_plans import random_plan
 from torch import nn
 
 import poochplan
@@ -22,6 +19,9 @@ from poochplan.planner.schedule.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
 from poochplan.runtime.run_report import FallbackKind, StepReport
+from tests.planner.plans import plan_with
+from tests.runtime.nets import CASES, LINK, equal
+from tests.runtime.random_plans import random_plan
 
 REPLAY_ALL = (0, 0, 1)
 
@@ -240,7 +240,7 @@ def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
                 optimizer.zero_grad(set_to_none=True)
                 step().backward()
                 optimizer.step()
-                counts.append(sum(isinstance(thing, StorageRecord | RecordedOp) for thing in gc.get_objects()))
+                counts.append(sum(type(thing) in (StorageRecord, RecordedOp) for thing in gc.get_objects()))
         finally:
             gc.enable()
     assert counts[0] > 20

@@ -6,12 +6,12 @@ from collections import namedtuple
 
 import pytest
 import torch
-from nets import CASES, LINK
 from torch import nn
 from transformers import BatchEncoding
 
 import poochplan
 from poochplan.tensors.signatures import input_signature
+from tests.runtime.nets import CASES, LINK
 
 pytestmark = pytest.mark.cpu_device
 Pair = namedtuple("Pair", "left right")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import CASES, equal, train
-from random_plans import random_plan
 
 import poochplan
 from poochplan.errors import SpillError
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import copy_in, copy_out
+from tests.runtime.nets import CASES, equal, in_core, train
+from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
@@ -91,7 +91,7 @@ def test_a_full_disk_keeps_values_and_says_so_once(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    reference, _ = train(CASE, 2)
+    reference = in_core(CASE, 2)
     monkeypatch.setattr(os, "pwrite", full)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -108,7 +108,7 @@ def test_a_full_disk_keeps_values_and_says_so_once(monkeypatch: pytest.MonkeyPat
 def test_short_writes_and_reads_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     plan = random_plan(CASE.profile(), 0, SWAP_ALL)
-    reference, _ = train(CASE, 2)
+    reference = in_core(CASE, 2)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(1, len(data) // 3)], at))
     monkeypatch.setattr(os, "preadv", lambda fd, data, at: preadv(fd, [data[0][: max(1, len(data[0]) // 3)]], at))
     planned, _ = train(CASE, 2, plan)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from nets import Case, equal, train
-from plans import plan_with
-from third_party_networks import NETWORKS, QUICK, random_schedule
 
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import build_problem
+from tests.depth import seeds
+from tests.planner.plans import plan_with
+from tests.runtime.nets import Case, equal, in_core, train
+from tests.runtime.third_party_networks import NETWORKS, QUICK, random_schedule
 
-PLANS, STEPS = 2, 2
+STEPS = 2
 
 
-def follow_random_plans(case: Case, plans: int) -> set[Decision]:
-    """Trains under ``plans`` random plans.
+def follow_random_plans(case: Case, plans: range) -> set[Decision]:
+    """Trains under a random plan of each seed.
 
     Loss, gradients, buffers, parameters and generators are compared bitwise with those of in-core training after each
     step. Returns the decisions that the plans made.
     """
-    reference, _ = train(case, STEPS)
+    reference = in_core(case, STEPS)
     profile = case.profile()
     problem = build_problem(profile)
     made: set[Decision] = set()
-    for seed in range(plans):
+    for seed in plans:
         schedule = random_schedule(profile, problem, seed)
         made.update(schedule.decisions)
         planned, report = train(case, STEPS, plan_with(profile, schedule))
@@ -43,11 +44,11 @@ def test_there_are_at_least_thirty_four_of_them() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_network_trains_bitwise_at_the_bytes_simulated(name: str) -> None:
-    assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], PLANS)
+    assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], seeds(deep=5))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.cpu_device  # benchmarks/third_party.py takes all of them to the adversarial one
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in QUICK])
 def test_every_other_network_trains_bitwise_at_the_bytes_simulated(name: str) -> None:
-    assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], 1)
+    assert Decision.RECOMPUTE in follow_random_plans(NETWORKS[name], seeds(deep=2))

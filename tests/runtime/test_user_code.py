@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_parallel import Shared
-from nets import LINK, Case, equal, snapshot, train
-from random_plans import random_plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.runtime.session import Session
+from tests.runtime.data_parallel import Shared
+from tests.runtime.nets import LINK, Case, equal, in_core, snapshot, train
+from tests.runtime.random_plans import random_plan
 
 WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
 
@@ -81,7 +81,7 @@ def follow(case: Case, weights: tuple[float, float, float], use: Use) -> None:
 def test_it_follows_its_plan(make: Callable[[], object], weights: tuple[float, float, float]) -> None:
     case = Case(make)  # type: ignore[arg-type]
     planned, report = train(case, 2, random_plan(case.profile(), 0, weights))
-    assert equal(train(case, 2)[0], planned)
+    assert equal(in_core(case, 2), planned)
     assert report is not None
     assert report.total.fallbacks == 0
 
@@ -127,7 +127,7 @@ def test_an_optimizer_in_the_hooks_of_backward(weights: tuple[float, float, floa
 def test_another_thread_that_trains_another_model_is_left_alone() -> None:
     case = Case(_shared)
     plan = random_plan(case.profile(), 0, (0, 1, 1))
-    reference, _ = train(case, 2)
+    reference = in_core(case, 2)
 
     def elsewhere() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
@@ -190,7 +190,6 @@ def test_the_same_model_run_by_another_thread_is_kept_in_core_there() -> None:
 
 
 @pytest.mark.cpu_device
-@pytest.mark.slow
 def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
     """The plan is made for the model without its wrapper; each process follows it."""
     plan_file = tmp_path / "plan.json"
@@ -200,12 +199,13 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         words = [str(folder), *([str(plan)] if plan else [])]
-        script = Path(__file__).with_name("data_parallel.py")
-        running = [subprocess.Popen([sys.executable, str(script), str(rank), *words]) for rank in range(2)]
+        script = [sys.executable, "-m", "tests.runtime.data_parallel"]
+        root = Path(__file__).parents[2]
+        running = [subprocess.Popen([*script, str(rank), *words], cwd=root) for rank in range(2)]
         assert [process.wait(timeout=120) for process in running] == [0, 0]
         ranks.append([torch.load(folder / f"rank{rank}.pt") for rank in range(2)])
-    for in_core, planned in zip(*ranks, strict=True):
-        assert equal(in_core, planned)
+    for alone, planned in zip(*ranks, strict=True):
+        assert equal(alone, planned)
     gradients = [ranks[1][rank][0][1] for rank in range(2)]
     assert torch.equal(*gradients)  # they really are reduced over both
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from nets import Case
-from plans import random_decisions, random_tuning
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +14,8 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule, fit
+from tests.planner.plans import random_decisions, random_tuning
+from tests.runtime.nets import Case
 
 Tensor = torch.Tensor
 Made = tuple[nn.Module, Callable[[nn.Module], Tensor]]

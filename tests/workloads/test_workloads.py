@@ -117,7 +117,6 @@ def test_hooks_and_a_dispatch_mode_change_no_gradient(name: str) -> None:
         assert torch.equal(ours.grad, reference.grad)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "tiny"])
 def test_a_config_at_its_own_size_gives_a_finite_loss_and_its_activations_dominate(name: str) -> None:
     workload = load_workload(str(CONFIGS / f"{name}.toml")).workload
@@ -133,7 +132,6 @@ def test_a_config_at_its_own_size_gives_a_finite_loss_and_its_activations_domina
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = workload.step()
     assert loss.isfinite()
-    loss.backward()
     parameter_bytes = sum(parameter.nbytes for parameter in workload.model.parameters())
     assert 100 * 2**20 < sum(saved.values()) < 1536 * 2**20
     assert sum(saved.values()) > 4 * parameter_bytes

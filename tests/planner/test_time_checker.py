@@ -1,0 +1,120 @@
+"""The predicted step time is what an independent clock makes of profile and plan, for every policy and any schedule."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Plan, Prediction
+from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.planning import plan, smallest_budget
+from poochplan.planner.policies import policy_names
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import fit
+from tests.depth import seeds, tries
+from tests.planner.plans import plan_with, random_decisions, random_tuning
+from tests.planner.random_profiles import random_profile
+from tests.planner.time_checker import WrongTime, check_times, times_of
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+
+TIMES = ("step_s", "stall_s", "replay_s", "interference_s")
+
+
+def random_step(seed: int) -> Profile:
+    """A random step that has something to plan; the copies of every third are held to a rate."""
+    while True:
+        profile = random_profile(seed, 20)
+        if any(point.kind is PointKind.USE for point in profile.points):
+            break
+        seed += 1_000_003
+    throttle = 0.5 * profile.link.outward.bandwidth_bytes_per_s if seed % 3 == 0 else None
+    return msgspec.structs.replace(profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle))
+
+
+def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
+    """A plan that nobody would make, with what the simulator says of it."""
+    problem = build_problem(profile)
+    budget = int((smallest_budget(profile) + profile.in_core_peak_bytes) / 2)
+    schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
+    made, simulation = plan_with(profile, schedule), simulate(problem, schedule)
+    times = {name: getattr(simulation, name) for name in TIMES}
+    return made, msgspec.structs.replace(made.prediction, **times)
+
+
+def test_the_prediction_of_any_schedule_is_the_time_it_takes() -> None:
+    lost = dict.fromkeys(TIMES, 0)
+    for seed in range(tries(day=150, deep=3000)):
+        profile = random_step(seed)
+        made, prediction = any_schedule(profile, seed)
+        check_times(profile, made, prediction)
+        for name in TIMES:
+            lost[name] += getattr(prediction, name) > 0
+    assert min(lost.values()) > 20  # the cases stall, replay and are slowed
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_the_prediction_of_a_policys_plan_is_the_time_it_takes(policy: str) -> None:
+    planned = 0
+    for seed in range(tries(day=6, deep=60)):
+        profile = tiny_profile(seed) if policy == "ilp" else random_step(seed)
+        budget = tiny_budget(profile, seed) if policy == "ilp" else int(0.9 * profile.in_core_peak_bytes)
+        try:
+            made = plan(profile, budget, policy=policy)
+        except InfeasibleError:
+            made = plan(profile, profile.in_core_peak_bytes, policy=policy)
+        check_times(profile, made, made.prediction)
+        planned += 1
+    assert planned > 0
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("factor", [1 + 1e-6, 1 - 1e-6])
+def test_a_prediction_that_is_off_by_a_millionth_is_found(name: str, factor: float) -> None:
+    off = 0
+    for seed in seeds(day=20, deep=200):
+        profile = random_step(seed)
+        made, prediction = any_schedule(profile, seed)
+        if getattr(prediction, name) > 0.01 * prediction.step_s:
+            wrong = msgspec.structs.replace(prediction, **{name: factor * getattr(prediction, name)})
+            with pytest.raises(WrongTime, match=name):
+                check_times(profile, made, wrong)
+            off += 1
+    assert off > 0
+
+
+FORGOTTEN = {
+    "latency": lambda link: msgspec.structs.replace(link, outward=msgspec.structs.replace(link.outward, latency_s=0.0)),
+    "bandwidth inward": lambda link: msgspec.structs.replace(
+        link, inward=msgspec.structs.replace(link.inward, bandwidth_bytes_per_s=1e15)
+    ),
+    "duplex": lambda link: msgspec.structs.replace(link, duplex=1.0),
+    "interference out": lambda link: msgspec.structs.replace(link, interference_out=0.0),
+    "interference in": lambda link: msgspec.structs.replace(link, interference_in=0.0),
+    "throttle": lambda link: msgspec.structs.replace(link, throttle_bytes_per_s=None),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_a_simulator_that_forgot_a_property_of_the_link_is_found(what: str) -> None:
+    for seed in range(300):
+        profile = random_step(seed)
+        forgetful = msgspec.structs.replace(profile, link=FORGOTTEN[what](profile.link))
+        try:
+            check_times(profile, *any_schedule(forgetful, seed))
+        except WrongTime:
+            return
+    raise AssertionError(f"{what}: no schedule of 300 takes another time")
+
+
+def test_a_plan_without_one_of_its_prefetches_or_replays_takes_another_time() -> None:
+    changed = 0
+    for seed in seeds(day=30, deep=300):
+        profile = random_step(seed)
+        made, prediction = any_schedule(profile, seed)
+        for name in ("prefetch", "replay", "swap_out"):
+            without = tuple(msgspec.structs.replace(actions, **{name: ()}) for actions in made.schedule)
+            times = times_of(profile, msgspec.structs.replace(made, schedule=without))
+            changed += abs(times.step_s - prediction.step_s) > 1e-6 * prediction.step_s
+    assert changed > 10
