@@ -46,10 +46,22 @@ def _find(module: str, name: str) -> Documented:
     path = Path(*module.lstrip(".").split(".")).with_suffix(".py")
     # The three rooms lie at the top; the links to them are missing in a checkout without symbolic links.
     source = ROOT / path if (ROOT / path).is_file() else PACKAGE / path
-    for node in ast.parse(source.read_text()).body:
+    tree = ast.parse(source.read_text())
+    for node in tree.body:
         if isinstance(node, Documented) and node.name == name:
+            if isinstance(node, ast.ClassDef):
+                node.body += [item for base in node.bases for item in _inherited(ast.unparse(base), module, tree)]
             return node
     raise LookupError(f"{source}: expected a function or class {name}, found none; correct _HOMES")
+
+
+def _inherited(base: str, module: str, tree: ast.Module) -> list[ast.stmt]:
+    """What a class has from a base in a neighbouring module, without the base's docstring."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and base in (alias.name for alias in node.names):
+            found = _find(f"{module.rpartition('.')[0]}.{node.module}", base)
+            return found.body[1:] if ast.get_docstring(found) else found.body
+    return []
 
 
 def _section(name: str, node: Documented, level: int = 2) -> str:

@@ -51,7 +51,7 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
 def test_every_file_and_folder_that_is_named_exists(page: Path) -> None:
     named = {span for span in spans(page) if re.fullmatch(r"[\w./-]+(\.py|\.toml|\.md|\.yaml|/)", span)}
     missing = {name for name in named - EXAMPLES_OF_NAMES if not (ROOT / name).exists()}
-    outputs = {"demo-output/", "site/", "results/", ".venv/"}
+    outputs = {"demo-output/", "dist/", "site/", "results/", ".venv/"}
     folders = [ROOT / name for name in named if name.endswith("/")]  # `preserve.py` beside `profiler/step/`
     assert {name for name in missing - outputs if not any((folder / name).exists() for folder in folders)} == set()
 
@@ -137,6 +137,8 @@ def test_the_page_of_the_api_has_every_public_name_and_nothing_is_undocumented()
     sections = dict(re.findall(r"^## `poochplan\.(\w+)`\n+(?:```.*?```\n+)?(.*?)$", text, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(poochplan.__all__)
     assert all(len(text.split()) >= 5 for text in sections.values())
+    fields = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert fields >= {*poochplan.Profile.__struct_fields__, *poochplan.Plan.__struct_fields__}
 
 
 @site_pages
