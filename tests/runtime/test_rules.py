@@ -129,11 +129,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("drawing", REPLAY),
     ),
     "a replay is not cast": (
-        (replay, "_run", "torch.autocast(device_type, enabled=False)", "contextlib.nullcontext()"),
+        (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "contextlib.nullcontext()"),
         test_user_code.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
-        (replay, "_run", "op.grad_enabled", "False"),
+        (replay, "run_ops", "op.grad_enabled", "False"),
         Exact("recurrent", REPLAY),
     ),
     "what was written where recording was off is another content": (
