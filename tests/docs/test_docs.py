@@ -79,10 +79,18 @@ def test_every_command_of_pooch_that_is_written_can_be_read(page: Path) -> None:
             assert build_parser().parse_args(arguments).verb
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
-    readme, makefile = ROOT / "README.md", (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join([*blocks(readme, "sh"), *spans(readme)])))
-    assert {"demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_target_that_is_named_exists(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join([*blocks(ROOT / page, "sh"), *spans(ROOT / page)])))
+    assert {"test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_every_measured_figure_of_the_readme_names_a_command_of_the_benchmarks() -> None:
+    commands = [span for span in spans(ROOT / "README.md") if span.startswith("python ")]
+    figures = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert len(commands) >= 5
+    assert [command for command in commands if command not in figures] == []
 
 
 @site_pages
