@@ -25,7 +25,7 @@ def test_every_policy_is_compared_and_the_ilp_comes_first() -> None:
 def test_rows_that_fit_come_first_and_the_fastest_of_them_first() -> None:
     profile = unet_like(3)
     budget = int(0.75 * profile.in_core_peak_bytes)
-    made = plan(profile, budget, evaluations=100)
+    made = plan(profile, budget, evaluations=1000)
     found = compare_policies(profile, budget, NAMES, ilp_plan=made)
     rows = comparison_rows(found, budget, profile.times.step_s)
     assert [row.fits for row in rows] == sorted((row.peak_bytes <= budget for row in rows), reverse=True)
@@ -38,7 +38,7 @@ def test_rows_that_fit_come_first_and_the_fastest_of_them_first() -> None:
 def test_the_margin_is_what_the_ilp_gains_and_is_told_of_plans_that_fit() -> None:
     profile = transformer_like(2, link_gb_per_s=0.5)
     budget = int(0.6 * profile.in_core_peak_bytes)
-    made = plan(profile, budget, evaluations=100)
+    made = plan(profile, budget, evaluations=1000)
     found = compare_policies(profile, budget, NAMES, ilp_plan=made)
     rows = {row.policy: row for row in comparison_rows(found, budget, 1.0)}
     assert rows["ilp"].ilp_margin == 0
@@ -51,7 +51,7 @@ def test_the_margin_is_what_the_ilp_gains_and_is_told_of_plans_that_fit() -> Non
 def test_a_plan_that_is_there_is_not_made_again() -> None:
     profile = unet_like(3)
     budget = int(0.75 * profile.in_core_peak_bytes)
-    made = plan(profile, budget, evaluations=100)
+    made = plan(profile, budget, evaluations=1000)
     seconds: dict[str, float] = {}
     found = compare_policies(profile, budget, ("ilp",), ilp_plan=made, seconds=seconds)["ilp"]
     assert found.simulation.step_s == made.prediction.step_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -258,7 +259,10 @@ NETS = [
 ]
 
 
-def _profile(model: nn.Module, mode: str = "run") -> Profile:
+@functools.cache
+def _profile(make: Callable[[], nn.Module], mode: str = "run") -> Profile:
+    torch.manual_seed(0)
+    model = make()
     return poochplan.profile(lambda: model(BATCH), model=model, iterations=1, link=LINK, mode=mode)  # type: ignore[arg-type]
 
 
@@ -288,12 +292,11 @@ def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torc
 def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_core(
     make: Callable[[], nn.Module], mode: str
 ) -> None:
-    torch.manual_seed(0)
-    profile = _profile(make(), mode)
+    profile = _profile(make, mode)
     in_core = _trained(make, None)
     everything = poochplan.plan(profile, budget=10**9, policy="recompute-all")
     assert equal(in_core, _trained(make, everything))
-    tight = poochplan.plan(profile, budget=smallest_budget(profile))
+    tight = poochplan.plan(profile, budget=smallest_budget(profile), evaluations=100)
     assert equal(in_core, _trained(make, tight))
 
 
@@ -311,7 +314,7 @@ def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_cor
     ],
 )
 def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], what: str, mode: str) -> None:
-    profile = _profile(make(), mode)
+    profile = _profile(make, mode)
     (reason,) = {value.unreplayable for value in profile.values if what in value.unreplayable}
     (note,) = [note for note in profile.notes if note.endswith(reason)]
     assert "kept or swapped, never recomputed" in note
@@ -319,13 +322,13 @@ def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], wh
 
 @pytest.mark.parametrize("make", NETS)
 def test_other_values_of_the_same_step_are_still_recomputed(make: Callable[[], nn.Module]) -> None:
-    plan = poochplan.plan(_profile(make()), budget=10**9, policy="recompute-all")
+    plan = poochplan.plan(_profile(make), budget=10**9, policy="recompute-all")
     assert "recompute" in {str(value.decision) for value in plan.values}
 
 
 @pytest.mark.parametrize("make", [UpdatesStatistics, GathersStatistics])
 def test_statistics_of_a_batch_norm_in_parts_need_no_refusal(make: Callable[[], nn.Module]) -> None:
-    profile = _profile(make())
+    profile = _profile(make)
     assert profile.notes == ()
     assert any("batch_norm" in op.name for op in profile.ops)
 
@@ -336,7 +339,7 @@ def test_a_value_replayed_from_one_that_cannot_be_is_not_blamed() -> None:
             hidden = self.first(batch) * self.gate(batch)  # saves what the operator gave
             return self.last(hidden.sin().sin().sin()).square().mean()
 
-    marked = [value.name for value in _profile(Chain()).values if "once more" in value.unreplayable]
+    marked = [value.name for value in _profile(Chain).values if "once more" in value.unreplayable]
     assert len(marked) == 1
 
 
@@ -374,6 +377,6 @@ def test_a_replay_that_raises_is_a_refusal_and_the_step_goes_on_with_the_right_b
     profile = poochplan.profile(step, model=model, iterations=1, link=LINK)
     (reason,) = {value.unreplayable for value in profile.values if "raised" in value.unreplayable}
     assert reason == "its replay raised ValueError: runs once a step"
-    assert any(note.startswith(reason) for note in profile.notes)
+    assert any(note.endswith(reason) for note in profile.notes)
     assert len(held) > 3
     assert all(torch.equal(held[0], gradient) for gradient in held)

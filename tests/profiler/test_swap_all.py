@@ -47,7 +47,7 @@ def test_ops_lifetimes_and_verdicts_are_those_of_the_in_core_step(name: str) -> 
     real, swapping = CASES[name].profile(), CASES[name].profile(mode="swap-all")
     assert without_seconds(swapping) == without_seconds(real)
     assert swapping.mode == "swap-all"
-    assert swapping.notes == (profiling.SWAPPED, *real.notes)
+    assert profiling.SWAPPED in swapping.notes
 
 
 SMALL = {
