@@ -65,7 +65,7 @@ def make_plan(target: str, settings: dict[str, str], budget: str, path: Path) ->
     workload = load_workload(target, settings).workload
     profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=2)
     wanted = smallest_budget(profile) if budget == "smallest" else budget
-    plan = poochplan.plan(profile, wanted, time_limit_s=10)  # resident memory is asked for, not the fastest step
+    plan = poochplan.plan(profile, wanted, evaluations=200)  # resident memory is asked for, not the fastest step
     plan.save(path, force=True)
     return {"in_core_peak_bytes": profile.in_core_peak_bytes, "predicted_peak_bytes": plan.prediction.peak_bytes}
 

@@ -186,12 +186,12 @@ def test_no_plan_has_a_smaller_peak_than_swapping_everything_on_demand() -> None
 
 def test_the_host_budget_holds() -> None:
     profile = transformer_like(2, link_gb_per_s=4.0)
-    free = plan(profile, "50%", evaluations=100)
+    free = plan(profile, "50%", evaluations=1000)
     assert free.prediction.out_bytes > 0
     most = free.prediction.out_bytes // 2
-    limited = plan(profile, "50%", host_budget=most, evaluations=100)
+    limited = plan(profile, "50%", host_budget=most, evaluations=1000)
     assert limited.prediction.out_bytes <= most
     assert limited.prediction.peak_bytes <= limited.budget_bytes
     assert check(profile, limited).peak_bytes == limited.prediction.peak_bytes
     with pytest.raises(InfeasibleError, match="swaps at most 1 B; pass a larger host budget"):
-        plan(profile, smallest_budget(profile), host_budget=1, evaluations=100)
+        plan(profile, smallest_budget(profile), host_budget=1, evaluations=1000)

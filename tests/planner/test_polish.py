@@ -82,7 +82,7 @@ CLASSES = {
 def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed: int) -> None:
     profile = tiny_profile(seed)
     budget = tiny_budget(profile, seed)
-    plan_s = plan(profile, budget, evaluations=tries(2000, 20000)).prediction.step_s
+    plan_s = plan(profile, budget, evaluations=20000).prediction.step_s
     found = best_schedule(build_problem(profile), budget, at_most_s=plan_s)
     assert found is not None
     assert plan_s == pytest.approx(found.step_s, rel=1e-6)
