@@ -5,7 +5,10 @@ optimizer steps in-core and under each plan from the same seed. Loss, every grad
 bitwise in every step; the peak is metered by ``tests/live_bytes.py``, which shares no code with the package. With
 ``--meter mem_tracker`` it is torch's MemTracker, whose module hooks keep gradients alive (see README.md).
 
-    python -m benchmarks.exactness [--workloads demo,gpt2] [--throttle 500MB/s] [-o benchmarks/results/exactness.json]
+``--small`` takes the small sizes of the tests, a profile without memory with a roofline's durations, and plans that
+count simulations: then every column repeats exactly, and two versions of the code can be compared.
+
+    python -m benchmarks.exactness [--workloads demo,gpt2] [--throttle 500MB/s] [--small] [-o FILE.json]
 """
 
 from __future__ import annotations
@@ -23,19 +26,24 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import poochplan
 from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.workload import Workload, load_workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
+from tests.workloads.small import SMALL
 
 HERE = Path(__file__).parent
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
 STEPS = 3
 
 
-def fresh(name: str) -> Workload:
+EVALUATIONS = 200
+
+
+def fresh(name: str, *, small: bool) -> Workload:
     """The workload, built anew from the same seed."""
     torch.manual_seed(0)
-    return load_workload(str(HERE.parent / "configs" / f"{name}.toml"), {}).workload
+    return load_workload(str(HERE.parent / "configs" / f"{name}.toml"), SMALL[name] if small else {}).workload
 
 
 def metered_step(workload: Workload, meter: str) -> tuple[list[torch.Tensor], int]:
@@ -63,14 +71,14 @@ def _tensors(workload: Workload) -> list[torch.Tensor]:
     return [*workload.model.parameters(), *workload.model.buffers(), *inner]
 
 
-def run(name: str, plan: Plan | None, meter: str) -> tuple[list[list[torch.Tensor]], list[int], Any]:
+def run(name: str, plan: Plan | None, meter: str, *, small: bool) -> tuple[list[list[torch.Tensor]], list[int], Any]:
     """The tensors and peaks of each step, and the session's report."""
-    workload = fresh(name)
+    workload = fresh(name, small=small)
     torch.manual_seed(1)
     if plan is None:
         steps = [metered_step(workload, meter) for _ in range(STEPS)]
         return [tensors for tensors, _ in steps], [peak for _, peak in steps], None
-    with poochplan.apply(plan, workload.model, meter="never") as session:
+    with poochplan.apply(plan, workload.model, meter="never", force=small) as session:
         steps = [metered_step(workload, meter) for _ in range(STEPS)]
     return [tensors for tensors, _ in steps], [peak for _, peak in steps], session.report()
 
@@ -82,26 +90,25 @@ def bitwise(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> 
     )
 
 
-def one(name: str, throttle: str | None, meter: str) -> list[dict[str, Any]]:
+def profile_of(name: str, throttle: str | None, *, small: bool) -> Profile:
+    """The profile; of a small one no clock has a part in it."""
+    workload = fresh(name, small=small)
+    how: dict[str, Any] = {"mode": "fake", "roofline": "v100"} if small else {"iterations": 3, "throttle": throttle}
+    model, optimizer = workload.model, workload.optimizer
+    return poochplan.profile(workload.step, model=model, optimizer=optimizer, workload=name, **how)
+
+
+def one(name: str, throttle: str | None, meter: str, *, small: bool) -> list[dict[str, Any]]:
     """The rows of one workload."""
-    workload = fresh(name)
-    profile = poochplan.profile(
-        workload.step,
-        model=workload.model,
-        optimizer=workload.optimizer,
-        workload=name,
-        iterations=3,
-        throttle=throttle,
-    )
-    del workload
-    reference, in_core_peaks, _ = run(name, None, meter)
+    profile = profile_of(name, throttle, small=small)
+    reference, in_core_peaks, _ = run(name, None, meter, small=small)
     rows = []
     for label, budget in (("80%", "80%"), ("60%", "60%"), ("smallest", smallest_budget(profile))):
         if isinstance(budget, str) and profile.in_core_peak_bytes * int(budget[:-1]) / 100 < smallest_budget(profile):
             rows.append({"workload": name, "budget": label, "skipped": "below the smallest feasible budget"})
             continue
-        plan = poochplan.plan(profile, budget)
-        planned, peaks, report = run(name, plan, meter)
+        plan = poochplan.plan(profile, budget, evaluations=EVALUATIONS if small else None)
+        planned, peaks, report = run(name, plan, meter, small=small)
         decisions = [str(value.decision) for value in plan.values]
         rows.append(
             {
@@ -136,19 +143,22 @@ def main() -> int:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--throttle", default=None, help="hold copies to this rate, such as 500MB/s")
     parser.add_argument("--meter", default="live_bytes", choices=("live_bytes", "mem_tracker"))
+    parser.add_argument("--small", action="store_true", help="the tests' sizes, and nothing that a clock decides")
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        Path(arguments.output).write_text(json.dumps(one(arguments.one, arguments.throttle, arguments.meter)))
+        rows = one(arguments.one, arguments.throttle, arguments.meter, small=arguments.small)
+        Path(arguments.output).write_text(json.dumps(rows))
         return 0
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name in arguments.workloads.split(","):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "rows.json"
             alone = [sys.executable, "-m", "benchmarks.exactness", "--one", name]
             command = [*alone, "-o", str(output), "--meter", arguments.meter]
-            subprocess.run(command + (["--throttle", arguments.throttle] if arguments.throttle else []), check=True)
+            command += ["--throttle", arguments.throttle] if arguments.throttle else []
+            subprocess.run(command + (["--small"] if arguments.small else []), check=True)
             for row in json.loads(output.read_text()):
                 rows.append(row)
                 print(table_row(row), flush=True)

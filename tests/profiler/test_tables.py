@@ -115,7 +115,7 @@ def test_what_is_pinned_costs_neither_but_is_still_saved(profile: Profile) -> No
 @pytest.mark.parametrize("kind", list(FRAMES))
 def test_every_column_is_documented(profile: Profile, kind: str) -> None:
     text = inspect.getdoc(Profile.to_frame) or ""
-    (documented,) = (part for part in re.split(r'\n(?=``")', text) if part.startswith(f'``"{kind}"``: one row'))
+    (documented,) = (part for part in re.split(r'\n(?=\* ``")', text) if part.startswith(f'* ``"{kind}"``: one row'))
     frame = profile.to_frame(kind)  # type: ignore[arg-type]
     assert [column for column in frame.columns if f"``{column}``" not in documented] == []
 

@@ -13,32 +13,9 @@ from poochplan.errors import UsageError
 from poochplan.workload import Workload, load_workload
 from poochplan.workloads import volume
 from poochplan.workloads.common import require
+from tests.workloads.small import SMALL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = {
-    "resnet50": {"batch_size": "2", "image_size": "32", "hidden_sizes": "[64, 64, 64, 64]", "depths": "[1, 1, 1, 1]"},
-    "gpt2": {
-        "batch_size": "2",
-        "sequence_length": "16",
-        "layers": "2",
-        "width": "32",
-        "heads": "2",
-        "vocabulary": "64",
-    },
-    "bert": {
-        "batch_size": "2",
-        "sequence_length": "16",
-        "layers": "2",
-        "width": "32",
-        "heads": "2",
-        "vocabulary": "64",
-    },
-    "unet3d": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
-    "demo": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
-    "tiny": {},
-    "seq2seq": {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"},
-    "char_rnn": {"batch_size": "4", "sequence_length": "12", "width": "16"},
-}
 NETWORKS = [name for name in SMALL if name not in ("demo", "tiny")]  # those two are the 3D U-Net again
 
 
