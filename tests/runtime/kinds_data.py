@@ -118,7 +118,7 @@ kind(
     _embedded_twice,
     parts=_embedding(max_norm=1.0),
     least=5,
-    refused=("was written in place since it was read",),
+    refused=("the step writes that after it was read",),
 )
 kind(
     "embedding bag",

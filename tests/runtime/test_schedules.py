@@ -80,7 +80,7 @@ def test_any_schedule_gives_the_gradients_of_in_core_training(name: str) -> None
     case = CASES[name]
     profile, problem, budget = tight(case)
     found: set[str] = set()
-    for seed in seeds(day=2):
+    for seed in seeds(day=4):
         schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
         found |= kinds_of(problem, schedule)
         run_and_compare(case, profile, problem, schedule)
