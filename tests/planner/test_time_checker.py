@@ -8,9 +8,9 @@ import pytest
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import PointKind, Profile
+from poochplan.planner.comparison import all_policies
 from poochplan.planner.judge.simulate import simulate
-from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.policies import policy_names
+from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import fit
 from tests.depth import seeds, tries
@@ -19,6 +19,7 @@ from tests.planner.random_profiles import random_profile
 from tests.planner.time_checker import WrongTime, check_times, times_of
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
+EVALUATIONS = 200
 TIMES = ("step_s", "stall_s", "replay_s", "interference_s")
 
 
@@ -54,16 +55,17 @@ def test_the_prediction_of_any_schedule_is_the_time_it_takes() -> None:
     assert min(lost.values()) > 20  # the cases stall, replay and are slowed
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", all_policies())
 def test_the_prediction_of_a_policys_plan_is_the_time_it_takes(policy: str) -> None:
     planned = 0
     for seed in range(tries(day=6, deep=60)):
-        profile = tiny_profile(seed) if policy == "ilp" else random_step(seed)
-        budget = tiny_budget(profile, seed) if policy == "ilp" else int(0.9 * profile.in_core_peak_bytes)
+        profile = tiny_profile(seed) if policy == ILP else random_step(seed)
+        budget = tiny_budget(profile, seed) if policy == ILP else int(0.9 * profile.in_core_peak_bytes)
+        count = EVALUATIONS if policy == ILP else None
         try:
-            made = plan(profile, budget, policy=policy)
+            made = plan(profile, budget, policy=policy, evaluations=count)
         except InfeasibleError:
-            made = plan(profile, profile.in_core_peak_bytes, policy=policy)
+            made = plan(profile, profile.in_core_peak_bytes, policy=policy, evaluations=count)
         check_times(profile, made, made.prediction)
         planned += 1
     assert planned > 0

@@ -25,7 +25,14 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         budget_bytes=1 << 40,
         device=profile.device.kind,
         solve=Solve(
-            policy="random", solver="none", status=SolveStatus.NOT_NEEDED, objective_s=None, bound_s=None, gap=None, wall_s=0, rounds=0
+            policy="random",
+            solver="none",
+            status=SolveStatus.NOT_NEEDED,
+            objective_s=None,
+            bound_s=None,
+            gap=None,
+            wall_s=0,
+            rounds=0,
         ),
         prediction=Prediction(
             peak_bytes=0,
