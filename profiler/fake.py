@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -40,8 +38,10 @@ from .capture import Capture, CapturedOp
 from .corrections import CORRECTED, corrected
 from .layers import LayerTracker
 from .op_bench import OpSpec
+from .preserve import check_restorable, restored
 from .recency import Recency, cache_bytes
 from .roofline import Roofline, op_seconds
+from .states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
 SMALL_ELEMENTS = 1 << 20
@@ -179,6 +179,7 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     StepError
         A compiled callable, fake tensors of another mode, or a step that needs the content of a tensor.
     """
+    check_restorable(model)
     compiled = compiled_modules(model)
     if compiled:
         raise StepError(
@@ -187,15 +188,16 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         )
     mode = _mode_of(model) or StepMode()
     with contextlib.ExitStack() as undo:
-        undo.callback(_restore_generators, random.getstate(), np.random.get_state(), torch.get_rng_state())
+        states: list[State] = [ModuleStates(model), GradientStates(model.named_parameters()), GeneratorStates(model)]
+        undo.enter_context(restored(*states, *([OptimizerState(optimizer)] if optimizer is not None else [])))
         undo.callback(_TORCH_LOG.setLevel, _TORCH_LOG.level)
         _TORCH_LOG.setLevel(logging.CRITICAL)  # it logs the frames of what is raised anyway
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             undo.callback(_restore_attributes, module, dict(module.__dict__))
-            _replace_tensors(module, mode, fakes, undo)
+            _replace_tensors(module, mode, fakes)
         if optimizer is not None:
-            _replace_state(optimizer, mode, fakes, undo)
+            _replace_state(optimizer, mode, fakes)
         with explained("step()"), mode:
             yield mode
 
@@ -238,23 +240,17 @@ def _faked(tensor: torch.Tensor, mode: StepMode, fakes: dict[torch.Tensor, torch
     return fakes[tensor]
 
 
-def _replace_tensors(
-    module: torch.nn.Module, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor], undo: contextlib.ExitStack
-) -> None:
+def _replace_tensors(module: torch.nn.Module, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> None:
     for owned in (module._parameters, module._buffers):
-        before = dict(owned)
-        gradients = [(x, x.grad) for x in before.values() if isinstance(x, torch.nn.Parameter)]
-        undo.callback(_restore_tensors, owned, before, gradients)
-        for name, tensor in before.items():
+        for name, tensor in owned.items():
             if tensor is not None:
                 owned[name] = _faked(tensor, mode, fakes)  # type: ignore[assignment]
 
 
 def _restore_attributes(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    """Whether it trains, and what a step without memory has put in the place of what was there; all else stays, since
-    attributes may go with hooks that were installed.
+    """What a step without memory has put in the place of what was there; all else stays, since attributes may go with
+    hooks that were installed.
     """
-    module.training = before["training"]
     for name, value in list(module.__dict__.items()):
         if name not in ("_parameters", "_buffers", "_modules") and _holds_fakes(value):
             del module.__dict__[name]
@@ -266,22 +262,8 @@ def _holds_fakes(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and stands_for_memory(leaf) for leaf in pytree.tree_leaves(value))
 
 
-def _restore_tensors(owned: dict[str, Any], before: dict[str, Any], gradients: list[Any]) -> None:
-    owned.clear()
-    owned.update(before)
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
-def _replace_state(
-    optimizer: torch.optim.Optimizer,
-    mode: StepMode,
-    fakes: dict[torch.Tensor, torch.Tensor],
-    undo: contextlib.ExitStack,
-) -> None:
+def _replace_state(optimizer: torch.optim.Optimizer, mode: StepMode, fakes: dict[torch.Tensor, torch.Tensor]) -> None:
     state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
-    groups = [dict(group) for group in optimizer.param_groups]
-    undo.callback(_restore_optimizer, optimizer, state, groups)
     optimizer.state.clear()
     for parameter, entries in state.items():
         optimizer.state[_faked(parameter, mode, fakes)] = {
@@ -294,17 +276,3 @@ def _replace_state(
 
 def _faked_state(value: torch.Tensor, mode: StepMode) -> torch.Tensor:
     return value.clone() if value.ndim == 0 else mode.from_tensor(value)  # Adam asks its counter for a number
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, groups: Any) -> None:
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, content in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(content)
-
-
-def _restore_generators(python: Any, numpy: Any, cpu: torch.Tensor) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)

@@ -26,9 +26,11 @@ from ..files import cache_folder, write_cache
 from ..runtime.operators import traits
 from ..runtime.storages import Geometry, has_storage
 from .fitting import available_bytes
+from .preserve import restored
 from .recency import cache_bytes
 from .roofline import op_bytes
 from .schema import Device
+from .states import GeneratorStates
 
 REPEATS = 5
 ENOUGH_S, LONG_S = 0.4, 1.0
@@ -135,7 +137,7 @@ class OpBench:
         found: dict[str, float] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with restored(GeneratorStates()), torch.no_grad():
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
         write_cache(self._path, msgspec.json.encode(self._known))

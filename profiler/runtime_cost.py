@@ -30,8 +30,10 @@ from .assembly import untimed
 from .capture import Capture
 from .clock import CpuClock
 from .layers import LayerTracker
+from .preserve import restored
 from .runner import Runner, captured
 from .schema import Profile, RuntimeCost
+from .states import GeneratorStates
 from .tables import saved_values
 from .trial import plan_of_decisions, under
 
@@ -64,7 +66,7 @@ def runtime_cost(device_type: str, threads: int) -> RuntimeCost | None:
     """
     if device_type != "cpu":
         return None
-    with contextlib.suppress(SpillError), torch.random.fork_rng(devices=[]):
+    with contextlib.suppress(SpillError), restored(GeneratorStates()):
         return measure_runtime()
     return None
 
