@@ -68,7 +68,10 @@ class TensorContents:
 def _put_back(kept: _Kept) -> None:
     tensor, alias = kept.tensor, kept.alias
     if kept.whole is not None:
-        tensor.data = kept.whole.to(tensor.device)  # copy_ would leave a sparse one with the indices that it has
+        if tensor.layout is torch.sparse_coo:
+            tensor.data = kept.whole.to(tensor.device)  # copy_ gives it new parts, and its alias alone would have them
+        else:
+            tensor.data.copy_(kept.whole)
     elif alias is not None and _geometry(tensor) != _geometry(alias):
         tensor.data = alias
 
