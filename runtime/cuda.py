@@ -162,9 +162,11 @@ class CudaDevice:
         others = [stream for stream in tuple(self._seen) if stream != now.stream]
         for stream in others:
             now.stream.wait_stream(stream)
-        yield
-        for stream in others:
-            stream.wait_stream(now.stream)
+        try:
+            yield
+        finally:
+            for stream in others:
+                stream.wait_stream(now.stream)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:

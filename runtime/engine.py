@@ -37,8 +37,8 @@ from .course import Courses
 from .device import Device
 from .entry import Entry, Handle, Lease
 from .host import HostSlab
-from .recorder import Recorder, Slot
-from .replay import NotReplayable, Recipe, replay
+from .recorder import RecordedOp, Recorder, Slot
+from .replay import Leaves, NotReplayable, Recipe, replay, run_ops
 from .report import StepReport
 from .storages import is_plain
 from .transfers import copy_in, copy_out, raise_held_back
@@ -308,7 +308,7 @@ class Engine:
         elif actions.record == "off":
             self.recorder.switch_off()
 
-    def _with(self, index: int, act: Callable[[Entry], None]) -> None:
+    def _with(self, index: int, act: Callable[[Entry], object]) -> None:
         entry = self._entries.get(index)
         if entry is not None:
             act(entry)
@@ -342,16 +342,23 @@ class Engine:
             entry.storage = storage  # last: without its copy it would count as filled
         self.stats.in_bytes += entry.size_bytes
 
-    def _replay(self, entry: Entry) -> None:
+    def _replay(self, entry: Entry) -> list[Entry]:
+        """Replays it if it waits for that; all that came back."""
         if not entry.waits_for_replay:
-            return
+            return []
         start_s = time.perf_counter()
         with self.device.span(f"replay {entry.name}"), self.device.replaying():
-            back = replay(entry, self._resident)
+            back = replay(entry, self._resident, self._run_ops)
         for value in back:
             value.home = self.device.compute
         self.stats.replayed_values += len(back)
         self.stats.replay_s += time.perf_counter() - start_s
+        return back
+
+    def _run_ops(
+        self, ops: list[RecordedOp], there: Leaves, keep: set[Slot], device_type: str
+    ) -> dict[Slot, torch.UntypedStorage]:
+        return run_ops(ops, there, keep, device_type)
 
     # -- off the plan (Rule 8) --------------------------------------------------------------------------------
 

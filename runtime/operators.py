@@ -20,15 +20,12 @@ _OVERWRITING = frozenset(
 _UNDECLARED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias"})
 # Neither read nor write a tensor's content, whatever their schemas say.
 _NOT_COMPUTE = frozenset({"prim::device", "aten::record_stream"})
-# Change their running statistics without declaring it, or as a side effect of the forward.
+# Change their running statistics without declaring it, or as a side effect of the forward; what they return in training
+# does not depend on them. (Others that write without declaring it are found when their replay is verified.)
 _BATCH_NORMS = frozenset(
-    {
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-    }
+    {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"}
+    | {"cudnn_batch_norm", "miopen_batch_norm"}
+    | {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 )
 # Operators of other namespaces (custom ones) may draw random numbers or write without saying so.
 _KNOWN_NAMESPACES = ("aten", "prims")

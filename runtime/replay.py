@@ -18,8 +18,21 @@ if TYPE_CHECKING:
     from .entry import Entry
 
 
+Leaves = dict[tuple["Slot", int], torch.UntypedStorage]
+"""What a replay starts from: the storage of each content that it does not build."""
+
+WRITTEN_SINCE = "an input of the replay was written in place since it was read"
+
+
 class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
-    """A writer was not recorded, is opaque, or an input is gone; the value is swapped instead."""
+    """A writer was not recorded, is opaque, or an input is gone; the value is swapped instead.
+
+    ``slot``: the input that it is about, where it is about one.
+    """
+
+    def __init__(self, reason: str, slot: Slot | None = None) -> None:
+        super().__init__(reason)
+        self.slot = slot
 
 
 class Closure:
@@ -63,7 +76,7 @@ def closure_of(root: Slot, generation: int, *, follow_recipes: bool) -> Closure:
             if slot is root or entry is not None:
                 raise NotReplayable("a writer of the value was not recorded or cannot be run again")
             if wanted != len(slot.writes):
-                raise NotReplayable("an input of the replay was written in place since it was read")
+                raise NotReplayable(WRITTEN_SINCE, slot)
             closure.leaves[need] = None
             continue
         closure.rebuilt[slot] = None
@@ -73,8 +86,10 @@ def closure_of(root: Slot, generation: int, *, follow_recipes: bool) -> Closure:
             pending += [(view.slot, view.generation) for view in op.views() if view.slot is not slot]
     if any(written not in closure.rebuilt for op in closure.ops.values() for written in op.writes):
         raise NotReplayable("an op of the replay writes into something it does not own")
-    if not all(view.still_there for op in closure.ops.values() for view in op.views()):
-        raise NotReplayable("an input of the replay was written in place since it was read")
+    for op in closure.ops.values():
+        for view in op.views():
+            if not view.still_there:
+                raise NotReplayable(WRITTEN_SINCE, view.slot)
     return closure
 
 
@@ -124,10 +139,15 @@ def _storage_of(slot: Slot) -> torch.UntypedStorage:
     return storage
 
 
-def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> list[Entry]:
+def replay(
+    entry: Entry,
+    resident: Callable[[Entry], torch.UntypedStorage],
+    run: Callable[[list[RecordedOp], Leaves, set[Slot], str], dict[Slot, torch.UntypedStorage]],
+) -> list[Entry]:
     """Brings ``entry``, and every saved value on the way that waits for a replay, back onto the device.
 
-    ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy.
+    ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy;
+    ``run`` is :func:`run_ops`, or calls it.
     Returns the saved values that came back. Raises ``RuntimeError`` as autograd would when an input was written in
     place after it was read.
     """
@@ -143,18 +163,14 @@ def replay(entry: Entry, resident: Callable[[Entry], torch.UntypedStorage]) -> l
             f"it is to be recomputed, and {reason}"
         ) from None
     targets = [(entry.slot, entry), *closure.targets]
-    built = _run(closure.in_order(), there, keep={slot for slot, _ in targets}, device_type=entry.device_type)
+    built = run(closure.in_order(), there, {slot for slot, _ in targets}, entry.device_type)
     for slot, target in targets:
         target.came_back(built[slot])
     return [target for _, target in targets]
 
 
-def _run(
-    ops: list[RecordedOp],
-    there: dict[tuple[Slot, int], torch.UntypedStorage],
-    *,
-    keep: set[Slot],
-    device_type: str,
+def run_ops(
+    ops: list[RecordedOp], there: Leaves, keep: set[Slot], device_type: str
 ) -> dict[Slot, torch.UntypedStorage]:
     """Runs the ops in order; returns the storages of the slots in ``keep``. Temporaries go after their last use."""
     last_use: dict[Slot, int] = {}
@@ -177,9 +193,7 @@ def _run(
     return built
 
 
-def _call(
-    op: RecordedOp, there: dict[tuple[Slot, int], torch.UntypedStorage], built: dict[Slot, torch.UntypedStorage]
-) -> list[Any]:
+def _call(op: RecordedOp, there: Leaves, built: dict[Slot, torch.UntypedStorage]) -> list[Any]:
     def restore(argument: Any) -> Any:
         if isinstance(argument, View):
             # What the op writes is the replay's own, never a saved value.

@@ -1,0 +1,77 @@
+"""What a replay takes that was there before the step, parameters, buffers and inputs, and must leave as it is.
+
+An operator that writes one of them without declaring it (running statistics, a counter in a buffer) would do so once
+more with each replay, and nothing that autograd or the dispatcher knows tells of it. So while replays are verified the
+bytes themselves are kept, compared and, where they differ, put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..runtime.recorder import RecordedOp, Slot, View
+from ..runtime.replay import Leaves
+from ..runtime.storages import Geometry
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage, as a tensor of bytes on it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Untouched:
+    """Copies of what the ops of one replay take of the storages that were there before the step.
+
+    They live as long as that replay and hold only the bytes that its ops see, so that they come to the weights of a
+    layer or two, also where many tensors share one storage (weights mapped from a file).
+    """
+
+    def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
+        self._kept = [(slot, part, part.clone()) for slot, part in _parts(ops, there)]
+
+    def restore(self) -> list[Slot]:
+        """The storages that are not what they were; they are again."""
+        changed = [(slot, part, copy) for slot, part, copy in self._kept if not torch.equal(part, copy)]
+        for _, part, copy in changed:
+            part.copy_(copy)
+        return [slot for slot, _, _ in changed]
+
+
+def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The bytes that the ops see of each storage that was there, in pieces that do not overlap."""
+    storages: dict[Slot, torch.UntypedStorage] = {}
+    extents: dict[Slot, set[tuple[int, int]]] = {}
+    for op in ops:
+        for view in op.views():
+            if _was_there(view, op, there):
+                storages[view.slot] = there[view.slot, view.generation]
+                extents.setdefault(view.slot, set()).add(_extent(view.geometry))
+    for slot, pieces in extents.items():
+        whole = bytes_of(storages[slot])
+        yield from ((slot, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, each once."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in pieces:
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _was_there(view: View, op: RecordedOp, there: Leaves) -> bool:
+    """Whether it is a part of something that the step has not made (or not where recording could see it)."""
+    return view.slot.birth is None and view.slot not in op.writes and (view.slot, view.generation) in there
+
+
+def _extent(geometry: Geometry) -> tuple[int, int]:
+    """First byte on the storage, and the one behind the last."""
+    count = 0
+    if 0 not in geometry.shape:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
+    return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize

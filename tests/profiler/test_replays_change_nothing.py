@@ -1,0 +1,379 @@
+"""A replay that would change what was there before the step, or that raises, is found and never planned."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from nets import LINK, equal
+from torch import nn
+
+import poochplan
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.schema import Plan
+from poochplan.profiler.schema import Profile
+
+BATCH = torch.linspace(-2, 2, 16 * 8).reshape(16, 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators() -> Iterator[None]:
+    """Operators of torch's own namespace, which is taken at its word, that do what their schemas do not say."""
+    library = torch.library.Library("aten", "FRAGMENT")
+
+    def counting(batch: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        count.view(-1)[0] += 1
+        return batch.sin()
+
+    def passing(batch: torch.Tensor) -> torch.Tensor:
+        batch.detach().view(-1)[:1].mul_(1.5)
+        return batch.cos()
+
+    once: set[int] = set()
+
+    def fickle(batch: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        if int(turn) in once:
+            raise ValueError("runs once a step\nand no more")
+        once.add(int(turn))
+        return batch.sin()
+
+    for name, signature, kernel in (
+        ("poochplan_counting", "(Tensor batch, Tensor count) -> Tensor", counting),
+        ("poochplan_passing", "(Tensor batch) -> Tensor", passing),
+        ("poochplan_fickle", "(Tensor batch, Tensor turn) -> Tensor", fickle),
+    ):
+        library.define(name + signature)
+        library.impl(name, kernel, "CPU")
+    # Torch has these for CUDA alone; they write as those do, and declare as little.
+    overriding = torch.library.Library("aten", "IMPL")
+    for name in ("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"):
+        overriding.impl(name, _gathered, "CPU")
+    yield
+    overriding._destroy()
+    library._destroy()
+
+
+def _gathered(
+    batch: torch.Tensor,
+    means: torch.Tensor,
+    invstds: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+    counts: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, invstd = means.mean(0), invstds.mean(0)
+    running_mean.detach().lerp_(mean, momentum)
+    running_var.detach().lerp_(invstd.pow(-2) - eps, momentum)
+    return mean, invstd
+
+
+@torch.library.custom_op("poochplan_tests::tallying", mutates_args=())
+def _tallying(batch: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    count[0] += 1
+    return batch.sin()
+
+
+def _quietly(name: str, *arguments: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return getattr(torch.ops.aten, "poochplan_" + name)(*arguments)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Two layers of which the second's input is scaled by what ``gate`` makes of the first's output."""
+
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.sigmoid()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(batch).tanh()
+        return self.last((self.second(hidden * self.gate(hidden)) * hidden).sin()).square().mean()
+
+
+class UpdatesStatistics(Net):
+    """What SyncBatchNorm does with its statistics, called directly."""
+
+    def __init__(self) -> None:
+        super().__init__(mean=torch.zeros(8), var=torch.ones(8))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        mean, invstd = torch.batch_norm_update_stats(hidden.detach(), self.mean, self.var, 0.1)
+        return (hidden.detach() - mean) * invstd
+
+
+class GathersStatistics(UpdatesStatistics):
+    """What it does where several processes take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.tensor([16.0, 16.0]))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch = hidden.detach()
+        mean, invstd = batch.mean(0), batch.var(0).rsqrt()
+        both = torch.stack([mean, mean * 0.5]), torch.stack([invstd, invstd])
+        mean, invstd = torch.batch_norm_gather_stats(batch, *both, self.mean, self.var, 0.1, 1e-5, 16)
+        more, _ = torch.batch_norm_gather_stats_with_counts(batch, *both, self.mean, self.var, 0.1, 1e-5, self.counts)
+        return (batch - mean) * invstd + more
+
+
+class Tallies(Net):
+    """Counts in a buffer through an operator of another namespace, which is not taken at its word."""
+
+    def __init__(self) -> None:
+        super().__init__(count=torch.zeros(2))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return _tallying(hidden, self.count)
+
+
+class Counts(Net):
+    """Counts in a buffer how often an operator ran, which the operator does not declare."""
+
+    def __init__(self) -> None:
+        super().__init__(count=torch.zeros(3))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _quietly("counting", hidden, self.count)
+
+
+class CountsInASlice(Net):
+    """The same in the middle of a buffer that other layers read parts of."""
+
+    def __init__(self) -> None:
+        super().__init__(count=torch.ones(64))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        counted = _quietly("counting", hidden, self.count[16:20])
+        return (counted * self.count[40:48].clone()).sigmoid()
+
+
+class CountsInAParameter(Net):
+    """The same in a parameter that takes no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _quietly("counting", hidden, self.count)
+
+
+class CountsInAnInput(Net):
+    """The same in a tensor that the step is given, of which the model knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = torch.zeros(5)
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _quietly("counting", hidden, self.given[1:])
+
+
+class ChangesItsInput(Net):
+    """Writes into a buffer that it then reads, through an operator that declares neither."""
+
+    def __init__(self) -> None:
+        super().__init__(drifting=torch.ones(16, 8))
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.detach() * _quietly("passing", self.drifting)
+
+
+class Teacher(Net):
+    """A student whose teacher, the mean of its weights over time, is updated within the step after it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.teacher(hidden).tanh()  # type: ignore[no-any-return]
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(batch)
+        with torch.no_grad():
+            for mean, weight in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                mean.mul_(0.9).add_(weight, alpha=0.1)
+        return loss
+
+
+class Queue(Net):
+    """Momentum contrast: keys of earlier batches in a buffer, of which a part is replaced after it was read."""
+
+    def __init__(self) -> None:
+        super().__init__(queue=torch.randn(8, 32), place=torch.zeros(1, dtype=torch.long))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        queries, keys = self.first(batch).tanh(), self.second(batch).detach()
+        likeness = torch.einsum("nc,ck->nk", queries, self.queue.clone().detach())
+        loss = (likeness.sin() * self.queue.mean()).logsumexp(1).mean() + (self.last(queries) * keys).sum()
+        at = int(self.place)
+        self.queue[:, at : at + 16] = keys.T
+        self.place[0] = (at + 16) % 32
+        return loss
+
+
+class Spectral(Net):
+    """Spectral normalisation: its vectors are moved on in every forward, and read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+class OldSpectral(Net):
+    """The same by torch's older way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.utils.spectral_norm(nn.Linear(8, 8))
+
+
+NETS = [
+    Tallies,
+    GathersStatistics,
+    CountsInAnInput,
+    UpdatesStatistics,
+    Counts,
+    CountsInASlice,
+    CountsInAParameter,
+    ChangesItsInput,
+    Teacher,
+    Queue,
+    Spectral,
+    OldSpectral,
+]
+
+
+def _profile(model: nn.Module, mode: str = "run") -> Profile:
+    return poochplan.profile(lambda: model(BATCH), model=model, iterations=1, link=LINK, mode=mode)  # type: ignore[arg-type]
+
+
+def _state(model: nn.Module) -> list[torch.Tensor]:
+    given = getattr(model, "given", None)
+    return [*model.parameters(), *model.buffers(), *([] if given is None else [given])]
+
+
+def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torch.Tensor]]:
+    """Losses, gradients and state of three steps, under the plan or in-core."""
+    torch.manual_seed(0)
+    model, seen = make(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # what is planned is done
+        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model):
+            for _ in range(3):
+                model.zero_grad()
+                loss = model(BATCH)
+                loss.backward()
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                seen.append([loss.detach(), *gradients, *(x.clone() for x in _state(model))])
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+@pytest.mark.parametrize("make", NETS)
+def test_whatever_is_recomputed_losses_gradients_and_buffers_are_those_of_in_core(
+    make: Callable[[], nn.Module], mode: str
+) -> None:
+    torch.manual_seed(0)
+    profile = _profile(make(), mode)
+    in_core = _trained(make, None)
+    everything = poochplan.plan(profile, budget=10**9, policy="recompute-all")
+    assert equal(in_core, _trained(make, everything))
+    tight = poochplan.plan(profile, budget=smallest_budget(profile))
+    assert equal(in_core, _trained(make, tight))
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Counts, "would write count once more, which no operator declares"),
+        (CountsInASlice, "would write count once more, which no operator declares"),
+        (CountsInAParameter, "would write count once more, which no operator declares"),
+        (CountsInAnInput, "would write an input of the step once more, which no operator declares"),
+        (ChangesItsInput, "would write drifting once more, which no operator declares"),
+        (Teacher, "needs teacher.bias as it was, and the step writes that after it was read"),
+        (Queue, "needs queue as it was, and the step writes that after it was read"),
+    ],
+)
+def test_the_reason_names_the_buffer_in_a_note(make: Callable[[], nn.Module], what: str, mode: str) -> None:
+    profile = _profile(make(), mode)
+    (reason,) = {value.unreplayable for value in profile.values if what in value.unreplayable}
+    (note,) = [note for note in profile.notes if note.startswith(reason)]
+    assert "a plan keeps or swaps" in note
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_other_values_of_the_same_step_are_still_recomputed(make: Callable[[], nn.Module]) -> None:
+    plan = poochplan.plan(_profile(make()), budget=10**9, policy="recompute-all")
+    assert "recompute" in {str(value.decision) for value in plan.values}
+
+
+@pytest.mark.parametrize("make", [UpdatesStatistics, GathersStatistics])
+def test_statistics_of_a_batch_norm_in_parts_need_no_refusal(make: Callable[[], nn.Module]) -> None:
+    profile = _profile(make())
+    assert profile.notes == ()
+    assert any("batch_norm" in op.name for op in profile.ops)
+
+
+def test_a_value_replayed_from_one_that_cannot_be_is_not_blamed() -> None:
+    class Chain(Counts):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(batch) * self.gate(batch)  # saves what the operator gave
+            return self.last(hidden.sin().sin().sin()).square().mean()
+
+    marked = [value.name for value in _profile(Chain()).values if "once more" in value.unreplayable]
+    assert len(marked) == 1
+
+
+def test_the_verified_step_itself_is_not_changed_by_its_replays() -> None:
+    torch.manual_seed(0)
+    model = Counts()
+    seen = []
+
+    def step() -> torch.Tensor:
+        seen.append(model.count.clone())
+        return model(BATCH)  # type: ignore[no-any-return]
+
+    poochplan.profile(step, model=model, iterations=1, link=LINK)
+    assert [int(count[0]) for count in seen] == list(range(len(seen)))  # one a step, whatever was replayed
+
+
+def test_a_replay_that_raises_is_a_refusal_and_the_step_goes_on_with_the_right_bits() -> None:
+    class Fickle(Net):
+        def __init__(self) -> None:
+            super().__init__(turn=torch.zeros((), dtype=torch.long))
+
+        def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+            return _quietly("fickle", hidden, self.turn)
+
+    torch.manual_seed(0)
+    model = Fickle()
+    turns = iter(range(1000))
+
+    def step() -> torch.Tensor:
+        model.turn.fill_(next(turns))
+        return model(BATCH)  # type: ignore[no-any-return]
+
+    held: list[torch.Tensor] = []
+    model.first.weight.register_hook(held.append)
+    profile = poochplan.profile(step, model=model, iterations=1, link=LINK)
+    (reason,) = {value.unreplayable for value in profile.values if "raised" in value.unreplayable}
+    assert reason == "its replay raised ValueError: runs once a step"
+    assert any(note.startswith(reason) for note in profile.notes)
+    assert len(held) > 3
+    assert all(torch.equal(held[0], gradient) for gradient in held)
