@@ -30,6 +30,9 @@ class Allowance(Protocol):
     def is_spent(self) -> bool:
         """Whether nothing is left."""
 
+    def affords(self, evaluations: int) -> bool:
+        """Whether there is room for something that takes about so many simulations, which are not taken from this."""
+
     def spend(self) -> bool:
         """Takes one simulation; whether there was one."""
 
@@ -62,6 +65,9 @@ class TimeAllowance:
     def is_spent(self) -> bool:
         return self._left_s <= 0
 
+    def affords(self, evaluations: int) -> bool:
+        return not self.is_spent
+
     def spend(self) -> bool:
         return not self.is_spent
 
@@ -88,6 +94,9 @@ class CountAllowance:
     @property
     def is_spent(self) -> bool:
         return self._left <= 0
+
+    def affords(self, evaluations: int) -> bool:
+        return self._left >= evaluations
 
     def spend(self) -> bool:
         self._left -= 1

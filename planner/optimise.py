@@ -58,6 +58,9 @@ POLISH_EVALUATIONS = 500
 POLISH_SHARE = 0.1
 """Share of the time limit, or of the simulations, that polishing may take beyond it."""
 POLISH_LEAST_S = 1.0
+PROPOSAL_EVALUATIONS = 500
+"""Where simulations are counted, another policy is asked for its plan if this many are left: it takes about as many of
+its own."""
 EXHAUSTIVE = 800
 """Where there are no more ways to decide than this, all of them are tried."""
 
@@ -244,7 +247,7 @@ class _Search:
     def compare(self) -> None:
         """The plans of other policies, so that none of them is better."""
         for propose in self.proposals:
-            if not self.allowance.is_spent and not self.is_exhausted and self._gap() > NO_GAP:
+            if self.allowance.affords(PROPOSAL_EVALUATIONS) and not self.is_exhausted and self._gap() > NO_GAP:
                 self.consider([propose()])
 
     def walk(self) -> None:
