@@ -27,10 +27,9 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 from facts import facts_of_run  # noqa: E402
 
-from poochplan.planner.planning import plan, smallest_budget  # noqa: E402
+from poochplan import Profile  # noqa: E402
+from poochplan.planner import for_machine, plan, smallest_budget  # noqa: E402
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy  # noqa: E402
-from poochplan.planner.whatif import for_machine  # noqa: E402
-from poochplan.profiler.schema import Profile  # noqa: E402
 
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 CONVOLUTIONAL = ("resnet50-b256", "resnext101-3d", "unet3d-192")

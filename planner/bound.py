@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
+from .allowance import Allowance
 from .candidate import movable
 from .fluid import FluidModel, Purpose, Request, build_fluid_model
 from .fluid_whole import large_values
@@ -34,8 +36,7 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits
     """
     started_s = time.perf_counter()
     model = _model(problem, budget_bytes)
-    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
-    found = solve_linear(model.linear.arrays(), solver, Limits(left_s), relaxed=True)
+    found = solve_linear(model.linear.arrays(), solver, limits.since(started_s), relaxed=True)
     return _bound_of(model, found)
 
 
@@ -51,8 +52,8 @@ def integral_bound(
         for value, column in columns.items():
             if model.resident[value] < small:
                 model.linear.is_integer[column] = False
-    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
-    scaled = Limits(left_s, INTEGRAL_GAP, INTEGRAL_GAP * problem.step_s / model.time_unit_s)
+    absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
+    scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
     return max(problem.step_s, _bound_of(model, found) - SAFETY * problem.step_s)
 
@@ -75,24 +76,23 @@ class Proof:
     LP is solved.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, solver: str, deadline_s: float, *, threaded: bool) -> None:
-        self._problem, self._budget_bytes, self._solver, self._deadline_s = problem, budget_bytes, solver, deadline_s
+    def __init__(
+        self, problem: Problem, budget_bytes: int, solver: str, allowance: Allowance, *, threaded: bool
+    ) -> None:
+        self._problem, self._budget_bytes, self._solver, self._allowance = problem, budget_bytes, solver, allowance
         self._cancel = Cancel()
         self._error: BaseException | None = None
-        self.linear_s = lower_bound(problem, budget_bytes, solver, self._limits())
+        self.linear_s = lower_bound(problem, budget_bytes, solver, allowance.limits())
         self._integral_s = 0.0
         is_beside = threaded and solver == "highs"  # PuLP tells no dual bound
         self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if is_beside else None
         if self._thread is not None:
             self._thread.start()
 
-    def _limits(self) -> Limits:
-        return Limits(time_s=max(0.5, self._deadline_s - time.perf_counter()))
-
     def _run(self) -> None:
         try:
             self._integral_s = integral_bound(
-                self._problem, self._budget_bytes, self._solver, self._limits(), self._cancel
+                self._problem, self._budget_bytes, self._solver, self._allowance.limits(), self._cancel
             )
         except BaseException as error:  # raised again in the thread that asks
             self._error = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .fluid import FluidModel, Request, build_fluid_model
 from .problem import Floats, Problem
@@ -40,8 +40,7 @@ def solve_fluid(
     """
     started_s = time.perf_counter()
     model = build_fluid_model(problem, request)
-    left_s = max(0.5, limits.time_s - (time.perf_counter() - started_s))
-    scaled = Limits(left_s, limits.gap, limits.absolute_gap / model.time_unit_s)
+    scaled = replace(limits.since(started_s), absolute_gap=limits.absolute_gap / model.time_unit_s)
     first = None if start is None or relaxed else _columns_of(model, start)
     found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed, start=first)
     return Solution(

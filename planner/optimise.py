@@ -5,7 +5,6 @@ Each stage ends early when the step is within the wanted gap of the proven bound
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +12,8 @@ from math import inf
 
 import numpy as np
 
+from ..errors import UsageError
+from .allowance import Allowance, CountAllowance, TimeAllowance
 from .bound import Proof
 from .candidate import STYLES, Candidate, least_step_s, movable, swap_all_on_demand, try_decisions, try_style
 from .fluid import Request
@@ -22,9 +23,9 @@ from .polish import polish, worth_polishing
 from .problem import Problem
 from .schedule import with_recording
 from .schema import Decision
-from .search import Budget, anneal, descend
+from .search import anneal, descend
 from .simple import simple_plans
-from .solvers import Limits, choose_solver
+from .solvers import choose_solver
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -43,6 +44,8 @@ GRID = 30
 """Slots at which they do."""
 STARTS = 3
 """How many of the best plans local search starts from."""
+WALKS = 2 * STARTS
+"""How many walks one search takes at most, each with a seed of its own."""
 HOTTEST, COLDEST_START = 0.003, 1e-4
 """Temperatures, as shares of the step, between which annealing begins."""
 EVALUATIONS = 4000
@@ -53,7 +56,11 @@ POLISHED_OF_ALL = 30
 """The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
 POLISH_EVALUATIONS = 500
 POLISH_SHARE = 0.1
-"""Share of the time limit that polishing may take beyond it."""
+"""Share of the time limit, or of the simulations, that polishing may take beyond it."""
+POLISH_LEAST_S = 1.0
+PROPOSAL_EVALUATIONS = 500
+"""Where simulations are counted, another policy is asked for its plan if this many are left: it takes about as many of
+its own."""
 EXHAUSTIVE = 800
 """Where there are no more ways to decide than this, all of them are tried."""
 
@@ -68,6 +75,28 @@ class Effort:
     """The search ends when the step is within this share of the proven bound."""
     threads: int = 2
     host_bytes: int | None = None
+    evaluations: int | None = None
+    """Simulations that local search may take, in place of the time limit: the plan is then a pure function of profile,
+    budget and effort, however long it takes."""
+    seed: int = 0
+    """Of the random walks."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UsageError(f"seed: expected at least 0, found {self.seed}")
+        if self.evaluations is None:
+            return
+        if self.evaluations < 1:
+            raise UsageError(f"evaluations: expected at least 1, found {self.evaluations}")
+        if self.threads > 1:
+            raise UsageError(
+                f"threads: expected 1 with evaluations, found {self.threads}: what a second thread proves in time "
+                "depends on the machine; leave threads out, or evaluations"
+            )
+
+    def allowance(self) -> Allowance:
+        """What the search may spend, from now on."""
+        return TimeAllowance(self.time_limit_s) if self.evaluations is None else CountAllowance(self.evaluations)
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,7 @@ class Optimum:
     bound_s: float
     """No plan within the budget has a shorter step."""
     status: str
-    """``within gap``, ``time limit``, or ``searched``: the search came to its end without either."""
+    """``within gap``, ``time limit``, ``evaluation limit``, or ``searched``: it came to its end without any of them."""
     rounds: int
     tiny: frozenset[int]
 
@@ -112,11 +141,11 @@ class _Search:
     ) -> None:
         self.proposals = proposals
         self.problem, self.budget_bytes, self.effort = problem, budget_bytes, effort
-        self.solver = choose_solver(effort.solver)
-        self.deadline_s = time.perf_counter() + effort.time_limit_s
+        self.solver = _solver_for(effort)
+        self.allowance = effort.allowance()
         self.tiny = _tiny(problem, budget_bytes)
         self.candidates = tuple(value for value in movable(problem) if value not in self.tiny)
-        self.proof = Proof(problem, budget_bytes, self.solver, self.deadline_s, threaded=effort.threads > 1)
+        self.proof = Proof(problem, budget_bytes, self.solver, self.allowance, threaded=effort.threads > 1)
         kept = (Decision.KEEP,) * problem.value_count
         self.tried = [try_style(problem, "keep-all", kept, budget_bytes, STYLES[0])]
         self.solution: Solution | None = None
@@ -146,10 +175,6 @@ class _Search:
         step = round(step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
         return over, step, candidate.policy != "ilp", moved
 
-    @property
-    def left_s(self) -> float:
-        return self.deadline_s - time.perf_counter()
-
     def _gap(self) -> float:
         """Of the best plan to the bound proven so far; infinite while it is over the budget."""
         return self._gap_of(self.best) if self.best.peak_bytes <= self.budget_bytes else inf
@@ -164,7 +189,7 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self.is_exhausted or self.left_s <= 0 or self.is_good_enough
+        return self.is_exhausted or self.allowance.is_spent or self.is_good_enough
 
     def _starts(self) -> list[Candidate]:
         kept: dict[tuple[Decision, ...], Candidate] = {}
@@ -175,11 +200,10 @@ class _Search:
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
         best = replace(self.best, schedule=with_recording(self.problem, self.best.schedule))
-        is_late = self.left_s <= 0
+        status = self.allowance.status  # before the proof is waited for
         bound_s = self.proof.finish(is_enough=self.is_good_enough)
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
-        status = "within gap" if is_near else "time limit" if is_late else "searched"
-        return Optimum(best, self.solution, bound_s, status, self.rounds, self.tiny)
+        return Optimum(best, self.solution, bound_s, "within gap" if is_near else status, self.rounds, self.tiny)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
         """What to do, one after another, until the search is over; the schedules are polished in any case."""
@@ -216,14 +240,14 @@ class _Search:
         """Solves the model with its integrality, large values moving in one piece, from the best decisions so far."""
         large = large_values(self.problem, self.candidates, LARGE_SHARE)
         request = replace(self._request(), whole=large, grid=GRID)
-        found = self._solve(request, limit_s=self.left_s * 0.35, start=self.best.wish)
+        found = self._solve(request, share=0.35, start=self.best.wish)
         if found is not None and not self.is_over:
             self.consider([self._descend(found, share=0.15)])
 
     def compare(self) -> None:
         """The plans of other policies, so that none of them is better."""
         for propose in self.proposals:
-            if self.left_s > 0 and not self.is_exhausted and self._gap() > NO_GAP:
+            if self.allowance.affords(PROPOSAL_EVALUATIONS) and not self.is_exhausted and self._gap() > NO_GAP:
                 self.consider([propose()])
 
     def walk(self) -> None:
@@ -231,19 +255,19 @@ class _Search:
         for start in self._starts():
             if self.is_over:
                 return
-            self._anneal(start, seed=self.walks)
+            self._anneal(start, seed=self.effort.seed * WALKS + self.walks)
             self.walks += 1
 
     def polish(self) -> None:
         """Local search over the schedules of the best decisions: of more where all were tried."""
-        deadline_s = time.perf_counter() + max(1.0, POLISH_SHARE * self.effort.time_limit_s)
+        allowance = self.allowance.part(POLISH_SHARE, POLISH_LEAST_S)
         ranked = sorted(self.tried, key=self._rank)
         count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
         for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
-            if self.is_good_enough or time.perf_counter() > deadline_s:
+            if self.is_good_enough or allowance.is_spent:
                 return
             if least_step_s(self.problem, start.wish) < self.best.simulation.step_s:
-                budget = Budget(POLISH_EVALUATIONS, deadline_s)
+                budget = allowance.stage(POLISH_EVALUATIONS)
                 self.consider([polish(self.problem, start, self.budget_bytes, budget)])
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -256,14 +280,10 @@ class _Search:
         request: Request,
         *,
         relaxed: bool = False,
-        limit_s: float | None = None,
+        share: float = 1.0,
         start: tuple[Decision, ...] | None = None,
     ) -> Candidate | None:
-        limits = Limits(
-            time_s=max(0.5, self.left_s if limit_s is None else limit_s),
-            gap=SOLVER_GAP,
-            absolute_gap=ABSOLUTE_GAP * self.problem.step_s,
-        )
+        limits = self.allowance.limits(share, gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s)
         solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=relaxed, start=start)
         self.rounds += 1
         if self.solution is None or (solution.decisions is not None and request.budget_bytes == self.budget_bytes):
@@ -275,17 +295,28 @@ class _Search:
         return found
 
     def _descend(self, start: Candidate, *, share: float) -> Candidate:
-        budget = Budget(self._evaluations(), time.perf_counter() + self.left_s * share)
+        budget = self.allowance.stage(self._evaluations(), share)
         return descend(self.problem, start, self.budget_bytes, self.candidates, budget)
 
     def _anneal(self, start: Candidate, *, seed: int) -> None:
-        budget = Budget(self._evaluations(), self.deadline_s)
+        budget = self.allowance.stage(self._evaluations())
         warm = min(HOTTEST, max(COLDEST_START, 0.3 * self._gap_of(start)))
         met = anneal(self.problem, start, self.budget_bytes, self.candidates, budget, temperature=warm, seed=seed)
         self.consider([met, self._descend(met, share=1.0)])
 
     def _evaluations(self) -> int:
         return min(EVALUATIONS, EVALUATIONS_PER_VALUE * len(self.candidates))
+
+
+def _solver_for(effort: Effort) -> str:
+    """The solver asked for; where simulations are counted, one whose work can be counted too."""
+    solver = choose_solver(effort.solver)
+    if effort.evaluations is not None and solver != "highs":
+        raise UsageError(
+            f"solver: expected highs with evaluations, found {solver!r}, which only time can stop; "
+            "pip install highspy and leave the solver out, or leave evaluations out"
+        )
+    return solver
 
 
 def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:

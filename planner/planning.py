@@ -36,6 +36,8 @@ class _Outcome:
     notes: tuple[str, ...] = ()
     optimum: Optimum | None = None
     """None where nothing was searched for."""
+    evaluations: int | None = None
+    seed: int = 0
 
 
 def plan(
@@ -45,8 +47,10 @@ def plan(
     solver: str | None = None,
     time_limit_s: float = 60.0,
     gap: float = 0.005,
-    threads: int = 2,
+    threads: int | None = None,
     host_budget: str | int | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
     workload: str | None = None,
     policy: str = ILP,
 ) -> Plan:
@@ -54,7 +58,9 @@ def plan(
 
     ``budget`` is bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``. The search
     ends when the step is within ``gap`` of the proven bound, or after about ``time_limit_s``; with ``threads`` of
-    at least 2 the bound is improved beside it. ``host_budget`` limits the bytes swapped out (bytes, or text).
+    at least 2 (the default) the bound is improved beside it. ``host_budget`` limits the bytes swapped out (bytes, or
+    text). ``evaluations`` counts simulations in place of ``time_limit_s``, with one thread: the same arguments then
+    give the same plan, to the bit, however fast or busy the machine is. ``seed`` is that of the random walks.
     ``workload`` replaces the profile's name of the workload. Any ``policy`` but ``"ilp"`` decides alone: no solver, no
     local search, no bound.
 
@@ -63,7 +69,8 @@ def plan(
     InfeasibleError
         No plan fits, or not the policy's; it names the smallest budget that has a plan.
     UsageError
-        The budget cannot be read, the solver is not there, or the policy is unknown.
+        The budget cannot be read, the solver is not there, the policy is unknown, or ``evaluations`` come with more
+        than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
@@ -72,7 +79,9 @@ def plan(
         found = _alone(policy, profile, problem, budget_bytes)
     else:
         host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget")
-        effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes)
+        if threads is None:
+            threads = 2 if evaluations is None else 1
+        effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed)
         found = _optimal(profile, problem, budget_bytes, effort)
     return _plan_of(profile, problem, found, budget_bytes, workload, time.perf_counter() - started_s)
 
@@ -130,7 +139,8 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
         is_unsolved = solution is None or solution.decisions is None
         why = f"the solver ended with {solution.status!r}" if solution and is_unsolved else "it simulated faster"
         notes = (f"the plan is not the ILP's but comes from local search that began at {best.policy!r}: {why}",)
-    return _Outcome(best, ILP if best.policy == ILP else "local search", notes, optimum)
+    policy = ILP if best.policy == ILP else "local search"
+    return _Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed)
 
 
 def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> _Outcome:
@@ -201,6 +211,8 @@ def _solve_record(problem: Problem, found: _Outcome, wall_s: float) -> Solve:
         gap=gap,
         wall_s=wall_s,
         rounds=optimum.rounds if optimum else 0,
+        evaluations=found.evaluations,
+        seed=found.seed,
     )
 
 

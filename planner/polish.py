@@ -13,12 +13,12 @@ from itertools import combinations, islice
 
 import numpy as np
 
+from .allowance import Budget
 from .candidate import STYLES, Candidate, least_step_s, try_style
 from .needs import may_replay_at
 from .problem import Problem
 from .schedule import lists_of, with_recording
 from .schema import Decision
-from .search import Budget
 from .style import AS_STYLED, Style, Tuning
 
 ALL_MOVES = 8

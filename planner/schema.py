@@ -102,7 +102,8 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     solver: str
     status: str
-    """``within gap`` (of the bound), ``time limit``, ``searched`` (to the end, without either), or ``not needed``."""
+    """``within gap`` (of the bound), ``time limit``, ``evaluation limit``, ``searched`` (to the end, without any of
+    these), or ``not needed``."""
     objective_s: float | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
     bound_s: float | None
@@ -112,6 +113,10 @@ class Solve(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     rounds: int
     """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
+    evaluations: int | None = None
+    """Simulations that the search was allowed, where these ended it and no clock did; None for a time limit."""
+    seed: int = 0
+    """Of the search's random walks."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

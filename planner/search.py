@@ -1,18 +1,18 @@
 """Local search in the simulator: change decisions while the simulated step gets faster.
 
 ``anneal`` leaves local optima that no single change leaves (two large values that trade places); ``descend`` ends in
-one. Both draw from a fixed sequence, so that the same profile gives the same plan wherever their time suffices.
+one. Both draw from a fixed sequence, so that the same profile gives the same plan wherever their allowance suffices.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
+from .allowance import Budget
 from .candidate import STYLES, Candidate, least_step_s, try_style
 from .problem import Problem
 from .schema import Decision
@@ -29,18 +29,6 @@ FAR_OFF = 1.01
 """A change whose step is this much longer than the best one is not tried in another style."""
 COLDEST = 1e-6
 """Last temperature, as a share of the step."""
-
-
-class Budget:
-    """How much may still be spent: simulations, and time as a safety net."""
-
-    def __init__(self, evaluations: int, deadline_s: float) -> None:
-        self.left, self.deadline_s = evaluations, deadline_s
-
-    def spend(self) -> bool:
-        """Takes one simulation; whether there was one."""
-        self.left -= 1
-        return self.left >= 0 and time.perf_counter() < self.deadline_s
 
 
 def descend(problem: Problem, start: Candidate, budget_bytes: int, values: Sequence[int], budget: Budget) -> Candidate:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ _PULP_STATUS = {
     pulp.LpSolutionInfeasible: "infeasible",
     pulp.LpSolutionUnbounded: "unbounded",
 }
-_HAS_SOLUTION = ("optimal", "time limit")
+_HAS_SOLUTION = ("optimal", "time limit", "check limit")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Limits:
     """Relative to the objective."""
     absolute_gap: float = 0.0
     """In the unit of the objective; the solver stops at whichever gap is reached first."""
+    most_checks: int | None = None
+    """With integrality: so many times HiGHS may ask whether to go on, which it does at set points of its work."""
+    most_columns: int | None = None
+    """A larger model is not solved with integrality at all."""
+
+    def since(self, started_s: float) -> Limits:
+        """What is left of these when the model took from ``started_s`` until now to build."""
+        return replace(self, time_s=max(0.5, self.time_s - (time.perf_counter() - started_s)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +50,8 @@ class LinearSolution:
     """What a solver says about a linear model."""
 
     status: str
-    """``optimal`` (within the gap), ``time limit``, ``infeasible``, ``no solution found`` or what the solver says."""
+    """``optimal`` (within the gap), ``time limit``, ``check limit``, ``too large``, ``infeasible``, ``no solution
+    found`` or what the solver says."""
     values: Floats | None
     """Per column; None when none was found."""
     objective: float | None
@@ -136,6 +146,11 @@ def _solve_highs(
     if cancel is not None:
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
+    if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
+        return "too large", None, None, None
+    checks = _Checks(limits.most_checks)
+    if limits.most_checks is not None:
+        highs.cbMipInterrupt += checks
     highs.passModel(_highs_model(model, is_integral))
     if is_integral and start:
         highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
@@ -143,7 +158,7 @@ def _solve_highs(
         highs.setOptionValue("solver", "ipm")
         highs.setOptionValue("run_crossover", "off")
     highs.run()
-    status = _highs_status(highs)
+    status = "check limit" if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
     if is_integral and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return status if status not in _HAS_SOLUTION else "no solution found", None, None, _finite(info.mip_dual_bound)
@@ -154,6 +169,23 @@ def _solve_highs(
     if is_integral:
         return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
     return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
+
+
+class _Checks:
+    """State: how often HiGHS has asked whether to go on. Where it asks depends on its work, not on the time."""
+
+    def __init__(self, most: int | None) -> None:
+        self._left = most
+
+    @property
+    def are_over(self) -> bool:
+        return self._left is not None and self._left <= 0
+
+    def __call__(self, event: Any) -> None:
+        assert self._left is not None
+        self._left -= 1
+        if self.are_over:
+            event.interrupt()
 
 
 def _finite(value: float) -> float | None:
@@ -167,6 +199,7 @@ def _highs(limits: Limits) -> Any:
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("time_limit", max(0.1, limits.time_s))
     highs.setOptionValue("threads", 1)  # two runs may go on side by side
+    highs.setOptionValue("random_seed", 0)
     highs.setOptionValue("mip_rel_gap", limits.gap)
     highs.setOptionValue("mip_abs_gap", limits.absolute_gap)
     return highs

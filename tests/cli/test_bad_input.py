@@ -29,6 +29,11 @@ def edited(path: Path, target: Path, **changes: object) -> Path:
         (["plan", "p.json"], "expected --budget, or --device-memory, found neither; see `pooch plan"),
         (["plan", "p.json", "--budget", "60%", "--threads", "none"], "a whole number of at least 1, found 'none'"),
         (["plan", "p.json", "--budget", "60%", "--gap", "-1"], "a number above 0, found '-1'"),
+        (["plan", "p.json", "--budget", "60%", "--seed", "-1"], "a whole number of at least 0, found '-1'"),
+        (
+            ["plan", "p.json", "--budget", "60%", "--evaluations", "9", "--time-limit", "60"],
+            "argument --time-limit: not allowed with argument --evaluations",
+        ),
         (["run", "w.toml", "--plan", "p.json", "--steps", "0"], "a whole number of at least 1, found '0'"),
         (["profile", "w.toml", "--set", "batch"], "--set: expected name=value, such as batch_size=64, found 'batch'"),
         (["profile", "w.toml", "--set", "a=1", "--set", "a=2"], "--set: 'a' is given twice"),

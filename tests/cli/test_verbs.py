@@ -104,6 +104,16 @@ def test_of_several_plans_each_step_follows_the_one_for_its_inputs(
     )
 
 
+def test_a_plan_by_evaluations_has_one_thread_and_says_what_was_asked(pooch: Pooch, profile_path: Path) -> None:
+    counted = ("plan", profile_path, "--budget", "60%", "--evaluations", "20", "--seed", "3")
+    assert pooch(*counted, "-o", "counted.json").code == 0
+    solve = poochplan.Plan.load("counted.json").solve
+    assert (solve.evaluations, solve.seed) == (20, 3)
+    result = pooch(*counted, "--threads", "2", "-o", "two.json")
+    assert (result.code, Path("two.json").exists()) == (2, False)
+    assert "threads: expected 1 with evaluations, found 2" in result.error
+
+
 def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:
     assert pooch("profile", f"{workloads}:small", "--iterations", "1", "-o", "p.profile.json.gz").code == 0
     assert pooch("plan", "p.profile.json.gz", "--budget", "90%").code == 0

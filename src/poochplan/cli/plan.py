@@ -31,6 +31,7 @@ class PlanVerb(Verb):
   pooch plan profile.json --budget 8GiB --timeline plan.png
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
+  pooch plan profile.json --budget 60% --evaluations 4000 --seed 1
   pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
 """
 
@@ -46,8 +47,18 @@ class PlanVerb(Verb):
             "-o", "--output", metavar="FILE", help="plan to write (default: PROFILE's name, .plan.json)"
         )
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
-        parser.add_argument(
+        end = parser.add_mutually_exclusive_group()
+        end.add_argument(
             "--time-limit", type=positive, default=60.0, metavar="S", help="seconds for the search (default: 60)"
+        )
+        end.add_argument(
+            "--evaluations",
+            type=at_least(1),
+            metavar="N",
+            help="simulations for the search in place of seconds: no clock decides, the same call makes the same plan",
+        )
+        parser.add_argument(
+            "--seed", type=at_least(0), default=0, metavar="N", help="of the search's random walks (default: 0)"
         )
         parser.add_argument(
             "--gap",
@@ -58,9 +69,8 @@ class PlanVerb(Verb):
         parser.add_argument(
             "--threads",
             type=at_least(1),
-            default=2,
             metavar="N",
-            help="with 2 or more the bound is improved beside the search (default: 2)",
+            help="with 2 or more the bound is improved beside the search (default: 2; 1 with --evaluations)",
         )
         parser.add_argument("--host-budget", metavar="SIZE", help="most bytes swapped to the host (default: no limit)")
         parser.add_argument(
@@ -95,6 +105,8 @@ class PlanVerb(Verb):
                 gap=options.gap,
                 threads=options.threads,
                 host_budget=options.host_budget,
+                evaluations=options.evaluations,
+                seed=options.seed,
                 policy="ilp" if options.policy == "all" else options.policy,
             )
         made.save(path, force=options.force)

@@ -1,0 +1,154 @@
+"""Counted planning: the plan depends on profile, budget and effort alone, and no clock decides."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from poochplan.errors import UsageError
+from poochplan.planner import Plan, plan, smallest_budget
+from poochplan.planner.optimise import Effort
+from poochplan.profiler.schema import Profile
+
+from .random_profiles import random_profile, resnet_like, transformer_like, unet_like
+
+EVALUATIONS = 60
+PROFILES = {
+    "unet": unet_like(3),
+    "gpt": transformer_like(2),
+    "resnet": resnet_like(2),
+    "random": random_profile(3),
+}
+
+
+def tight(profile: Profile) -> int:
+    """A tenth of the way from the smallest budget to the in-core peak."""
+    smallest = smallest_budget(profile)
+    return smallest + (profile.in_core_peak_bytes - smallest) // 10
+
+
+def counted(profile: Profile, evaluations: int = EVALUATIONS, seed: int = 0) -> Plan:
+    """A gap too small to be met: the search goes on until its count is spent."""
+    return plan(profile, tight(profile), evaluations=evaluations, seed=seed, gap=1e-6)
+
+
+def content(made: Plan) -> bytes:
+    """All of the plan but how long it took."""
+    return msgspec.json.encode(msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, wall_s=0.0)))
+
+
+@cache
+def first() -> Plan:
+    """The plan that others are compared with."""
+    return counted(PROFILES["unet"])
+
+
+class WildClock:
+    """Hours pass between two looks at it, now forwards and now backwards."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self) -> float:
+        return self._rng.uniform(-1e6, 1e6)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_same_call_makes_the_same_plan(name: str) -> None:
+    again = content(counted(PROFILES[name]))
+    assert again == content(first() if name == "unet" else counted(PROFILES[name]))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    calm = content(first())
+    monkeypatch.setattr(time, "perf_counter", WildClock(seed))
+    assert content(counted(PROFILES["unet"])) == calm
+
+
+def test_with_a_time_limit_that_clock_does_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(hours)))
+    profile = PROFILES["unet"]
+    assert plan(profile, tight(profile), threads=1, gap=1e-6).solve.status == "time limit"
+
+
+PLAN_ELSEWHERE = """\
+import sys
+from poochplan import Profile, plan
+profile, budget, evaluations, output = sys.argv[1:]
+plan(Profile.load(profile), int(budget), evaluations=int(evaluations), gap=1e-6).save(output)
+"""
+
+
+def test_two_processes_with_other_hash_seeds_make_the_same_plan(tmp_path: Path) -> None:
+    profile = PROFILES["unet"]
+    given = [str(profile.save(tmp_path / "profile.json")), str(tight(profile)), str(EVALUATIONS)]
+    outputs = [tmp_path / f"{seed}.json" for seed in (1, 2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PLAN_ELSEWHERE, *given, str(output)],
+            env={**os.environ, "PYTHONHASHSEED": output.stem},
+        )
+        for output in outputs
+    ]
+    assert [process.wait() for process in running] == [0, 0]
+    for output in outputs:
+        assert content(Plan.load(output)) == content(first())
+
+
+def test_the_seed_changes_the_walk() -> None:
+    decided = {tuple(value.decision for value in counted(PROFILES["unet"], seed=seed).values) for seed in range(3)}
+    assert len(decided) > 1
+
+
+def test_what_is_counted_limits_the_search() -> None:
+    assert first().prediction.step_s < counted(PROFILES["unet"], 4).prediction.step_s
+
+
+def test_the_plan_says_what_ended_the_search_and_what_was_asked() -> None:
+    solve = counted(PROFILES["unet"], seed=5).solve
+    assert (solve.status, solve.evaluations, solve.seed) == ("evaluation limit", EVALUATIONS, 5)
+    timed = plan(PROFILES["unet"], tight(PROFILES["unet"]), time_limit_s=0.1).solve
+    assert (timed.evaluations, timed.seed) == (None, 0)
+
+
+def test_a_plan_file_of_before_still_loads(tmp_path: Path) -> None:
+    made = counted(PROFILES["random"])
+    data = msgspec.json.decode(made.save(tmp_path / "plan.json").read_bytes())
+    del data["solve"]["evaluations"], data["solve"]["seed"]
+    (tmp_path / "old.json").write_bytes(msgspec.json.encode(data))
+    solve = Plan.load(tmp_path / "old.json").solve
+    assert (solve.evaluations, solve.seed) == (None, 0)
+
+
+def refused(**options: int | str) -> str:
+    """The message with which planning refuses these options."""
+    profile = PROFILES["unet"]
+    with pytest.raises(UsageError) as caught:
+        plan(profile, tight(profile), **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_second_thread_is_refused() -> None:
+    assert "expected 1 with evaluations, found 2" in refused(evaluations=9, threads=2)
+    with pytest.raises(UsageError, match="expected 1 with evaluations, found 2"):
+        Effort(evaluations=9)
+
+
+def test_counts_that_mean_nothing_are_refused() -> None:
+    assert refused(evaluations=0) == "evaluations: expected at least 1, found 0"
+    assert refused(seed=-1) == "seed: expected at least 0, found -1"
+
+
+def test_a_solver_whose_work_cannot_be_counted_is_refused() -> None:
+    assert "expected highs with evaluations, found 'cbc'" in refused(evaluations=9, solver="cbc")
