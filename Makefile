@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup  ## Check everything that is claimed, each claim once: lint, format, types, docs, tests, notebooks (5 minutes)
-	@$(MAKE) --no-print-directory lint types docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test: lint, types, docs, tests and notebooks all passed."
 
@@ -63,7 +63,7 @@ $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 
 test-deep: export POOCH_DEEP := 1
 test-deep: setup  ## The same of more: all seeds, all networks, long runs; before every release (an hour or two)
-	@$(MAKE) --no-print-directory lint types docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test-deep: lint, types, docs, tests and notebooks all passed."
 

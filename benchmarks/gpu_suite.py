@@ -69,7 +69,8 @@ class Suite:
         self.where = torch.device(arguments.device)
         self.tiny: bool = arguments.tiny
         self.steps: int = 2 if arguments.tiny else arguments.steps
-        self.plan_s = 2.0 if arguments.tiny else arguments.plan_seconds
+        self.plan_s: float = arguments.plan_seconds
+        self.evaluations = 50 if arguments.tiny else None
         self.path = Path(arguments.out) / "gpu-suite.json"
         self.results: dict[str, Any] = {
             **facts_of_run(arguments),
@@ -343,7 +344,14 @@ def compare_ways(suite: Suite, name: str) -> dict[str, Plan]:
         with suite.case(f"{name}: {label}") as there_is_time:
             if there_is_time:
                 budget_bytes = budget_for(profile, divisor)
-                plan = poochplan.plan(profile, budget_bytes, time_limit_s=suite.plan_s, gap=0.01, policy=policy)
+                plan = poochplan.plan(
+                    profile,
+                    budget_bytes,
+                    time_limit_s=suite.plan_s,
+                    evaluations=suite.evaluations,
+                    gap=0.01,
+                    policy=policy,
+                )
                 plans[label] = plan
                 suite.results["rows"].append({"net": name, "way": label, **planned(suite, net, plan)})
     blocks, pinned = net.blocks, suite.where.type == "cuda"
