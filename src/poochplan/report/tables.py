@@ -94,7 +94,7 @@ def profile_rows(profile: Profile) -> Rows:
         ),
         **{f"{phase} ops": text for phase, text in profile.reconciliation(TELLING).items()},
         "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)}, in {profile.in_core_peak_layer or OUTSIDE}",
-        "of that all step long": static or "nothing",
+        "live all step long": static or "nothing",
         "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
         f"{format_bytes(sum(value.size_bytes for value in movable))} of it free to swap or recompute",
         "ops / values / points": f"{len(profile.ops)} / {len(profile.values)} / {len(profile.points)}",
