@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 from poochplan.errors import InfeasibleError
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
@@ -16,7 +17,6 @@ from poochplan.planner.schedule.schedule import keep_all
 from poochplan.planner.search.optimise import Effort, optimise
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .whatif import static_bytes
 from .writing import KEEP_ALL, Outcome, write_plan
 
 ILP = "ilp"
@@ -88,7 +88,7 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
     if smallest.peak_bytes <= budget_bytes:
         return
     share = share_that_holds(smallest.peak_bytes, profile.in_core_peak_bytes)
-    static = static_bytes(profile)
+    static = sum(static_bytes(profile).values())
     if budget_bytes < static:
         raise InfeasibleError(
             f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and whatever "

@@ -12,7 +12,8 @@ import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
-from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
+from poochplan.formats.occupancy import static_bytes
+from poochplan.formats.profile import Device, LayerTimes, Link, LinkDirection, Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -88,15 +89,6 @@ def parse_link(text: str | float) -> Link:
     return Link(name=_rates_text(outward, inward), outward=_direction(outward), inward=_direction(inward))
 
 
-def static_bytes(profile: Profile) -> int:
-    """Bytes that live all step long; gradients only where they live through forward."""
-    return sum(
-        size_bytes
-        for kind, size_bytes in profile.static_bytes.items()
-        if kind != Kind.GRADIENT or profile.gradients_live_through_forward
-    )
-
-
 def _direction(bytes_per_s: float) -> LinkDirection:
     return LinkDirection(latency_s=PRESET_LATENCY_S, bandwidth_bytes_per_s=bytes_per_s)
 
@@ -166,7 +158,7 @@ def _with_memory(device: Device, memory_bytes: int) -> Device:
 
 
 def _check_memory(profile: Profile, memory_bytes: int) -> None:
-    static = static_bytes(profile)
+    static = sum(static_bytes(profile).values())
     if memory_bytes > static:
         return
     smallest = swap_all_on_demand(build_problem(profile)).peak_bytes

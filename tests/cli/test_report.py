@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import poochplan
 from poochplan.errors import ModelMismatchError, OutputExistsError
-from poochplan.formats.occupancy import live_bytes
+from poochplan.formats.occupancy import live_bytes, static_bytes
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.report.layer_table import (
@@ -20,7 +20,7 @@ from poochplan.report.layer_table import (
     overhead_by_layer,
     simulate_plan,
 )
-from poochplan.report.memory import in_core_curve, static_bytes
+from poochplan.report.memory import in_core_curve
 from poochplan.report.runs import fragmentation_text
 from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
 from poochplan.runtime.run_report import MemoryPeaks

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, PoochError
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.validate import check_profile
-from poochplan.planner.whatif import static_bytes
 from tests.planner.random_profiles import resnet_like
 
 
@@ -54,5 +54,5 @@ def test_a_budget_under_the_static_bytes_says_what_they_are() -> None:
     profile = resnet_like(1)
     profile = msgspec.structs.replace(profile, static_bytes={"parameter": smallest_budget(profile) // 2})
     with pytest.raises(InfeasibleError, match="else stays in memory for the whole step") as raised:
-        plan(profile, static_bytes(profile) - 1)
+        plan(profile, sum(static_bytes(profile).values()) - 1)
     assert raised.value.smallest_budget_bytes == smallest_budget(profile)

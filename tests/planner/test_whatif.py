@@ -9,9 +9,10 @@ import pytest
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_BYTES_PER_S, preset_link
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.whatif import for_machine, parse_link, static_bytes
+from poochplan.planner.whatif import for_machine, parse_link
 from tests.planner.random_profiles import resnet_like, transformer_like
 
 
@@ -93,7 +94,7 @@ def test_the_device_says_its_other_memory(profile: Profile) -> None:
 
 def test_memory_that_does_not_hold_what_is_always_live_names_the_smallest_budget(profile: Profile) -> None:
     profile = msgspec.structs.replace(profile, static_bytes={"parameter": 6000, "input": 2000, "gradient": 500})
-    static = static_bytes(profile)
+    static = sum(static_bytes(profile).values())
     assert static == 8000, "gradients do not live through forward in this profile"
     for_machine(profile, device_memory=static + 1)
     with pytest.raises(InfeasibleError, match=f"more than the {static} bytes") as caught:

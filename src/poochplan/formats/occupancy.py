@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .profile_parts import ProfileData
+from .profile_parts import Kind, ProfileData
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -56,3 +56,12 @@ def born_ticks(profile: ProfileData, values: Iterable[int]) -> Ints:
 def ints(numbers: Iterable[int]) -> Ints:
     """The numbers as an array that :func:`occupancy` takes."""
     return np.fromiter(numbers, dtype=np.int64)
+
+
+def static_bytes(profile: ProfileData) -> dict[str, int]:
+    """Bytes that live all step long, by kind; gradients only where they live through forward."""
+    return {
+        kind: size_bytes
+        for kind, size_bytes in profile.static_bytes.items()
+        if size_bytes and (kind != Kind.GRADIENT or profile.gradients_live_through_forward)
+    }

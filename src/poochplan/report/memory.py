@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from poochplan.formats.occupancy import live_bytes
-from poochplan.formats.profile import Kind, Profile
+from poochplan.formats.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,3 @@ def in_core_curve(profile: Profile) -> MemoryCurve:
     ticks = np.asarray(profile.op_ticks, dtype=np.int64)
     durations_s = np.asarray([op.duration_s for op in profile.ops], dtype=np.float64)
     return MemoryCurve(times_s=np.concatenate([[0.0], np.cumsum(durations_s)]), size_bytes=live[ticks])
-
-
-def static_bytes(profile: Profile) -> dict[str, int]:
-    """Bytes that live all step long, by kind; gradients only where they live through forward."""
-    return {
-        kind: size_bytes
-        for kind, size_bytes in profile.static_bytes.items()
-        if size_bytes and (kind != Kind.GRADIENT or profile.gradients_live_through_forward)
-    }

@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
 
 from .layer_table import decision_totals
-from .memory import static_bytes
 
 Rows = Mapping[str, str]
 TELLING = 0.02

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from poochplan.formats.files import write_atomic
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.judge.streams import Lane
 from poochplan.units import format_bytes, format_seconds
 
 from .layer_table import simulate_plan
-from .memory import MemoryCurve, in_core_curve, static_bytes
+from .memory import MemoryCurve, in_core_curve
 from .tables import overhead_text, swapped_text
 
 if TYPE_CHECKING:
