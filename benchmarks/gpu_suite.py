@@ -38,10 +38,10 @@ import poochplan
 from benchmarks.facts import facts_of_run
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
+from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.whatif import static_bytes
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.runtime.devices.pinned import cupy_or_none
 from poochplan.runtime.session import Session
@@ -283,7 +283,7 @@ def checkpointed(blocks: list[torch.nn.Module]) -> Iterator[None]:
 
 def budget_for(profile: Profile, divisor: int) -> int:
     """In-core less all but one part in ``divisor`` of what is not there all step long, or the least that has a plan."""
-    static = static_bytes(profile)
+    static = sum(static_bytes(profile).values())
     wanted = static + (profile.in_core_peak_bytes - static) // divisor
     return max(wanted, smallest_budget(profile))
 
@@ -384,7 +384,7 @@ def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[s
         "ops": len(profile.ops),
         "saved_values": sum(value.kind == "activation" for value in profile.values),
         "in_core_peak_bytes": profile.in_core_peak_bytes,
-        "static_bytes": static_bytes(profile),
+        "static_bytes": sum(static_bytes(profile).values()),
         "smallest_budget_bytes": smallest_budget(profile),
         "workspace_bytes": max(op.workspace_bytes for op in profile.ops),
         "profiled_step_s": profile.times.step_s,
