@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 
@@ -14,6 +15,13 @@ from tests.depth import DEEP
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_at_what_is_new() -> None:
+    """Each profile collects garbage (it must), which takes longer than a small step where all of torch is looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

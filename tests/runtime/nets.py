@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
 from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import Report
 
 
@@ -75,7 +78,7 @@ class Case:
     """
 
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
-    _profiles: dict[tuple[str, str | None], poochplan.Profile] = field(init=False, repr=False, default_factory=dict)
+    _profiles: dict[tuple[str, str | None], Profile] = field(init=False, repr=False, default_factory=dict)
     _in_core: dict[int, list[list[torch.Tensor]]] = field(init=False, repr=False, default_factory=dict)
 
     def fresh(self) -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
@@ -83,17 +86,34 @@ class Case:
         model, loss_of = self.make()
         return model, lambda: loss_of(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def profile(self, mode: str = "run", roofline: str | None = None) -> poochplan.Profile:
+    def profile(self, mode: str = "run", roofline: str | None = None) -> Profile:
         """The profile of this mode, taken the first time it is asked for."""
         if (mode, roofline) not in self._profiles:
             self._profiles[mode, roofline] = self.new_profile(mode=mode, roofline=roofline)
         return self._profiles[mode, roofline]
 
-    def new_profile(self, **options: object) -> poochplan.Profile:
+    def new_profile(self, **options: object) -> Profile:
         """A profile taken now."""
         model, step, optimizer = self.fresh()
         iterations = None if options.get("mode") == "fake" else 1
-        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[arg-type]
+        return without_luck(
+            poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[arg-type]
+        )
+
+
+def without_luck(profile: Profile) -> Profile:
+    """The workspaces of oneDNN's LSTM count as not replayable.
+
+    The kernel leaves some of their bytes unwritten (nothing reads them), so that verification finds other bits in most
+    profiles and the same in some; what a test shows must not depend on which.
+    """
+    values = tuple(
+        msgspec.structs.replace(value, unreplayable=DIFFERS)
+        if "mkldnn_rnn_layer" in value.name and value.dtype == "uint8"
+        else value
+        for value in profile.values
+    )
+    return msgspec.structs.replace(profile, values=values)
 
 
 def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
