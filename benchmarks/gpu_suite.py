@@ -401,7 +401,7 @@ def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[s
     }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for gpu-suite.json and gpu-tests.txt")
     parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out, and named")
@@ -412,7 +412,7 @@ def main() -> int:
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each block")
     parser.add_argument("--plan-seconds", type=float, default=10.0, help="time limit of each plan")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     usable_device(arguments.device)
     suite = Suite(arguments)
     suite.write()

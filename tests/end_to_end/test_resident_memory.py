@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-SMALL = {"layers": "3", "vocabulary": "2000"}
+SMALL = {"layers": "3", "vocabulary": "2000", "batch_size": "2"}
 """The config's sequences and width: its activations are still what takes the memory."""
 
 

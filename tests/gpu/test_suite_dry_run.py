@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-from benchmarks.gpu_overlap import overlap, shared_s, total_s, united  # noqa: E402
+from benchmarks import gpu_suite
+from benchmarks.gpu_overlap import overlap, shared_s, total_s, united
 
 
 def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None:
@@ -24,14 +21,8 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
 
 
 def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--device", "cpu", "--tiny"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-
     def results(*more: str) -> dict:
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path), *more], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert gpu_suite.main(["--device", "cpu", "--tiny", "--out", str(tmp_path), *more]) == 0
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
     found = results("--minutes", "30", "--tests", "any_decisions and embedding")

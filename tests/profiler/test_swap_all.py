@@ -178,8 +178,8 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
     assert max(len(brought_back(value)) for value in range(len(replays))) <= 2
 
 
-UNFIT = """
-    import json, resource, torch
+OUT_OF_CORE = """
+    import json, os, resource, torch
     import poochplan
     torch.manual_seed(0)
     class Block(torch.nn.Module):
@@ -188,17 +188,22 @@ UNFIT = """
             self.inside = torch.nn.Linear(128, 128)
         def forward(self, x):
             return x + torch.nn.functional.gelu(self.inside(x))
-    model = torch.nn.Sequential(*[Block() for _ in range(40)])
-    batch = torch.randn(16384, 128)
+    model = torch.nn.Sequential(*[Block() for _ in range(30)])
+    batch = torch.randn(8192, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = lambda: model(batch).square().mean()
     pages = int(open("/proc/self/statm").read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (340 << 20), resource.RLIM_INFINITY))
-"""
-OUT_OF_CORE = """
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (220 << 20), resource.RLIM_INFINITY))
+    if os.fork() == 0:
+        try:
+            step().backward()
+        except RuntimeError as error:
+            print(str(error).splitlines()[0], flush=True)
+        os._exit(0)
+    os.wait()
     profile = poochplan.profile(step, model=model, optimizer=optimizer, mode="auto", iterations=1)
     result = {"mode": profile.mode, "in_core_peak_bytes": profile.in_core_peak_bytes}
-    plan = poochplan.plan(profile, budget="25%", evaluations=100)
+    plan = poochplan.plan(profile, budget="30%", evaluations=100)
     with poochplan.apply(plan, model) as session:
         for _ in range(2):
             optimizer.zero_grad()
@@ -212,21 +217,17 @@ OUT_OF_CORE = """
 
 
 def test_a_step_that_does_not_fit_is_profiled_planned_and_run_within_one_limit() -> None:
-    in_core = completed(UNFIT + "    step().backward()")
-    assert in_core.returncode != 0
-    assert "can't allocate memory" in in_core.stderr
-    result = json.loads(run(UNFIT + OUT_OF_CORE).stdout)
+    in_core, planned = run(OUT_OF_CORE).stdout.splitlines()
+    assert "can't allocate memory" in in_core
+    result = json.loads(planned)
     assert result["mode"] == "swap-all"
-    assert result["in_core_peak_bytes"] > 600 << 20
+    assert result["in_core_peak_bytes"] > 240 << 20
     assert result["fallbacks"] == 0
     assert result["peak_bytes"] <= result["budget_bytes"]
 
 
-def completed(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, capture_output=True, text=True)
-
-
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    done = completed(script)
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
