@@ -194,19 +194,16 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
     """The plan is made for the model without its wrapper; each process follows it."""
     plan_file = tmp_path / "plan.json"
     random_plan(Case(_shared).profile(), 1, (1, 2, 2)).save(plan_file)
-    ranks = []
-    for name, plan in (("in-core", None), ("planned", plan_file)):
-        folder = tmp_path / name
-        folder.mkdir()
-        words = [str(folder), *([str(plan)] if plan else [])]
-        script = [sys.executable, "-m", "tests.runtime.data_parallel"]
-        root = Path(__file__).parents[2]
-        running = [subprocess.Popen([*script, str(rank), *words], cwd=root) for rank in range(2)]
-        assert [process.wait(timeout=120) for process in running] == [0, 0]
-        ranks.append([torch.load(folder / f"rank{rank}.pt") for rank in range(2)])
-    for alone, planned in zip(*ranks, strict=True):
+    command = [sys.executable, "-m", "tests.runtime.data_parallel"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path), str(plan_file)], cwd=Path(__file__).parents[2])
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for alone, planned in ranks:
         assert equal(alone, planned)
-    gradients = [ranks[1][rank][0][1] for rank in range(2)]
+    gradients = [planned[0][1] for _, planned in ranks]
     assert torch.equal(*gradients)  # they really are reduced over both
 
 
