@@ -115,11 +115,11 @@ def _spec_of(tensor: torch.Tensor, storages: dict[int, int]) -> TensorSpec | str
 
 def _filled(spec: TensorSpec) -> torch.UntypedStorage:
     dtype = spec.geometry.dtype
-    flat = torch.empty(spec.storage_bytes // dtype.itemsize, dtype=dtype)
+    flat = torch.empty(spec.storage_bytes // dtype.itemsize, dtype=dtype, device="cpu")
     if dtype.is_floating_point or dtype.is_complex:
         flat.fill_(1.0)
         if dtype in (torch.float32, torch.float64):
-            drawn = torch.empty(min(_DRAWN, flat.numel()), dtype=dtype).uniform_(0.5, 1.0)
+            drawn = torch.empty(min(_DRAWN, flat.numel()), dtype=dtype, device="cpu").uniform_(0.5, 1.0)
             torch.cat([drawn] * (flat.numel() // _DRAWN) + [drawn[: flat.numel() % _DRAWN]], out=flat)
     else:
         flat.fill_(dtype is torch.bool)
@@ -163,7 +163,7 @@ class OpBench:
     def _copy_rate(self) -> float:
         """Bytes per second that a copy reads and writes."""
         if not self._copy_bytes_per_s:
-            source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+            source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
             took_s = _median_s(lambda: Arguments((source,), {}), torch.clone)
             self._copy_bytes_per_s = 2 * _COPIED_BYTES / took_s
         return self._copy_bytes_per_s
@@ -198,12 +198,12 @@ def _fill_cache(storages: list[torch.UntypedStorage]) -> None:
     """Has the processor's cache hold these, and nothing else of an op's."""
     _evictor().add_(1)
     for storage in storages:
-        torch.empty(0, dtype=torch.uint8).set_(storage).any()
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).any()
 
 
 @functools.cache
 def _evictor() -> torch.Tensor:
-    return torch.zeros(cache_bytes(), dtype=torch.uint8)
+    return torch.zeros(cache_bytes(), dtype=torch.uint8, device="cpu")
 
 
 def cache_path(device: Device) -> Path:

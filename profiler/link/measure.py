@@ -144,7 +144,7 @@ def pageable_curves(device: Device, sizes: tuple[int, ...]) -> tuple[Curve, Curv
     back: Curve = []
     for size_bytes in sizes:
         on_device = torch.ones(size_bytes, dtype=torch.uint8, device=device.where)
-        on_host = torch.ones(size_bytes, dtype=torch.uint8)
+        on_host = torch.ones(size_bytes, dtype=torch.uint8, device="cpu")
         for curve, to, source in ((out, on_host, on_device), (back, on_device, on_host)):
 
             def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:

@@ -52,7 +52,7 @@ class Chain(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(COLUMNS)) for _ in range(layers))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(COLUMNS, device="cpu")) for _ in range(layers))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
@@ -117,7 +117,7 @@ def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> float
 
 def measure_runtime() -> RuntimeCost:
     """The measurement, on the CPU device; raises ``SpillError``."""
-    model, batch = Chain(LAYERS_OF_ONE_ROW), torch.ones(1, COLUMNS)
+    model, batch = Chain(LAYERS_OF_ONE_ROW), torch.ones(1, COLUMNS, device="cpu")
     (plain_s, small_s), handles, _ = _under_plans(model, 1, [Decision.KEEP])
     (_, keep_s, swap_s), _, values = _under_plans(Chain(LAYERS), ROWS, [Decision.KEEP, Decision.SWAP])
     with torch.no_grad():
@@ -131,7 +131,7 @@ def measure_runtime() -> RuntimeCost:
 
 def _under_plans(model: Chain, rows: int, decisions: list[Decision]) -> tuple[list[float], int, int]:
     """Seconds of a plain step and of one under each decision for all values; how many handles and values it has."""
-    batch = torch.full((rows, COLUMNS), 0.5)
+    batch = torch.full((rows, COLUMNS), 0.5, device="cpu")
 
     def step() -> torch.Tensor:
         model.zero_grad()

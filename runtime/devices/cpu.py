@@ -232,7 +232,7 @@ class CpuDevice:
         self.file.write_ahead(size_bytes)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.where).untyped_storage()
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self.outward.copy(storage, host_offset)

@@ -45,7 +45,7 @@ class PinnedMemory:
             self.tensor = torch.frombuffer((ctypes.c_ubyte * size_bytes).from_address(self.pointer), dtype=torch.uint8)
             return
         try:
-            self.tensor = torch.empty(size_bytes, dtype=torch.uint8)
+            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise _not_to_be_had(size_bytes, "not enough memory") from error
         self.pointer = self.tensor.data_ptr()
@@ -61,7 +61,7 @@ class PinnedMemory:
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
             self._registered = False
         self._owner = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _forget_error() -> None:
