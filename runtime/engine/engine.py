@@ -163,8 +163,8 @@ class Engine:
 
     @property
     def backward_has_begun(self) -> bool:
-        """Whether the current step has had a use point."""
-        return self._uses > 0
+        """Whether a handle of the current step has been used, also where the step has diverged."""
+        return self._backward_has_begun
 
     def end_step(self) -> None:
         """Stops recording and the clock; what is still held stays usable."""
@@ -178,6 +178,7 @@ class Engine:
         self._saves = 0
         self._packs = 0
         self._uses = 0
+        self._backward_has_begun = False
         self._values: weakref.WeakValueDictionary[int, SavedValue] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[SavedValue] | None = None
 
@@ -187,7 +188,7 @@ class Engine:
         """Forward saves ``tensor``: returns what autograd holds in its place."""
         with self._lock:
             raise_held_back()
-            if not self._active or (self._uses and not self.holds_values):
+            if not self._active or (self._backward_has_begun and not self.holds_values):
                 self.begin_step()
             if self._outside_the_plan(tensor):
                 return Handle(self, None, tensor)
@@ -287,7 +288,10 @@ class Engine:
             return handle.geometry.on(self._resident(handle.value))  # Rule 6
 
     def _use_point(self, handle: Handle) -> None:
-        if self._diverged or not self._active or handle.step != self.step:
+        if not self._active or handle.step != self.step:
+            return
+        self._backward_has_begun = True
+        if self._diverged:
             return
         reason = self._course.why_not_use(self._uses, handle.ordinal, self._saves)
         if reason:

@@ -138,6 +138,44 @@ def test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_
     assert BOTH_SHAPES.search(message), message
 
 
+ASIDE: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "a part of the model": lambda model, images: model.blocks[0](images),
+    "the model": lambda model, images: model(images),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("which", [0, 1], ids=["swap", "replay"])
+@pytest.mark.parametrize("aside", ASIDE)
+def test_a_step_beside_which_something_is_kept_diverges_and_the_next_follows_the_plan_again(
+    plans: dict[str, list[Plan]], aside: str, which: int, when: str
+) -> None:
+    """What is kept holds its saved values for good: steps begin and end all the same, and it can still be used."""
+    planned = _images()
+    images = torch.randn(4, WIDTH, 16, 16, generator=torch.Generator().manual_seed(7))
+
+    def train(session: poochplan.Session | None, model: nn.Module) -> tuple[list[Any], list[bool]]:
+        torch.manual_seed(1)
+        seen, fallbacks, kept = [], [], None
+        for number in range(4):
+            if (number, when) == (1, "before"):
+                kept = ASIDE[aside](model, images)
+            loss = planned(model)
+            if (number, when) == (1, "after"):
+                kept = ASIDE[aside](model, images)
+            seen.append(_gradients(model, loss))
+            fallbacks.append(session is not None and session.report().last_step.fallbacks > 0)
+        assert kept is not None
+        return [*seen, _gradients(model, kept.square().sum())], fallbacks
+
+    model = _fresh(Detour)
+    with warnings.catch_warnings(), poochplan.apply(plans["images"][which], model) as session:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        seen, fallbacks = train(session, model)
+    assert equal(seen, train(None, _fresh(Detour))[0])
+    assert fallbacks == [False, True, False, False]
+
+
 @pytest.mark.parametrize("what", OTHER_STEPS)
 def test_another_step_raises_when_asked_to_and_the_next_follows_the_plan_again(
     plans: dict[str, list[Plan]], what: str
