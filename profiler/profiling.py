@@ -31,6 +31,7 @@ from poochplan.profiler.trials.compare import verify
 from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.one_session import check_no_session
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
@@ -95,10 +96,12 @@ def profile(
         takes gradients or steps the optimizer itself;
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
-        An argument is not what it should be, the model is not on the device, or there is no such device.
+        An argument is not what it should be, the model is not on the device, or there is no such device; or there is
+        an open session on this thread, or one for this model.
     SpillError
         The spill directory cannot be used.
     """
+    check_no_session("profile()", model)
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     options = Options(

@@ -29,6 +29,7 @@ from poochplan.tensors.torch_private import in_backward
 
 from .meter import LiveBytesMeter
 from .model_check import check_model
+from .one_session import entered
 from .run_report import MemoryPeaks, Report, StepReport
 
 _METERED_FIRST_STEPS = 2
@@ -71,7 +72,8 @@ def apply(
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's.
+        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. On
+        entering: there is a session on this thread, or one for this model.
     SpillError
         The spill directory cannot be used.
     """
@@ -144,6 +146,7 @@ class Session:
         self._total = StepReport()
         self._memory: MemoryPeaks | None = None
         self._state = "new"
+        self._thread: int | None = None
         self._steps_are_announced = False
         self._gradients_checked = False
         self._stack = ExitStack()
@@ -152,6 +155,7 @@ class Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
+            stack.enter_context(entered(self))
             self._device = self._open_device()
             stack.callback(self._close_device)
             if self._cap_bytes is not None:
@@ -222,6 +226,11 @@ class Session:
             )
         self._steps_are_announced = True
         self._begin_step()
+
+    @property
+    def thread(self) -> int | None:
+        """The thread whose steps follow the plan: from the block's begin to its end, but for while it is away."""
+        return self._thread if self._state == "open" else None
 
     @property
     def plan(self) -> Plan:

@@ -206,6 +206,49 @@ def test_options_that_do_not_exist_are_refused(plan: Plan) -> None:
         poochplan.apply(plan, model, on_divergence="ignore")  # type: ignore[arg-type]
 
 
+def test_a_second_session_on_a_thread_is_refused_and_the_first_goes_on(plan: Plan) -> None:
+    model, step, _ = CASE.fresh()
+    other, _, _ = CASE.fresh()
+    with poochplan.apply(plan, model) as session:
+        step().backward()
+        for second in (model, other):
+            with pytest.raises(UsageError, match="expected no open session on this thread, found one for Residual"):
+                poochplan.apply(plan, second).__enter__()
+        with pytest.raises(UsageError, match=r"profile\(\): expected no open session on this thread"):
+            poochplan.profile(step, model=model, iterations=1, link=LINK)
+        step().backward()
+        assert session.report().total.steps == 2
+        assert session.report().last_step.fallbacks == 0
+        with session.away(), poochplan.apply(plan, other) as inner:
+            assert inner.report().total.steps == 0
+    with poochplan.apply(plan, model):  # and after its end another one is welcome
+        step().backward()
+
+
+def test_a_second_session_for_a_model_is_refused_on_another_thread_too(plan: Plan) -> None:
+    model, _, _ = CASE.fresh()
+    other, other_step, _ = CASE.fresh()
+    raised: list[str] = []
+
+    def second() -> None:
+        with poochplan.apply(plan, other) as session:
+            other_step().backward()
+        assert session.report().total.steps == 1
+        try:
+            poochplan.apply(plan, model).__enter__()
+        except UsageError as error:
+            raised.append(str(error))
+
+    with poochplan.apply(plan, model):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert raised == [
+        "apply(): expected no open session for this Residual, found one on another thread; "
+        "wait until its with block has ended"
+    ]
+
+
 def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
     threads = threading.active_count()
     model, step, optimizer = CASE.fresh()
