@@ -23,7 +23,7 @@ from poochplan.runtime.devices.transfers import forget_held_back, raise_held_bac
 from poochplan.runtime.engine.engine import DivergencePolicy, Engine
 from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
-from poochplan.tensors.signatures import input_signature
+from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import has_storage, static_keys
 from poochplan.tensors.torch_private import in_backward
 
@@ -290,6 +290,8 @@ class Session:
         is_new = not self.engine.holds_values or self.engine.backward_has_begun
         if is_new and not self._steps_are_announced:
             self._begin_step()
+            leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
+            self.engine.recorder.is_given(tensor for _, tensor in leaves)
         if self.engine.awaits_inputs:
             self.engine.inputs_are(input_signature(args, kwargs))
             self._check_gradients()

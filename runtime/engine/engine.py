@@ -212,14 +212,14 @@ class Engine:
 
     def _new_value(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
         if record.packed:  # written since its save point, or saved anew after all its handles had gone
-            value = SavedValue(None, Decision.SWAP if self._diverged else Decision.KEEP, record, tensor)
+            value = SavedValue(None, self._safe_decision(record) if self._diverged else Decision.KEEP, record, tensor)
             record.attach(value)
             if self._diverged:
                 self._swap_soon(value)
             return value
         index = self._next_save_point(tensor)
         planned = None if index is None else self.instructions.values[index]
-        decision = Decision.SWAP if planned is None else planned.decision
+        decision = self._safe_decision(record) if planned is None else planned.decision
         value = SavedValue(index, decision, record, tensor)
         record.attach(value)
         record.packed = True
@@ -390,6 +390,10 @@ class Engine:
         if latest is not None:
             self._release(latest)
         self._latest = weakref.ref(value)
+
+    def _safe_decision(self, record: StorageRecord) -> Decision:
+        """Swap, but for what others hold all the same (a data set of which the step has a part): that frees nothing."""
+        return Decision.KEEP if self.recorder.was_there(record) else Decision.SWAP
 
     def _diverge(self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED) -> None:
         what = f"{_DIVERGENCES[kind]} {reason}"

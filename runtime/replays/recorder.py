@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -211,6 +211,8 @@ class Recorder(ToggledMode):
         self.registry: dict[int, StorageRecord] = {}
         self.static: set[int] = set()
         """Storage keys of parameters and buffers, in this step."""
+        self._earlier: dict[int, StorageRecord] = {}
+        """Storages that were there before the step, as far as it knows: met in an earlier one, or given to this one."""
         self._recorded: list[StorageRecord] = []
         self._count = 0
         self._window = OFF
@@ -235,11 +237,23 @@ class Recorder(ToggledMode):
 
         Records and ops refer to each other, so that without this they would wait for the garbage collector.
         """
-        self.registry.clear()
+        self._earlier.clear()  # its records know it, so that dropping it would leave them to the garbage collector
+        self._earlier, self.registry = self.registry, self._earlier
         for record in [] if in_use else self._recorded:
             record.birth = None
             record.writes = []
         self._recorded = []
+
+    def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The step, which has just begun, is handed these: what is a part of something larger was there before it."""
+        for tensor in tensors:
+            if is_plain(tensor, self._device_type) and tensor.nbytes < tensor.untyped_storage().nbytes():
+                record = StorageRecord(tensor.untyped_storage(), version_of(tensor), self._earlier)
+                self._earlier[record.key] = record
+
+    def was_there(self, record: StorageRecord) -> bool:
+        """Whether the storage is known to have lived before the step began."""
+        return record.key in self._earlier
 
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the tensor's storage, made when it is new."""

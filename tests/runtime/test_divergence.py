@@ -176,6 +176,24 @@ def test_a_step_beside_which_something_is_kept_diverges_and_the_next_follows_the
     assert fallbacks == [False, True, False, False]
 
 
+def test_a_data_set_of_which_a_step_that_diverged_has_a_part_stays_where_it_is(plans: dict[str, list[Plan]]) -> None:
+    """The model's inputs from the first step on; what else the step takes from the second one that saves it."""
+    data = torch.randn(500, WIDTH, 16, 16)
+    labels = torch.randint(0, 5, (100_000,))
+    model, moved = _fresh(Detour), []
+    with warnings.catch_warnings(), poochplan.apply(plans["images"][0], model) as session:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for number in range(3):
+            first = 2 * number  # a smaller batch than planned
+            nn.functional.cross_entropy(model(data[first : first + 2]), labels[first : first + 2]).backward()
+            model.zero_grad()
+            moved.append(session.report().last_step.out_bytes)
+            assert session.report().last_step.fallback_kinds == {FallbackKind.DIVERGED: 1}
+    labels_bytes = labels.untyped_storage().nbytes()
+    assert moved[0] - moved[1] == labels_bytes
+    assert 0 < moved[1] == moved[2] < labels_bytes
+
+
 @pytest.mark.parametrize("what", OTHER_STEPS)
 def test_another_step_raises_when_asked_to_and_the_next_follows_the_plan_again(
     plans: dict[str, list[Plan]], what: str
