@@ -31,7 +31,7 @@ from poochplan.profiler.trials.compare import verify
 from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.devices.spill import choose_spill_dir
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
@@ -114,13 +114,15 @@ def profile(
     def runner() -> Runner:
         return Runner(step, model, optimizer, accumulate, clock_of(where))
 
-    if mode == "fake" or roofline is not None:
-        rates = None if roofline is None else parse_roofline(roofline)
-        profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
-    else:
-        profile = _profile_fitting(runner, where, mode, options)
-    if roofline is None and profile.runtime is None:
-        profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
+    # Fresh memory must cost here what it costs in the session.
+    with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():
+        if mode == "fake" or roofline is not None:
+            rates = None if roofline is None else parse_roofline(roofline)
+            profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
+        else:
+            profile = _profile_fitting(runner, where, mode, options)
+        if roofline is None and profile.runtime is None:
+            profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
     return profile
@@ -132,8 +134,6 @@ def _profile_fitting(
     """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
     process, and tries in-core first on CUDA. ``runner`` makes one for each try.
     """
-    if where.type == "cpu":
-        give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     needed_bytes = needed_without_memory(runner()) if mode == "auto" and where.type == "cpu" else None
     if needed_bytes is not None:
         mode, why = fitting_mode(needed_bytes, available_bytes())

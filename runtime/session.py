@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.engine import DivergencePolicy, Engine
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, static_keys
@@ -101,8 +101,6 @@ def apply(
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
-        if where.type == "cpu" and _gives_anything_up(first, *others):
-            give_freed_memory_back()
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
 
     return Session(
@@ -110,15 +108,12 @@ def apply(
     )
 
 
-def _gives_anything_up(*plans: Plan) -> bool:
-    return any(value.decision is not Decision.KEEP for plan in plans for value in plan.values)
-
-
 class Session:
     """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
 
     After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
-    back with the last of them.
+    back with the last of them, and the C library's allocator goes back to keeping what is freed
+    (:mod:`poochplan.tensors.malloc`).
     """
 
     def __init__(
@@ -147,13 +142,17 @@ class Session:
         self._steps_are_announced = False
         self._gradients_checked = False
         self._stack = ExitStack()
+        self._held = ExitStack()
+        """What lasts until the last handle is gone: the device, and how its memory is given back."""
 
     def __enter__(self) -> Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
-            self._device = self._open_device()
-            stack.callback(self._close_device)
+            stack.callback(self._let_go)
+            if self._first.device == "cpu" and self._gives_anything_up:
+                self._held.enter_context(freed_memory_given_back())
+            self._device = self._held.enter_context(closing(self._open_device()))
             if self._cap_bytes is not None:
                 from poochplan.runtime.devices.cuda import hard_cap
 
@@ -177,6 +176,10 @@ class Session:
             self._state, self._thread = "open", threading.get_ident()
             self._stack = stack.pop_all()
         return self
+
+    @property
+    def _gives_anything_up(self) -> bool:
+        return any(value.decision is not Decision.KEEP for plan in self._plans for value in plan.values)
 
     def _start_meter(self) -> None:
         self._device.start_peaks()
@@ -303,11 +306,11 @@ class Session:
 
     def _idle(self) -> None:
         if self._state == "closed":
-            self._device.close()
+            self._held.close()
 
-    def _close_device(self) -> None:
+    def _let_go(self) -> None:
         if self._state == "new" or not self.engine.holds_values:  # otherwise with the last of them
-            self._device.close()
+            self._held.close()
 
     def _check_gradients(self) -> None:
         if self._gradients_checked or self.plan.gradients_live_through_forward:

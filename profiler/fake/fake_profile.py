@@ -14,7 +14,6 @@ from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.request import Options
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
@@ -72,7 +71,6 @@ def _machine_of(
     if link is None:
         options.say("measuring the link")
         link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
-    give_freed_memory_back()
     device = this_machine(where)
     bench = OpBench(device)
     for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
