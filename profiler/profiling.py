@@ -14,10 +14,11 @@ import torch
 
 from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import EVAL_MODE, kept_notes, model_notes
+from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
+from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.fake.fake_profile import fake_profile
@@ -190,16 +191,20 @@ def _profile_real(
             notes = [*notes, why]
             if chosen == "run":
                 runner.swap_all = None
-                runner.one_step()  # in-core for the first time
+                with collected_after(capture):
+                    runner.one_step()  # in-core for the first time
         say(f"timing {options.iterations} steps")
-        measured = [runner.one_step() for _ in range(options.iterations)]
+        with collected_after(capture):
+            measured = [runner.one_step()]
+        measured += [runner.one_step() for _ in range(options.iterations - 1)]
         say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
         times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
         notes = [*notes, *([times.note] if times.note else [])]
         runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        unverified = draft(chosen, runs, measured, [*model_notes(model), *kept_notes(capture), *notes])
+        notes = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *notes]
+        unverified = draft(chosen, runs, measured, notes)
         del capture, draft
         stack.close()
         say("verifying replays")

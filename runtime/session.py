@@ -27,11 +27,10 @@ from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, static_keys
 from poochplan.tensors.torch_private import in_backward
 
+from .budget_watch import BudgetWatch
 from .meter import LiveBytesMeter
 from .model_check import check_model
 from .run_report import MemoryPeaks, Report, StepReport
-
-_METERED_FIRST_STEPS = 2
 
 
 def apply(
@@ -57,14 +56,16 @@ def apply(
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same. On CUDA the allocator's peaks, which
+        differ (optimizer state) and after which every step is the same. Where they take more than was predicted, so
+        are those that follow, until one takes no more than the step before it. On CUDA the allocator's peaks, which
         ``session.report().memory`` gives, begin anew when the block is entered.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
         what would break the promise is an out-of-memory error then.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
-    Warns when the plan was made for another machine (``plan.assumed``).
+    Warns when the plan was made for another machine (``plan.assumed``), and once when a metered step that followed the
+    plan has taken more than its budget.
 
     Raises
     ------
@@ -141,6 +142,7 @@ class Session:
         self._state = "new"
         self._steps_are_announced = False
         self._gradients_checked = False
+        self._watch = BudgetWatch()
         self._stack = ExitStack()
         self._held = ExitStack()
         """What lasts until the last handle is gone: the device, and how its memory is given back."""
@@ -297,12 +299,15 @@ class Session:
         self._take_peak(stats)
         self._total.add(stats)
         self._meter.restart()
-        if self._meter_when == "first-steps" and self._total.steps >= _METERED_FIRST_STEPS:
+        is_settled = self._watch.is_settled(self._total.steps, stats.peak_bytes or 0, self.plan)
+        if self._meter_when == "first-steps" and is_settled:
             self._meter.switch_off()
 
     def _take_peak(self, stats: StepReport) -> None:
         if self._meter.is_on:
             stats.peak_bytes = self._meter.peak_bytes
+            if stats.steps and not stats.fallbacks:  # otherwise it has been told why
+                self._watch.look(self._meter.peak_bytes, self.plan)
 
     def _idle(self) -> None:
         if self._state == "closed":
