@@ -44,7 +44,7 @@ from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
 
 LINK = preset_link("pcie4")
@@ -157,9 +157,9 @@ def _saved(profile: Profile) -> Iterator[tuple[Any, ...]]:
         yield value.size_bytes, value.dtype, value.shape, *passed
 
 
+@freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
 def row_of(name: str, pairs: int) -> dict[str, Any]:
     """All of one model."""
-    give_freed_memory_back()  # as in a session: fresh memory costs the same in all steps
     workload = build(name)
     run = profiled(workload, name, "run")
     with tempfile.TemporaryDirectory() as nothing_remembered:

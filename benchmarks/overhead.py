@@ -28,7 +28,7 @@ import poochplan
 from benchmarks.facts import facts_of_run
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from poochplan.runtime.replays.recorder import Recorder
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
 
 KEEP_ALL: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "8"}}
@@ -74,6 +74,7 @@ class ManyOps(nn.Module):
         return batch
 
 
+@freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
 def per_op(pairs: int) -> dict[str, Any]:
     """Microseconds that recording adds to an op, and that a handle adds to a pack and its unpack."""
     model, batch = ManyOps(), torch.randn(8, 32)
@@ -141,7 +142,6 @@ def main() -> int:
     found: dict[str, Any] = facts_of_run(arguments)
     if arguments.what in ("keep-all", "all"):
         found["keep_all"] = keep_all(arguments.pairs)
-    give_freed_memory_back()  # as in a session: fresh memory costs the same in all steps
     if arguments.what in ("per-op", "all"):
         found["per_op"] = per_op(max(50, arguments.pairs))
         print(json.dumps(found["per_op"]), flush=True)

@@ -29,7 +29,7 @@ from benchmarks.facts import facts_of_run
 from benchmarks.models import build
 from benchmarks.pairs import Planned, one_step, profiled
 from poochplan.planner.planning import smallest_budget
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 
@@ -84,9 +84,9 @@ def row_of(
     }
 
 
+@freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
 def rows_of(name: str, throttle: str, pairs: int, seconds: float) -> list[dict[str, Any]]:
     """The three plans of one model."""
-    give_freed_memory_back()  # as in a session: fresh memory costs the same in all steps
     workload = build(name)
     profile = profiled(workload, name, throttle=throttle, iterations=7)
     rows = []

@@ -14,10 +14,11 @@ import torch
 
 from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import EVAL_MODE, kept_notes, model_notes
+from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
+from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.fake.fake_profile import fake_profile
@@ -32,7 +33,7 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.one_session import check_no_session
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
@@ -117,13 +118,15 @@ def profile(
     def runner() -> Runner:
         return Runner(step, model, optimizer, accumulate, clock_of(where))
 
-    if mode == "fake" or roofline is not None:
-        rates = None if roofline is None else parse_roofline(roofline)
-        profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
-    else:
-        profile = _profile_fitting(runner, where, mode, options)
-    if roofline is None and profile.runtime is None:
-        profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
+    # Fresh memory must cost here what it costs in the session.
+    with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():
+        if mode == "fake" or roofline is not None:
+            rates = None if roofline is None else parse_roofline(roofline)
+            profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
+        else:
+            profile = _profile_fitting(runner, where, mode, options)
+        if roofline is None and profile.runtime is None:
+            profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
     return profile
@@ -135,8 +138,6 @@ def _profile_fitting(
     """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
     process, and tries in-core first on CUDA. ``runner`` makes one for each try.
     """
-    if where.type == "cpu":
-        give_freed_memory_back()  # before the first step: fresh memory must cost here what it costs in the session
     needed_bytes = needed_without_memory(runner()) if mode == "auto" and where.type == "cpu" else None
     if needed_bytes is not None:
         mode, why = fitting_mode(needed_bytes, available_bytes())
@@ -193,16 +194,20 @@ def _profile_real(
             notes = [*notes, why]
             if chosen == "run":
                 runner.swap_all = None
-                runner.one_step()  # in-core for the first time
+                with collected_after(capture):
+                    runner.one_step()  # in-core for the first time
         say(f"timing {options.iterations} steps")
-        measured = [runner.one_step() for _ in range(options.iterations)]
+        with collected_after(capture):
+            measured = [runner.one_step()]
+        measured += [runner.one_step() for _ in range(options.iterations - 1)]
         say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
         times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
         notes = [*notes, *([times.note] if times.note else [])]
         runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        unverified = draft(chosen, runs, measured, [*model_notes(model), *kept_notes(capture), *notes])
+        notes = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *notes]
+        unverified = draft(chosen, runs, measured, notes)
         del capture, draft
         stack.close()
         say("verifying replays")

@@ -14,6 +14,7 @@ from poochplan.formats.profile import Kind, Phase
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.swap_all import SwapAll
 from poochplan.tensors.storages import has_storage, parts_of
@@ -84,7 +85,7 @@ class Runner:
 def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]]:
     """The capture after one step of the runner's, and what kind of value each is that was there before."""
     model, optimizer, device = runner.model, runner.optimizer, capture.device_type
-    gc.collect()  # a cycle that is collected in the middle of the step would move deaths
+    gc.collect()  # what waits for it from the step before is not this one's
     kinds: dict[int, Kind] = {}
 
     def note(tensors: Any, kind: Kind) -> None:
@@ -104,7 +105,7 @@ def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]
     if optimizer is not None:
         note((value for state in optimizer.state.values() for value in state.values()), Kind.OPTIMIZER_STATE)
     note((p.grad for p in model.parameters() if runner.accumulate), Kind.GRADIENT)
-    with capture.running(model):
+    with collected_after(capture), capture.running(model):
         runner.bare_step(enter)
     return capture, kinds
 

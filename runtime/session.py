@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -21,18 +21,17 @@ from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.engine import DivergencePolicy, Engine
-from poochplan.tensors.malloc import give_freed_memory_back
+from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import has_storage, static_keys
 from poochplan.tensors.torch_private import in_backward
 
+from .budget_watch import BudgetWatch
 from .meter import LiveBytesMeter
 from .model_check import check_model
 from .one_session import entered
 from .run_report import MemoryPeaks, Report, StepReport
-
-_METERED_FIRST_STEPS = 2
 
 
 def apply(
@@ -58,14 +57,16 @@ def apply(
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
     meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same. On CUDA the allocator's peaks, which
+        differ (optimizer state) and after which every step is the same. Where they take more than was predicted, so
+        are those that follow, until one takes no more than the step before it. On CUDA the allocator's peaks, which
         ``session.report().memory`` gives, begin anew when the block is entered.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
         what would break the promise is an out-of-memory error then.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
-    Warns when the plan was made for another machine (``plan.assumed``).
+    Warns when the plan was made for another machine (``plan.assumed``), and once when a metered step that followed the
+    plan has taken more than its budget.
 
     Raises
     ------
@@ -103,8 +104,6 @@ def apply(
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
-        if where.type == "cpu" and _gives_anything_up(first, *others):
-            give_freed_memory_back()
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
 
     return Session(
@@ -112,15 +111,12 @@ def apply(
     )
 
 
-def _gives_anything_up(*plans: Plan) -> bool:
-    return any(value.decision is not Decision.KEEP for plan in plans for value in plan.values)
-
-
 class Session:
     """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
 
     After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
-    back with the last of them.
+    back with the last of them, and the C library's allocator goes back to keeping what is freed
+    (:mod:`poochplan.tensors.malloc`).
     """
 
     def __init__(
@@ -149,15 +145,20 @@ class Session:
         self._thread: int | None = None
         self._steps_are_announced = False
         self._gradients_checked = False
+        self._watch = BudgetWatch()
         self._stack = ExitStack()
+        self._held = ExitStack()
+        """What lasts until the last handle is gone: the device, and how its memory is given back."""
 
     def __enter__(self) -> Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
             stack.enter_context(entered(self))
-            self._device = self._open_device()
-            stack.callback(self._close_device)
+            stack.callback(self._let_go)
+            if self._first.device == "cpu" and self._gives_anything_up:
+                self._held.enter_context(freed_memory_given_back())
+            self._device = self._held.enter_context(closing(self._open_device()))
             if self._cap_bytes is not None:
                 from poochplan.runtime.devices.cuda import hard_cap
 
@@ -181,6 +182,10 @@ class Session:
             self._state, self._thread = "open", threading.get_ident()
             self._stack = stack.pop_all()
         return self
+
+    @property
+    def _gives_anything_up(self) -> bool:
+        return any(value.decision is not Decision.KEEP for plan in self._plans for value in plan.values)
 
     def _start_meter(self) -> None:
         self._device.start_peaks()
@@ -305,20 +310,23 @@ class Session:
         self._take_peak(stats)
         self._total.add(stats)
         self._meter.restart()
-        if self._meter_when == "first-steps" and self._total.steps >= _METERED_FIRST_STEPS:
+        is_settled = self._watch.is_settled(self._total.steps, stats.peak_bytes or 0, self.plan)
+        if self._meter_when == "first-steps" and is_settled:
             self._meter.switch_off()
 
     def _take_peak(self, stats: StepReport) -> None:
         if self._meter.is_on:
             stats.peak_bytes = self._meter.peak_bytes
+            if stats.steps and not stats.fallbacks:  # otherwise it has been told why
+                self._watch.look(self._meter.peak_bytes, self.plan)
 
     def _idle(self) -> None:
         if self._state == "closed":
-            self._device.close()
+            self._held.close()
 
-    def _close_device(self) -> None:
+    def _let_go(self) -> None:
         if self._state == "new" or not self.engine.holds_values:  # otherwise with the last of them
-            self._device.close()
+            self._held.close()
 
     def _check_gradients(self) -> None:
         if self._gradients_checked or self.plan.gradients_live_through_forward:

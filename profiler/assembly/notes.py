@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from poochplan.formats.profile import Kind
 from poochplan.profiler.capture.capture import Capture
 from poochplan.units import format_bytes
+
+from .values import value_names
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
@@ -33,4 +36,19 @@ def kept_notes(capture: Capture) -> list[str]:
     return [
         f"saved tensors that are sparse, nested or of a subclass are always kept: {format_bytes(sum(sizes.values()))} "
         f"in {len(capture.kept)}, first {kind} in {layer or 'the step, outside the model'}"
+    ]
+
+
+def garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
+    """Which values of the step only Python's garbage collector has freed."""
+    if not capture.garbage:
+        return []
+    first = min(capture.garbage)
+    size_bytes = sum(capture.values[number].size_bytes for number in capture.garbage)
+    layer = capture.values[first].layer
+    return [
+        f"values that only Python's garbage collector frees: {len(capture.garbage)} ({format_bytes(size_bytes)}), "
+        f"first {value_names(capture, kinds)[first]} in {layer or 'the step, outside the model'}; a training loop "
+        "holds up to that much more than a plan's budget for each step since the last collection; break the "
+        "reference cycle (a closure or an attribute that refers to itself), or call gc.collect() after each step"
     ]

@@ -42,7 +42,7 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
     """
     saved = {handle[0] for handle in capture.handles}
     first_use = _first_uses(capture)
-    names = _names(capture, kinds)
+    names = value_names(capture, kinds)
     writers = _writers(capture)
     values = []
     for number, captured in enumerate(capture.values):
@@ -149,7 +149,7 @@ def _overwritten(writers: list[CapturedOp]) -> bool:
     return len(writers) > 1 and writers[1].overwrites in writers[0].outputs
 
 
-def _names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
+def value_names(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
     """Readable and unique: ``layer/operator`` of the op that bore it, with ``#2`` and so on for the later ones."""
     seen: Counter[str] = Counter()
     names = []

@@ -57,6 +57,8 @@ class Capture(ToggledMode):
         """Saved tensors that are sparse, nested or wrap others: (kind, layer, bytes by storage)."""
         self.inputs: tuple[str, ...] | None = None
         """Of the model's first call; None before it."""
+        self.garbage: set[int] = set()
+        """Values that only a collection of garbage has freed; see ``garbage.py``."""
         self._static = static
         self._paused = False
         self._by_key: dict[int, int] = {}
@@ -99,6 +101,11 @@ class Capture(ToggledMode):
     @property
     def last_tick(self) -> int:
         return len(self.ops) + len(self.points) - 1
+
+    def held(self) -> set[int]:
+        """Values born in the step that something still holds: themselves, or autograd a handle."""
+        saved = {number for number, handles in self._live_handles.items() if handles}
+        return {number for number in self._deaths.keys() | saved if self.values[number].born >= 0}
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage; one met for the first time was there before the step."""

@@ -8,13 +8,13 @@ import torch
 from poochplan.formats.links import preset_link
 from poochplan.formats.profile import ROOFLINE, Device, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import kept_notes, model_notes
+from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
+from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import steps_differ
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.request import Options
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.malloc import give_freed_memory_back
 from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
@@ -34,8 +34,10 @@ def fake_profile(
         say("capturing one step without memory")
         fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
         capture, kinds = captured(runner, fake)
-        notes = [*model_notes(model), *kept_notes(capture), *notes, *fake.notes()]
-        notes += steps_differ(model, where, runner.one_step, capture.ops)
+        with collected_after(capture):
+            differ = steps_differ(model, where, runner.one_step, capture.ops)
+        about = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
+        notes = [*about, *notes, *fake.notes(), *differ]
     device, link, note = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
@@ -72,7 +74,6 @@ def _machine_of(
     if link is None:
         options.say("measuring the link")
         link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
-    give_freed_memory_back()
     device = this_machine(where)
     bench = OpBench(device)
     for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):

@@ -228,7 +228,7 @@ def check(
     step time is the median. A machine that gets slower or faster meanwhile tells on both:
 
     * On the CPU they are timed in turn, in one session, on the planned run's model, so that both run under the one
-      setting of the C library's allocator that a session makes.
+      setting of the C library's allocator that a session makes. It ends with the session: see ``tensors/malloc.py``.
     * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
 
     Raises

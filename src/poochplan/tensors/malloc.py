@@ -1,37 +1,104 @@
-"""The process allocator: make dropped tensors leave resident memory."""
+"""The process allocator: within a block, dropped tensors leave resident memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import threading
+from collections.abc import Iterator, Mapping
 
-MMAP_THRESHOLD_BYTES = 64 << 10
+GIVEN_BACK_BYTES = 64 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_KEPT_BYTES = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
+"""Where glibc's own rule ends in a process that has freed a block of 32 MiB, the most it looks at."""
+_FIXED_BYTES = 128 << 10
+"""Both thresholds, where the environment has switched that rule off."""
+_VARIABLES = {
+    "mmap_threshold": "MALLOC_MMAP_THRESHOLD_",
+    "trim_threshold": "MALLOC_TRIM_THRESHOLD_",
+    "top_pad": "MALLOC_TOP_PAD_",
+    "mmap_max": "MALLOC_MMAP_MAX_",
+}
+"""Tunables of glibc, any of which switches its rule off, and their older names."""
+_ARENAS = "arena_max", "MALLOC_ARENA_MAX"
+_MOST = (1 << 31) - 1
+
+_lock = threading.RLock()  # reentrant: a session may end in a finalizer, which runs anywhere
+_holders: set[object] = set()
 
 
-def give_freed_memory_back() -> bool:
-    """Fixes glibc's mmap threshold at 64 KiB, so that each larger tensor is its own mapping and goes when it is freed.
+@contextlib.contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """Within the block each tensor of 64 KiB or more is a mapping of its own, which goes when it is freed.
 
     What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Huge pages take
     most of that back: ``THP_MEM_ALLOC_ENABLE=1``, which torch reads at its first allocation (so it must be in the
-    environment before; ``pooch`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``.
+    environment before; ``pooch`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``. Left alone, glibc raises the
+    threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped 1-6 MiB tensors
+    in one measurement). Profiles are taken within such a block too, so that fresh pages cost the same there.
 
-    Threads started from now on share the arenas there are: glibc would give each its own, 64 MiB of address space that
-    count under ``ulimit -v`` (256 MiB for the four that copy in a profile of mode ``swap-all``) and small blocks that
-    stay in each.
+    It holds for the whole process, until the last such block ends. Then both thresholds are what the environment asks
+    for; where it asks for nothing, those at which glibc's own rule ends. That rule itself does not come back: any call
+    of ``mallopt`` switches it off for good.
 
-    Left alone, glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB
-    of dropped 1-6 MiB tensors in one measurement). Holds for the whole process, from now on; profiles are taken under
-    it too, so that fresh pages cost the same in the profile and in the run.
+    Where the address space is limited (``ulimit -v``), threads that start in the block share the arenas there are:
+    glibc would reserve 64 MiB of address space for each. That limit it keeps once a thread has met it.
 
-    Returns False where the C library has no ``mallopt`` (nothing is changed then).
+    Does nothing where the C library has no ``mallopt``.
     """
+    holder = object()
+    with _lock:
+        _holders.add(holder)
+        _settle()
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        yield
+    finally:
+        with _lock:
+            _holders.discard(holder)
+            _settle()
+
+
+def _settle() -> None:
+    """Sets what holds now, with or without a block. Within one, what was freed before it is given back too."""
+    try:
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):
-        return False
-    settings = {
-        _M_MMAP_THRESHOLD: MMAP_THRESHOLD_BYTES,
-        _M_TRIM_THRESHOLD: MMAP_THRESHOLD_BYTES,
-        _M_ARENA_MAX: 1,
-    }
-    return all(mallopt(name, value) for name, value in settings.items())
+        return
+    for name, value in (_within() if _holders else _afterwards(os.environ)).items():
+        mallopt(name, min(value, _MOST))
+    if _holders:
+        trim(0)
+
+
+def _within() -> dict[int, int]:
+    thresholds = dict.fromkeys(_KEPT_BYTES, GIVEN_BACK_BYTES)
+    return thresholds | ({_M_ARENA_MAX: 1} if _address_space_is_limited() else {})
+
+
+def _afterwards(environment: Mapping[str, str]) -> dict[int, int]:
+    """What glibc would go by, as far as it can be told."""
+    asked = {name: _asked(environment, name, variable) for name, variable in _VARIABLES.items()}
+    rule_is_off = any(value is not None for value in asked.values())
+    kept = dict.fromkeys(_KEPT_BYTES, _FIXED_BYTES) if rule_is_off else dict(_KEPT_BYTES)
+    for name, tunable in ((_M_MMAP_THRESHOLD, "mmap_threshold"), (_M_TRIM_THRESHOLD, "trim_threshold")):
+        value = asked[tunable]
+        kept[name] = kept[name] if value is None else value
+    return kept | ({_M_ARENA_MAX: _asked(environment, *_ARENAS) or 0} if _address_space_is_limited() else {})
+
+
+def _asked(environment: Mapping[str, str], tunable: str, variable: str) -> int | None:
+    """The value that the environment gives, by either name; None where it gives none that can be read."""
+    tunables = dict(part.partition("=")[::2] for part in environment.get("GLIBC_TUNABLES", "").split(":"))
+    text = tunables.get(f"glibc.malloc.{tunable}", environment.get(variable, ""))
+    try:
+        return int(text, 0)
+    except ValueError:
+        return None
+
+
+def _address_space_is_limited() -> bool:
+    import resource  # not on every system that can plan
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

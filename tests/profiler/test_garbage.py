@@ -1,0 +1,109 @@
+"""What only Python's garbage collector frees: the profile counts it to the end of the step, and says so."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.formats.profile import Profile
+from tests.live_bytes import LiveBytes
+from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
+from tests.runtime.nets import LINK
+
+NOTE = (
+    "values that only Python's garbage collector frees: 1 (128 KiB), first act/relu in act; a training loop holds up "
+    "to that much more than a plan's budget for each step since the last collection; break the reference cycle (a "
+    "closure or an attribute that refers to itself), or call gc.collect() after each step"
+)
+
+
+def nowhere(model: Cyclic, state: State) -> None:
+    """Garbage as soon as forward returns."""
+
+
+def broken_up(model: Cyclic, state: State) -> None:
+    """No cycle any more."""
+    del state.own
+
+
+def taken(model: Cyclic, **options: object) -> Profile:
+    model, step, optimizer = fresh(model)
+    return poochplan.profile(step, model=model, optimizer=optimizer, link=LINK, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keep", [nowhere, in_an_attribute])
+@pytest.mark.parametrize("mode", ["run", "swap-all", "auto", "fake"])
+def test_a_note_names_what_a_cycle_keeps_until_the_collector_runs(
+    keep: Callable[[Cyclic, State], object], mode: str
+) -> None:
+    options = {"roofline": "v100"} if mode == "fake" else {"iterations": 2}
+    assert NOTE in taken(Cyclic(keep), mode=mode, **options).notes
+
+
+def test_without_a_cycle_there_is_no_note() -> None:
+    assert taken(Cyclic(broken_up), iterations=1).notes == ()
+
+
+def test_what_a_cycle_holds_lives_to_the_end_of_the_step_and_is_kept() -> None:
+    profile = taken(Cyclic(nowhere), iterations=1)
+    relu = next(value for value in profile.values if value.name == "act/relu")
+    assert relu.size_bytes == HELD_BYTES
+    assert relu.forward_death == profile.tick_count - 1
+    assert relu.pinned == "held by something other than autograd until backward uses it"
+
+
+def test_no_collection_within_the_captured_step_moves_a_death() -> None:
+    """However often Python collects by itself."""
+    often = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        profile = taken(Cyclic(nowhere), iterations=1)
+    finally:
+        gc.set_threshold(*often)
+    relu = next(value for value in profile.values if value.name == "act/relu")
+    assert relu.forward_death == profile.tick_count - 1
+    assert NOTE in profile.notes
+
+
+def test_the_peak_is_that_of_a_step_in_which_nothing_is_collected() -> None:
+    profile = taken(Cyclic(nowhere), iterations=1)
+    model, step, optimizer = fresh(Cyclic(nowhere))
+    with no_collector(), LiveBytes(*model.parameters()) as meter:
+        loss = None
+        for _ in range(2):
+            gc.collect()
+            optimizer.zero_grad(set_to_none=True)
+            meter.restart()
+            loss = step()
+            loss.backward()
+            optimizer.step()
+        peak_bytes = meter.peak
+    del loss
+    # The profile rounds each storage up to 512 bytes, the meter does not.
+    assert peak_bytes <= profile.in_core_peak_bytes <= peak_bytes + 512 * len(profile.values)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(enabled: bool) -> None:
+    def fails() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the captured step
+            raise KeyError("data")
+        return step()
+
+    calls = 0
+    model, step, _ = fresh(Cyclic())
+    (gc.enable if enabled else gc.disable)()
+    try:
+        taken(Cyclic(), iterations=1)
+        assert gc.isenabled() is enabled
+        with pytest.raises(KeyError):
+            poochplan.profile(fails, model=model, iterations=1, link=LINK)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

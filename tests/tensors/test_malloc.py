@@ -1,0 +1,229 @@
+"""Freed memory goes back to the system while a session or a profile lasts, and is kept for the next tensor after it.
+
+Each claim is tried in a process of its own, since what it is about holds for a whole process. Asked is what the C
+library says, not the clock: how many mappings of their own its blocks have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poochplan.tensors.malloc import freed_memory_given_back
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import ctypes
+from poochplan.tensors.malloc import freed_memory_given_back
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Info
+
+def mapped(size_bytes=1 << 20, make=bytearray):
+    # whether a block of that size is a mapping of its own, once one like it has been freed
+    block = make(size_bytes)
+    del block
+    before = mallinfo().hblks
+    block = make(size_bytes)
+    return mallinfo().hblks - before == 1
+"""
+OF_TENSORS = """
+import torch
+import poochplan
+from tests.runtime.nets import CASES, LINK
+from tests.runtime.random_plans import random_plan
+
+def mapped_tensor(size_bytes=1 << 20):
+    return mapped(size_bytes, lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+
+def watched():
+    seen.append(mapped_tensor())
+    return step()
+
+seen = []
+model, step, _ = CASES["residual"].fresh()
+profile = poochplan.profile(watched, model=model, iterations=1, link=LINK)
+print("in_the_profile", all(seen))
+print("after_the_profile", mapped_tensor())
+
+plan = random_plan(profile, 0, (0, 1, 0))  # gives everything up
+with poochplan.apply(plan, model):
+    loss = step()
+    print("in_the_session", mapped_tensor())
+print("while_values_are_held", mapped_tensor())
+loss.backward()
+print("after_the_session", mapped_tensor())
+
+def broken():
+    print("entering", mapped_tensor(30 << 20))  # no hole in the heap is that large
+    raise OSError
+
+try:
+    poochplan.apply(plan, model, device=broken).__enter__()
+except OSError:
+    print("not_entered", mapped_tensor(31 << 20))
+"""
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library does not tell of its mappings"
+)
+
+
+def said(script: str, **environment: str) -> list[str]:
+    """The words that the script prints, in a process of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", PRELUDE + script]
+    done = subprocess.run(command, cwd=ROOT, env=clean | environment, check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def mapped() -> dict[str, bool]:
+    """Whether a tensor was a mapping of its own at several moments of one process."""
+    words = said(OF_TENSORS)
+    return {moment: answer == "True" for moment, answer in zip(words[::2], words[1::2], strict=True)}
+
+
+def test_after_a_session_a_freed_tensors_memory_is_kept_for_the_next(mapped: dict[str, bool]) -> None:
+    assert mapped["in_the_session"]
+    assert not mapped["after_the_session"]
+
+
+def test_what_is_held_after_the_block_is_still_given_back(mapped: dict[str, bool]) -> None:
+    assert mapped["while_values_are_held"]
+
+
+def test_a_session_that_cannot_be_entered_leaves_nothing_behind(mapped: dict[str, bool]) -> None:
+    assert mapped["entering"]
+    assert not mapped["not_entered"]
+
+
+def test_a_profile_gives_back_while_it_runs_and_not_after(mapped: dict[str, bool]) -> None:
+    assert mapped["in_the_profile"]
+    assert not mapped["after_the_profile"]
+
+
+def test_the_last_of_several_blocks_ends_it_in_any_order() -> None:
+    script = """
+first, second = freed_memory_given_back(), freed_memory_given_back()
+first.__enter__(); second.__enter__(); first.__exit__(None, None, None)
+print(mapped())
+second.__exit__(None, None, None)
+print(mapped())
+"""
+    assert said(script) == ["True", "False"]
+
+
+def test_blocks_on_many_threads_end_when_the_last_of_them_has() -> None:
+    script = """
+import threading
+def often():
+    for _ in range(200):
+        with freed_memory_given_back():
+            pass
+with freed_memory_given_back():
+    threads = [threading.Thread(target=often) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print(mapped())
+print(mapped())
+"""
+    assert said(script) == ["True", "False"]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MALLOC_MMAP_THRESHOLD_": "524288"},
+        {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=0x80000"},
+        {"MALLOC_MMAP_THRESHOLD_": "4096", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=524288"},
+    ],
+    ids=["variable", "tunable", "both"],
+)
+def test_the_threshold_that_the_environment_asks_for_is_put_back(environment: dict[str, str]) -> None:
+    script = """
+def both(): print(mapped(1 << 20), mapped(1 << 18))
+both()
+with freed_memory_given_back(): pass
+both()
+"""
+    assert said(script, **environment) == ["True", "False", "True", "False"]
+
+
+def test_where_the_environment_has_switched_glibcs_rule_off_its_fixed_threshold_is_put_back() -> None:
+    script = """
+def both(): print(mapped(1 << 20), mapped(100 << 10))
+both()
+with freed_memory_given_back(): pass
+both()
+"""
+    assert said(script, MALLOC_TRIM_THRESHOLD_="1000000") == ["True", "False", "True", "False"]
+
+
+def test_threads_of_later_have_arenas_of_their_own_again() -> None:
+    script = """
+import threading
+libc = ctypes.CDLL(None)
+libc.open_memstream.restype = ctypes.c_void_p
+
+def arenas():
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    return text.value.count(b"<heap nr")
+
+def with_threads(count):
+    all_there = threading.Barrier(count + 1)
+    def allocate():
+        blocks = [bytearray(5000) for _ in range(10)]
+        all_there.wait(); all_there.wait()
+    threads = [threading.Thread(target=allocate) for _ in range(count)]
+    for thread in threads: thread.start()
+    all_there.wait()
+    found = arenas()
+    all_there.wait()
+    for thread in threads: thread.join()
+    return found
+
+before = arenas()
+with freed_memory_given_back():
+    with_threads(2)
+print(with_threads(4) - before)
+"""
+    assert said(script) == ["4"]
+
+
+def test_it_is_also_a_decorator() -> None:
+    @freed_memory_given_back()
+    def two() -> int:
+        return 2
+
+    assert two() == 2
+
+
+def test_what_was_freed_before_the_block_is_given_back_as_it_begins() -> None:
+    script = """
+import pathlib
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) << 12
+
+with freed_memory_given_back(): pass
+kept = bytearray(30 << 20)
+behind_it = bytearray(1 << 20)
+del kept
+before = resident_bytes()
+with freed_memory_given_back():
+    print(before - resident_bytes() > 20 << 20)
+"""
+    assert said(script) == ["True"]
