@@ -16,6 +16,9 @@ from .torch_private import TorchDispatchMode, call_attribute, in_backward, is_co
 class ToggledMode(TorchDispatchMode):
     """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
 
+    It lies below the modes of users, which pop the topmost when they are left, and above torch's own (fake tensors).
+    So users' modes see what they would see without it, and it sees what really runs.
+
     States: *off* (not on the stack), *on*, and *muted* (on the stack, to be passed through). Both calls are idempotent.
     Muted because autograd runs each node of backward under the stack that it found when backward began: what is taken
     off in between comes back. Subclasses ask :attr:`is_on` in their ``__torch_dispatch__``.
@@ -36,11 +39,14 @@ class ToggledMode(TorchDispatchMode):
         return self._pushed and not self._muted
 
     def switch_on(self) -> None:
-        """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
+        """Puts the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
         self._muted = False
         if not self._pushed or self not in mode_stack():
             self._pushed = True
+            above = _users_modes()
+            _take_off(above)
             TorchDispatchMode.__enter__(self)
+            _put_on(above)
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
@@ -52,12 +58,8 @@ class ToggledMode(TorchDispatchMode):
             return
         self._pushed = False
         above = stack[stack.index(self) + 1 :]
-        # The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
-        for mode in reversed(above):
-            TorchDispatchMode.__exit__(mode, None, None, None)
-        TorchDispatchMode.__exit__(self, None, None, None)
-        for mode in above:
-            TorchDispatchMode.__enter__(mode)
+        _take_off([self, *above])
+        _put_on(above)
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -69,6 +71,46 @@ class ToggledMode(TorchDispatchMode):
         finally:
             if was_on:
                 self.switch_on()
+
+
+def _users_modes() -> list[TorchDispatchMode]:
+    """The modes of this thread that lie above ours and torch's own, the lowest first."""
+    stack = mode_stack()
+    count = 0
+    while count < len(stack) and not (isinstance(stack[-1 - count], ToggledMode) or stack[-1 - count].is_infra_mode()):
+        count += 1
+    return stack[len(stack) - count :]
+
+
+# The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
+def _take_off(topmost: list[TorchDispatchMode]) -> None:
+    for mode in reversed(topmost):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _put_on(modes: list[TorchDispatchMode]) -> None:
+    for mode in modes:
+        TorchDispatchMode.__enter__(mode)
+
+
+class Unseen:
+    """A block whose ops no mode of a user's sees: they are not the step's. Ours and torch's own stay as they are.
+
+    A mode that has an attribute ``sees_poochplan``, and it is true, stays too.
+    """
+
+    __slots__ = ("_hidden",)
+
+    def __enter__(self) -> None:
+        self._hidden = _users_modes()
+        if self._hidden:
+            _take_off(self._hidden)
+            _put_on([mode for mode in self._hidden if getattr(mode, "sees_poochplan", False)])
+
+    def __exit__(self, *_: object) -> None:
+        if self._hidden:
+            _take_off(_users_modes())
+            _put_on(self._hidden)
 
 
 def uncompiled_hooks(
