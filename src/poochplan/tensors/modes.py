@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -162,7 +163,8 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     """Calls ``tell(args, kwargs)`` before each call of ``model`` for the length of a block.
 
     By a hook; where the model itself is compiled, around its callable. Entered after another :func:`around_compiled`
-    it is told first.
+    it is told first. Copies and pickles of the model have no part in it: torch leaves out what a compiled module is
+    called through, and the hook is left out here.
     """
     if "" in compiled_modules(model):
 
@@ -180,11 +182,39 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         tell(args, kwargs)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(hook, with_kwargs=True) as handle, contextlib.ExitStack() as stack:
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            stack.enter_context(_CopiesWithout.on(reference(), handle.id))
         yield
-    finally:
-        handle.remove()
+
+
+class _CopiesWithout:
+    """Stands for the ``__reduce_ex__`` of one dictionary of hooks, by which it is copied and pickled.
+
+    An attribute of that very dictionary, which stays the one that users' handles know. What comes of it is a plain
+    ordered dictionary without ``left_out``.
+    """
+
+    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
+        self.hooks = hooks
+        self.left_out: set[int] = set()
+
+    def __call__(self, protocol: SupportsIndex) -> Any:
+        others = OrderedDict((number, hook) for number, hook in self.hooks.items() if number not in self.left_out)
+        return others.__reduce_ex__(protocol)
+
+    @classmethod
+    @contextlib.contextmanager
+    def on(cls, hooks: Any, number: int) -> Iterator[None]:
+        """Leaves the hook of that number out, for the length of a block."""
+        copies = vars(hooks).setdefault("__reduce_ex__", cls(hooks))
+        copies.left_out.add(number)
+        try:
+            yield
+        finally:
+            copies.left_out.discard(number)
+            if not copies.left_out:
+                vars(hooks).pop("__reduce_ex__", None)
 
 
 def _restore(module: torch.nn.Module, attribute: str, original: Any) -> None:
