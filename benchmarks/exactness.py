@@ -40,6 +40,12 @@ STEPS = 3
 EVALUATIONS = 200
 
 
+class EveryByte(MemTracker):
+    """Sees also what a session itself allocates."""
+
+    sees_poochplan = True
+
+
 def fresh(name: str, *, small: bool) -> Workload:
     """The workload, built anew from the same seed."""
     torch.manual_seed(0)
@@ -50,7 +56,7 @@ def metered_step(workload: Workload, meter: str) -> tuple[list[torch.Tensor], in
     """Loss, gradients and buffers of one step, and its peak."""
     assert workload.optimizer is not None
     workload.optimizer.zero_grad(set_to_none=True)
-    tracker = MemTracker() if meter == "mem_tracker" else LiveBytes(*_tensors(workload))
+    tracker = EveryByte() if meter == "mem_tracker" else LiveBytes(*_tensors(workload))
     if isinstance(tracker, MemTracker):
         tracker.track_external(workload.model, workload.optimizer)
     with tracker:

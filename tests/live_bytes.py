@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """``peak`` is the most bytes of CPU storages that were alive at once since ``restart``."""
 
+    sees_poochplan = True
+
     def __init__(self, *before: torch.Tensor) -> None:
         super().__init__()
         self._sizes: dict[int, int] = {}

@@ -39,6 +39,7 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out, raise_held_ba
 from poochplan.runtime.replays.recorder import RecordedOp, Recorder, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, NotReplayable, Recipe, replay, run_ops
 from poochplan.runtime.run_report import FallbackKind, StepReport
+from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import is_plain, storage_key
 from poochplan.tensors.torch_private import in_backward
 
@@ -111,7 +112,8 @@ class Engine:
         self.step += 1
         self.stats = StepReport(steps=1)
         self._begin_clock(active=True)
-        self._static = self.recorder.static = self._parameters()
+        with Unseen():  # parameters may be sparse, and are taken apart
+            self._static = self.recorder.static = self._parameters()
         self.recorder.forget(in_use=self.holds_values)
         self._awaits_inputs = self._courses.by_inputs
         if not self._awaits_inputs and self.instructions.record_from_start:
@@ -186,7 +188,7 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Forward saves ``tensor``: returns what autograd holds in its place."""
-        with self._lock:
+        with self._lock, Unseen():
             raise_held_back()
             if not self._active or (self._backward_has_begun and not self.holds_values):
                 self.begin_step()
@@ -275,7 +277,7 @@ class Engine:
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if need be."""
-        with self._lock:
+        with self._lock, Unseen():
             raise_held_back()
             if handle.value is not None:
                 self.recorder.switch_off()

@@ -26,6 +26,8 @@ POISON = 0xFF
 class OpClock(TorchDispatchMode):
     """Counts the ops that compute has queued; on while ``with clock:``."""
 
+    sees_poochplan = True
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -15,6 +16,9 @@ from .torch_private import TorchDispatchMode, call_attribute, in_backward, is_co
 
 class ToggledMode(TorchDispatchMode):
     """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
+
+    It lies below the modes of users, which pop the topmost when they are left, and above torch's own (fake tensors).
+    So users' modes see what they would see without it, and it sees what really runs.
 
     States: *off* (not on the stack), *on*, and *muted* (on the stack, to be passed through). Both calls are idempotent.
     Muted because autograd runs each node of backward under the stack that it found when backward began: what is taken
@@ -36,11 +40,14 @@ class ToggledMode(TorchDispatchMode):
         return self._pushed and not self._muted
 
     def switch_on(self) -> None:
-        """Pushes the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
+        """Puts the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
         self._muted = False
         if not self._pushed or self not in mode_stack():
             self._pushed = True
+            above = _users_modes()
+            _take_off(above)
             TorchDispatchMode.__enter__(self)
+            _put_on(above)
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
@@ -52,12 +59,8 @@ class ToggledMode(TorchDispatchMode):
             return
         self._pushed = False
         above = stack[stack.index(self) + 1 :]
-        # The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
-        for mode in reversed(above):
-            TorchDispatchMode.__exit__(mode, None, None, None)
-        TorchDispatchMode.__exit__(self, None, None, None)
-        for mode in above:
-            TorchDispatchMode.__enter__(mode)
+        _take_off([self, *above])
+        _put_on(above)
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -69,6 +72,46 @@ class ToggledMode(TorchDispatchMode):
         finally:
             if was_on:
                 self.switch_on()
+
+
+def _users_modes() -> list[TorchDispatchMode]:
+    """The modes of this thread that lie above ours and torch's own, the lowest first."""
+    stack = mode_stack()
+    count = 0
+    while count < len(stack) and not (isinstance(stack[-1 - count], ToggledMode) or stack[-1 - count].is_infra_mode()):
+        count += 1
+    return stack[len(stack) - count :]
+
+
+# The base class's methods, so that nobody's own __enter__ or __exit__ runs twice.
+def _take_off(topmost: list[TorchDispatchMode]) -> None:
+    for mode in reversed(topmost):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _put_on(modes: list[TorchDispatchMode]) -> None:
+    for mode in modes:
+        TorchDispatchMode.__enter__(mode)
+
+
+class Unseen:
+    """A block whose ops no mode of a user's sees: they are not the step's. Ours and torch's own stay as they are.
+
+    A mode that has an attribute ``sees_poochplan``, and it is true, stays too.
+    """
+
+    __slots__ = ("_hidden",)
+
+    def __enter__(self) -> None:
+        self._hidden = _users_modes()
+        if self._hidden:
+            _take_off(self._hidden)
+            _put_on([mode for mode in self._hidden if getattr(mode, "sees_poochplan", False)])
+
+    def __exit__(self, *_: object) -> None:
+        if self._hidden:
+            _take_off(_users_modes())
+            _put_on(self._hidden)
 
 
 def uncompiled_hooks(
@@ -120,7 +163,8 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     """Calls ``tell(args, kwargs)`` before each call of ``model`` for the length of a block.
 
     By a hook; where the model itself is compiled, around its callable. Entered after another :func:`around_compiled`
-    it is told first.
+    it is told first. Copies and pickles of the model have no part in it: torch leaves out what a compiled module is
+    called through, and the hook is left out here.
     """
     if "" in compiled_modules(model):
 
@@ -138,11 +182,39 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         tell(args, kwargs)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(hook, with_kwargs=True) as handle, contextlib.ExitStack() as stack:
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            stack.enter_context(_CopiesWithout.on(reference(), handle.id))
         yield
-    finally:
-        handle.remove()
+
+
+class _CopiesWithout:
+    """Stands for the ``__reduce_ex__`` of one dictionary of hooks, by which it is copied and pickled.
+
+    An attribute of that very dictionary, which stays the one that users' handles know. What comes of it is a plain
+    ordered dictionary without ``left_out``.
+    """
+
+    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
+        self.hooks = hooks
+        self.left_out: set[int] = set()
+
+    def __call__(self, protocol: SupportsIndex) -> Any:
+        others = OrderedDict((number, hook) for number, hook in self.hooks.items() if number not in self.left_out)
+        return others.__reduce_ex__(protocol)
+
+    @classmethod
+    @contextlib.contextmanager
+    def on(cls, hooks: Any, number: int) -> Iterator[None]:
+        """Leaves the hook of that number out, for the length of a block."""
+        copies = vars(hooks).setdefault("__reduce_ex__", cls(hooks))
+        copies.left_out.add(number)
+        try:
+            yield
+        finally:
+            copies.left_out.discard(number)
+            if not copies.left_out:
+                vars(hooks).pop("__reduce_ex__", None)
 
 
 def _restore(module: torch.nn.Module, attribute: str, original: Any) -> None:

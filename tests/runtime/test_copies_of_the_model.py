@@ -1,0 +1,311 @@
+"""Copies and pickles of a model within a session have no hook of ours, and the session goes on undisturbed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import pickletools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.session import Session
+from poochplan.tensors.modes import before_forward
+from tests.runtime.nets import LINK, Case, Residual, equal, in_core, snapshot
+from tests.runtime.random_plans import random_plan
+from tests.runtime.test_compiled import Block
+
+STEPS = 3
+
+
+def _saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": _saved,
+}
+each_way = pytest.mark.parametrize("way", COPIES)
+
+
+def _plain() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(8, 16)
+    layers = (nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh())
+    return nn.Sequential(*layers), lambda model: model(batch).square().sum()
+
+
+def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(4, 8, 16, 16)
+    return Residual(), lambda model: model(batch).square().mean()
+
+
+NETS = {"plain": Case(_plain), "residual": Case(_residual)}
+
+
+def _plan(case: Case) -> poochplan.Plan:
+    return random_plan(case.profile(), 0, (1, 2, 2))
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    """All hooks of all modules."""
+    names = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
+    assert "_forward_pre_hooks_with_kwargs" in names
+    return [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
+
+
+def _trained_alone(model: nn.Module, case: Case) -> list[torch.Tensor]:
+    """What a step of the model leaves behind, on the case's data."""
+    torch.manual_seed(0)
+    _, loss_of = case.make()
+    torch.manual_seed(5)
+    loss = loss_of(model)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return snapshot(model, loss)
+
+
+@each_way
+@pytest.mark.parametrize("name", NETS)
+def test_a_copy_has_no_hook_of_ours_and_trains_by_itself(name: str, way: str) -> None:
+    case = NETS[name]
+    with poochplan.apply(_plan(case), case.fresh()[0]) as session:
+        copied = COPIES[way](session.model)
+        assert _hooks(session.model)
+        assert _hooks(copied) == []
+        assert session.engine.step == 0
+    assert _hooks(session.model) == []
+    assert not any(vars(hooks) for hooks in (copied._forward_pre_hooks, session.model._forward_pre_hooks))
+    assert equal([_trained_alone(case.fresh()[0], case)], [_trained_alone(copied, case)])
+    assert session.engine.step == 0
+
+
+@each_way
+@pytest.mark.parametrize("name", NETS)
+def test_the_session_goes_on_undisturbed(name: str, way: str) -> None:
+    """Copies are made between steps, and between forward and backward."""
+    case = NETS[name]
+    model, step, optimizer = case.fresh()
+    seen, copies = [], []
+    torch.manual_seed(1)
+    with poochplan.apply(_plan(case), model) as session:
+        for _ in range(STEPS):
+            copies.append(COPIES[way](model))
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            copies.append(COPIES[way](model))
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen.append(snapshot(model, loss))
+            optimizer.step()
+    assert equal(in_core(case, STEPS), seen)
+    assert session.report().total.steps == STEPS
+    assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
+    assert [_hooks(copied) for copied in copies] == [[]] * len(copies)
+
+
+def test_a_mean_of_the_model_is_called_within_the_session() -> None:
+    """It is made in the middle of training, and looks at each batch before, between and after forward and backward."""
+    case = NETS["residual"]
+    batch = torch.randn(4, 8, 16, 16)
+
+    def train(plan: poochplan.Plan | None) -> list[list[torch.Tensor]]:
+        model, step, optimizer = case.fresh()
+        mean: nn.Module | None = None
+        seen = []
+
+        @torch.no_grad()
+        def look() -> torch.Tensor:
+            return torch.zeros(()) if mean is None else mean(batch)
+
+        def go() -> None:
+            nonlocal mean
+            for _ in range(STEPS + 1):
+                optimizer.zero_grad(set_to_none=True)
+                looks = [look()]
+                loss = step()
+                looks.append(look())
+                loss.backward()  # type: ignore[no-untyped-call]
+                looks.append(look())
+                seen.append([*snapshot(model, loss), *looks])
+                optimizer.step()
+                mean = copy.deepcopy(model).eval() if mean is None else mean
+                with torch.no_grad():
+                    for averaged, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                        averaged.lerp_(parameter, 0.1)
+
+        torch.manual_seed(1)
+        if plan is None:
+            go()
+            return seen
+        with poochplan.apply(plan, model) as session:
+            go()
+        assert session.report().total.steps == STEPS + 1
+        assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
+        return seen
+
+    assert equal(train(None), train(_plan(case)))
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_names_nothing_of_this_package(protocol: int) -> None:
+    """So it is read where the package is not installed."""
+    case = NETS["plain"]
+    model = case.fresh()[0]
+    outside = pickle.dumps(model, protocol)
+    with poochplan.apply(_plan(case), model):
+        both = [pickle.dumps(model, protocol), pickle._dumps(model, protocol)]  # type: ignore[attr-defined] # in Python
+    for within in both:
+        assert vars(pickle.loads(within)).keys() == vars(pickle.loads(outside)).keys()
+        words = [argument for _, argument, _ in pickletools.genops(within) if isinstance(argument, str)]
+        assert any("torch" in word for word in words)
+        assert not any("poochplan" in word for word in words)
+
+
+@each_way
+def test_weights_saved_within_a_session_are_those_of_the_model(way: str) -> None:
+    case = NETS["residual"]
+    model = case.fresh()[0]
+    names = list(model.state_dict())
+    with poochplan.apply(_plan(case), model):
+        state = model.state_dict()
+        copied = COPIES[way](state)
+        fresh = case.fresh()[0]
+        fresh.load_state_dict(copied)
+    assert list(state) == names
+    assert all(torch.equal(x, y) for x, y in zip(state.values(), fresh.state_dict().values(), strict=True))
+
+
+def a_users_hook(module: nn.Module, args: Any) -> None:
+    """Can be pickled by its name."""
+    CALLS.append(module)
+
+
+CALLS: list[nn.Module] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> None:
+    CALLS.clear()
+
+
+@each_way
+def test_a_users_own_hooks_travel_and_are_removed_by_their_handles(way: str) -> None:
+    case = NETS["plain"]
+    model, step, _ = case.fresh()
+    before = model.register_forward_pre_hook(a_users_hook)
+    with poochplan.apply(_plan(case), model) as session:
+        within = model.register_forward_pre_hook(a_users_hook, prepend=True)
+        other = model.register_forward_pre_hook(a_users_hook, with_kwargs=False)
+        copied = COPIES[way](model)
+        assert list(copied._forward_pre_hooks) == [within.id, before.id, other.id]
+        assert _hooks(copied) == [a_users_hook] * 3
+        CALLS.clear()
+        step().backward()
+        assert [model] * 3 == CALLS
+        before.remove()
+        assert session.report().total.fallbacks == 0
+    assert _hooks(model) == [a_users_hook] * 2
+    within.remove()
+    other.remove()
+    assert _hooks(model) == []
+
+
+@pytest.mark.cpu_device
+def test_two_who_listen_to_one_model_leave_in_any_order() -> None:
+    model = nn.Linear(2, 2)
+    heard: list[str] = []
+    first = before_forward(model, lambda args, kwargs: heard.append("first"))
+    second = before_forward(model, lambda args, kwargs: heard.append("second"))
+    first.__enter__()
+    second.__enter__()
+    assert _hooks(copy.deepcopy(model)) == []
+    first.__exit__(None, None, None)
+    assert _hooks(copy.deepcopy(model)) == []
+    model(torch.ones(2))
+    assert heard == ["second"]
+    second.__exit__(None, None, None)
+    assert _hooks(model) == []
+    assert vars(model._forward_pre_hooks) == vars(model._forward_pre_hooks_with_kwargs) == {}
+
+
+def _made(where: str, how: str) -> nn.Module:
+    """A model that is compiled as a whole or in a part of it, either way of asking for it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block: Any = Block(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid())
+    if how == "wrapped":
+        block = torch.compile(block, backend="eager")
+    else:
+        block.compile(backend="eager")
+    return block if where == "whole" else Block(nn.Linear(32, 32), block, nn.Linear(32, 32))
+
+
+def _compiled_steps(model: nn.Module, between: Callable[[], object]) -> list[list[torch.Tensor]]:
+    torch.manual_seed(3)
+    batch, seen = torch.randn(16, 32), []
+    for _ in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        between()
+        loss = model(batch).square().mean()
+        between()
+        loss.backward()
+        seen.append(snapshot(model, loss))
+    return seen
+
+
+@each_way
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize("where", ["whole", "part"])
+def test_a_model_that_is_compiled(where: str, how: str, way: str) -> None:
+    model = _made(where, how)
+    batch = torch.randn(16, 32)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)  # type: ignore[arg-type]
+    reference = _compiled_steps(_made(where, how), lambda: None)
+    model = _made(where, how)
+    copies: list[nn.Module] = []
+    with poochplan.apply(random_plan(profile, 0, (0, 1, 0)), model) as session:
+        planned = _compiled_steps(model, lambda: copies.append(COPIES[way](model)))
+        steps = session.engine.step
+    assert equal(reference, planned)
+    assert session.report().total.fallbacks == 0
+    for copied in copies:
+        assert _hooks(copied) == []
+        found = _compiled_steps(copied, lambda: None)
+        assert equal([step[:1] for step in found], [step[:1] for step in reference])
+    assert session.engine.step == steps == STEPS
+    torch._dynamo.reset()
+
+
+@pytest.mark.cpu_device
+def test_no_copy_takes_the_session_along() -> None:
+    """Of the loss, the optimizer, the gradients and the model: there is one session, and one engine."""
+    case = NETS["residual"]
+    model, step, optimizer = case.fresh()
+
+    def ours() -> int:
+        return sum(type(thing) in (Session, Engine) for thing in gc.get_objects())
+
+    with poochplan.apply(_plan(case), model) as session:
+        step().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        before, loss = ours(), step()
+        copies = [copy.deepcopy(thing) for thing in (loss.detach(), optimizer, model)]
+        pickles = [pickle.dumps(thing) for thing in (loss.detach(), optimizer, model)]
+        assert ours() == before
+        loss.backward()
+        assert session.report().total.fallbacks == 0
+    assert len(copies) == len(pickles)  # they live until here
+    assert not any(b"poochplan" in one for one in pickles)

@@ -1,0 +1,333 @@
+"""Dispatch modes of the user's see the step as it is in-core, wherever they are entered, and the plan is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.planner.problem.problem import build_problem
+from poochplan.tensors.modes import ToggledMode
+from tests.planner.plans import plan_with
+from tests.runtime.nets import CASES, Case, equal, in_core, snapshot, train
+from tests.runtime.random_plans import random_plan
+from tests.runtime.test_recording import one_late_value
+
+STEPS = 3
+"""Of which the session meters two."""
+PLANS: dict[str, Callable[[Case], Plan]] = {
+    "mixed": lambda case: random_plan(case.profile(), 0, (1, 2, 2)),
+    "swap": lambda case: random_plan(case.profile(), 0, (0, 1, 0)),
+    "replay": lambda case: random_plan(case.profile(), 0, (0, 0, 1)),
+    "late": lambda case: plan_with(case.profile(), one_late_value(build_problem(case.profile()))),
+}
+"""In the last one recording begins in the middle of forward."""
+SPANS = {
+    "around the session": ("before", "after"),
+    "within the session": ("opened", "closing"),
+    "from before the session into it": ("before", "closing"),
+    "from the session out of it": ("opened", "after"),
+    "around each step": ("step", "updated"),
+    "around each forward": ("step", "forward"),
+    "around each backward": ("forward", "backward"),
+    "from backward to the next forward": ("forward", "step"),
+}
+"""Where a mode is entered, and where it is left."""
+PAIRS = [*(("mixed", span) for span in SPANS), *((plan, "around each step") for plan in ("swap", "replay", "late"))]
+each_pair = pytest.mark.parametrize(("plan", "span"), PAIRS)
+
+
+class Ops(TorchDispatchMode):
+    """The ops that a user's mode is handed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def without_detach(self) -> list[str]:
+        """Autograd itself detaches at other places where there are hooks on what is saved."""
+        return [name for name in self.seen if name != "aten.detach.default"]
+
+
+class Everything(Ops):
+    """A mode that asks for what a session runs as well."""
+
+    sees_poochplan = True
+
+
+class Span:
+    """Enters a mode where the span begins and leaves it where it ends, as often as a step comes by."""
+
+    def __init__(self, mode: Any, span: str) -> None:
+        self.mode = mode
+        self.begin, self.end = SPANS[span]
+        self.inside = False
+
+    def at(self, place: str) -> None:
+        if place == self.end and self.inside:
+            self.mode.__exit__(None, None, None)
+            self.inside = False
+        if place == self.begin:
+            self.mode.__enter__()
+            self.inside = True
+
+    def finish(self) -> None:
+        if self.inside:
+            self.at(self.end)
+
+
+def run(case: Case, plan: Plan | None, *spans: Span) -> list[list[torch.Tensor]]:
+    """What each step left behind; every span is told each place of the loop. The plan is followed to the end."""
+
+    def at(place: str) -> None:
+        for span in spans if place == "step" else reversed(spans):
+            span.at(place)
+
+    model, step, optimizer = case.fresh()
+    seen = []
+    torch.manual_seed(1)
+    at("before")
+    with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
+        at("opened")
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            at("step")
+            loss = step()
+            at("forward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            at("backward")
+            with outside_all():
+                seen.append(snapshot(model, loss))
+            optimizer.step()
+            at("updated")
+        at("closing")
+    at("after")
+    for span in reversed(spans):
+        span.finish()
+    if session is not None:
+        assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
+    return seen
+
+
+@contextlib.contextmanager
+def outside_all() -> Iterator[None]:
+    """What the test itself does is not the step's."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _the_stack_is_as_it_was() -> Iterator[None]:
+    yield
+    left = _get_current_dispatch_mode_stack()
+    for _ in left:
+        torch._C._pop_torch_dispatch_stack()  # or the tests after this one would fail too
+    assert left == []
+
+
+@each_pair
+def test_a_mode_sees_the_ops_of_in_core_training_in_their_order(plan: str, span: str) -> None:
+    case = CASES["residual"]
+    given, plain, hooked, planned = PLANS[plan](case), Ops(), Ops(), Ops()
+    assert equal(in_core(case, STEPS), run(case, None, Span(plain, span)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        run(case, None, Span(hooked, span))
+    assert equal(in_core(case, STEPS), run(case, given, Span(planned, span)))
+    assert len(plain.without_detach) > 0
+    assert planned.without_detach == plain.without_detach
+    assert planned.seen == hooked.seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_modes_one_around_the_other_see_the_same_ops(name: str) -> None:
+    case = CASES[name]
+
+    def ops(plan: Plan | None) -> list[list[str]]:
+        outer, inner = Ops(), Ops()
+        seen = run(case, plan, Span(outer, "around the session"), Span(inner, "around each step"))
+        assert equal(in_core(case, STEPS), seen)
+        return [outer.without_detach, inner.without_detach]
+
+    assert ops(PLANS["mixed"](case)) == ops(None)
+
+
+class Scoped(nn.Module):
+    """Enters a mode in the middle of its own forward, around every other layer."""
+
+    def __init__(self, mode: Ops) -> None:
+        super().__init__()
+        self.mode = mode
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            with self.mode if index % 2 else contextlib.nullcontext():
+                batch = layer(batch)
+        return batch
+
+
+def _scoped() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(8, 16)
+    return Scoped(Ops()), lambda model: model(batch).square().sum()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_mode_that_the_model_enters_in_its_forward(plan: str) -> None:
+    """Recording begins and ends while it is on, and it is left in the middle of what is recorded."""
+    case = Case(_scoped)
+    given = PLANS[plan](case)
+    seen = []
+    for one in (None, given):
+        mode = Ops()
+        case = Case(lambda mode=mode: (Scoped(mode), _scoped()[1]))  # type: ignore[misc]
+        steps, report = train(case, STEPS, one)
+        assert report is None or report.total.fallbacks == 0
+        seen.append((steps, mode.without_detach))
+    (reference, ops), (planned, planned_ops) = seen
+    assert equal(reference, planned)
+    assert planned_ops == ops != []
+
+
+def test_a_mode_between_two_steps_alone() -> None:
+    """The session goes on recording and metering where it is left."""
+    case = CASES["residual"]
+    model, step, optimizer = case.fresh()
+    mode, seen = Ops(), []
+    torch.manual_seed(1)
+    with poochplan.apply(PLANS["mixed"](case), model, meter="always") as session:
+        for _ in range(STEPS):
+            with mode:
+                optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            loss.backward()
+            seen.append(snapshot(model, loss))
+            with mode:
+                optimizer.step()
+            assert session._meter.is_on
+            assert session._meter in _get_current_dispatch_mode_stack()
+    assert equal(in_core(case, STEPS), seen)
+    assert session.report().total.fallbacks == 0
+
+
+@each_pair
+def test_a_flop_counter_counts_what_it_counts_in_core(plan: str, span: str) -> None:
+    """So replays are not counted."""
+    case = CASES["attention"]
+    reference, counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    run(case, None, Span(reference, span))
+    assert equal(in_core(case, STEPS), run(case, PLANS[plan](case), Span(counter, span)))
+    assert counter.get_total_flops() == reference.get_total_flops() > 0
+    assert counter.get_flop_counts() == reference.get_flop_counts()
+
+
+def test_a_mode_that_asks_for_it_sees_replays_and_buffers_too() -> None:
+    case = CASES["residual"]
+    reference, everything = Ops(), Everything()
+    run(case, None, Span(reference, "around each step"))
+    seen = run(case, PLANS["mixed"](case), Span(everything, "around each step"))
+    assert equal(in_core(case, STEPS), seen)
+    for name in ("aten.convolution.default", "aten.empty.memory_format"):
+        assert everything.seen.count(name) > reference.seen.count(name)
+
+
+class Tracked(Span):
+    """A memory tracker is told of each new step; else it refuses to see the model called twice."""
+
+    def at(self, place: str) -> None:
+        super().at(place)
+        if place == "step":
+            self.mode.reset_mod_stats()
+
+
+@each_pair
+def test_a_memory_tracker_runs_through(plan: str, span: str) -> None:
+    case = CASES["residual"]
+    given, tracker = PLANS[plan](case), MemTracker()
+    assert equal(in_core(case, STEPS), run(case, given, Tracked(tracker, span)))
+    assert max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values()) > 0
+
+
+@pytest.mark.parametrize("span", ["around the session", "around each step"])
+def test_the_profiler_of_torch_runs_through(span: str) -> None:
+    case = CASES["residual"]
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says what it does when it is entered more than once
+        seen = run(case, PLANS["mixed"](case), Span(profiler, span))
+    assert equal(in_core(case, STEPS), seen)
+    assert any("convolution" in event.key for event in profiler.key_averages())
+
+
+def test_a_step_without_memory_in_the_middle_of_a_planned_one() -> None:
+    case = CASES["residual"]
+    model, step, optimizer = case.fresh()
+    seen = []
+    torch.manual_seed(1)
+    with poochplan.apply(PLANS["mixed"](case), model) as session:
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            loss = step()
+            with FakeTensorMode():
+                other = nn.Sequential(nn.Linear(3, 4), nn.GELU())
+                other(torch.empty(2, 3)).sum().backward()
+            assert type(other[0].weight.grad) is FakeTensor
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen.append(snapshot(model, loss))
+            optimizer.step()
+    assert equal(in_core(case, STEPS), seen)
+    assert session.report().total.fallbacks == 0
+
+
+def test_a_session_around_which_there_are_fake_tensors() -> None:
+    """They have nothing that could be moved: all is kept, and counted as it is without a session."""
+    case = CASES["residual"]
+    flops = []
+    for plan in (None, PLANS["mixed"](case)):
+        with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+            model, step, _ = case.fresh()
+            with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model):
+                step().backward()  # type: ignore[no-untyped-call]
+            assert all(type(p.grad) is FakeTensor for p in model.parameters())
+        flops.append(counter.get_flop_counts())
+    assert flops[0] == flops[1]
+
+
+class Ours(ToggledMode):
+    """One that passes every op on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.cpu_device
+def test_what_is_switched_on_lies_below_all_modes_of_the_user_and_above_those_of_torch() -> None:
+    first, second, user, other = Ours(), Ours(), Ops(), Ops()
+    with FakeTensorMode() as fake, user, other:
+        first.switch_on()
+        second.switch_on()
+        assert _get_current_dispatch_mode_stack() == [fake, first, second, user, other]
+        first.switch_off()
+        assert _get_current_dispatch_mode_stack() == [fake, second, user, other]
+        first.switch_on()
+        assert _get_current_dispatch_mode_stack() == [fake, second, first, user, other]
+        second.switch_off()
+        first.switch_off()
+        assert _get_current_dispatch_mode_stack() == [fake, user, other]
