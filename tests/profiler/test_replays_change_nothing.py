@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
 from poochplan.formats.plan import Plan
@@ -283,7 +284,8 @@ def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torc
                 loss = model(BATCH)
                 loss.backward()
                 gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                seen.append([loss.detach(), *gradients, *(x.clone() for x in _state(model))])
+                with _disable_current_modes():  # or a meter would count the copies as the step's own
+                    seen.append([x.detach().clone() for x in (loss, *gradients, *_state(model))])
     return seen
 
 
