@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.plan import Decision, Instructions, Plan
+from poochplan.formats.plan import Decision, Instructions, Plan, host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
@@ -194,6 +195,19 @@ def test_where_the_limit_is_reached_values_are_kept_and_it_is_said_once(swaps: P
     assert "raise host_limit_bytes of apply()" in said[0]
     assert device.taken == []
     assert device.violations == []
+
+
+@pytest.mark.cpu_device
+def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with _session(swaps) as (model, session):
+        monkeypatch.setattr(os, "pwrite", full)
+        loss = model(_images(LONGEST)).square().mean()
+        largest = max(value.size_bytes for value in swaps.values) * LONGEST // PLANNED
+        assert session.engine.host.end_bytes <= host_aligned(session.engine.host.planned_bytes) + host_aligned(largest)
+        del loss
 
 
 # -- nobody in another's place ------------------------------------------------------------------------------------
