@@ -110,7 +110,7 @@ class PinnedTier(Generic[M]):
             raise OSError(
                 errno.ENOMEM,
                 f"pinned memory behind the planned is limited to {format_bytes(self._limit_bytes)}, needed "
-                f"{format_bytes(needed_bytes)}; raise host_limit_bytes of apply(), or plan for such steps",
+                f"{format_bytes(needed_bytes)}; free host memory, or raise host_limit_bytes of apply()",
             )
         for page in missing:
             self._pages[page] = self._pin(self._page_bytes)

@@ -16,11 +16,10 @@ QUIET_STEPS = 10
 
 
 class _Place(weakref.ref[SavedValue]):
-    """Where a value lies behind the planned bytes."""
+    """Where a value lies behind the planned bytes; nowhere yet when an interrupt comes before it is known."""
 
-    __slots__ = ("offset", "size_bytes")
-    offset: int
-    size_bytes: int
+    offset = -1
+    size_bytes = 0
 
 
 class HostSlab:
@@ -94,7 +93,7 @@ class HostSlab:
         return place.offset
 
     def give_up(self, offset: int) -> None:
-        """The value that was placed at ``offset`` could not be written, and its copy has ended."""
+        """The value that was placed at ``offset`` is dead, or could not be written and its copy has ended."""
         place = self._places.pop(offset, None)
         if place is not None:  # a planned place stays its value's
             self._behind.give_back(offset, place.size_bytes)
@@ -102,7 +101,8 @@ class HostSlab:
     def _free_the_dead(self) -> None:
         while self._died:
             place = self._died.popleft()
-            if self._places.get(place.offset) is place:  # or it was given up before its value died
+            # The traceback of an interrupt may have kept one that was given up, and that is another value's by now.
+            if self._places.get(place.offset) is place:
                 self.give_up(place.offset)
 
     def _is_free(self, offset: int, value: SavedValue) -> bool:
