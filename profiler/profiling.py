@@ -22,7 +22,7 @@ from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.fake.fake_profile import fake_profile
-from poochplan.profiler.fake.memory_left import available_bytes, fitting_mode
+from poochplan.profiler.fake.memory_left import fitting_mode
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.step.forward_only import check_real
@@ -33,6 +33,7 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.one_session import check_no_session
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate

@@ -42,6 +42,7 @@ def apply(
     on_divergence: Literal["warn", "error"] = "warn",
     meter: Literal["first-steps", "always", "never"] = "first-steps",
     cap_bytes: int | None = None,
+    host_limit_bytes: int | None = None,
     device: Callable[[], Device] | None = None,
     force: bool = False,
 ) -> Session:
@@ -62,6 +63,9 @@ def apply(
         ``session.report().memory`` gives, begin anew when the block is entered.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
         what would break the promise is an out-of-memory error then.
+    host_limit_bytes: on CUDA, the most pinned memory beside the planned, for steps that are not the planned one; by
+        default three quarters of the host memory that is available when the first such value comes. Values that do not
+        fit are kept. The spill file of the CPU device is limited by its disk.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
@@ -101,10 +105,12 @@ def apply(
         )
     if cap_bytes is not None and where.type != "cuda":
         raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
+    if host_limit_bytes is not None and where.type != "cuda":
+        raise UsageError(f"host limit: expected a plan for cuda, found one for {where.type}; there the disk limits it")
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
-        return open_device(where, spill_dir, first.link.throttle_bytes_per_s)
+        return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes)
 
     return Session(
         plan, model, device or opened, on_divergence=DivergencePolicy(on_divergence), meter=meter, cap_bytes=cap_bytes

@@ -1,27 +1,13 @@
-"""Does the in-core step fit? What memory this process may still take, and what is said of it."""
+"""Does the in-core step fit into what memory is left? And what is said of it."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Literal
 
 from poochplan.units import format_bytes
 
 MARGIN = 1.1
 """The in-core step has to fit with a tenth to spare: what allocators and threads take is nobody's value."""
-
-
-def available_bytes() -> int:
-    """Host memory that this process may still take: of the machine, its cgroups, and its address space."""
-    import resource  # not on Windows, where profiling is refused with a line of its own
-
-    limits = [_machine_bytes(), *_cgroup_bytes()]
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits.append(soft - pages * os.sysconf("SC_PAGE_SIZE"))
-    return max(0, min(limits))
 
 
 def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
@@ -32,41 +18,3 @@ def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "sw
         f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed_bytes)} "
         f"and a tenth to spare where {format_bytes(free_bytes)} are free"
     )
-
-
-def _machine_bytes() -> int:
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _cgroup_bytes() -> list[int]:
-    """What each limited cgroup of this process, version 1 or 2, has left."""
-    left = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup") / controllers
-            names = ("memory.max", "memory.current") if not controllers else _VERSION_1
-            folder = root / path.lstrip("/")
-            left += [found for at in (folder, *folder.parents) if at.is_relative_to(root) for found in _left(at, names)]
-    return left
-
-
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def _left(folder: Path, names: tuple[str, str]) -> list[int]:
-    limit, used = (" ".join(_lines(folder / name)) for name in names)
-    if not (limit.isdigit() and used.isdigit()):  # no limit is "max", the root has no files
-        return []
-    inactive = [line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("inactive_file ")]
-    return [int(limit) - int(used) + sum(map(int, inactive))]  # a page cache that would give way
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

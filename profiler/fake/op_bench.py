@@ -25,11 +25,11 @@ from poochplan.formats.files import cache_folder, write_cache
 from poochplan.formats.profile import Device
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
 from poochplan.tensors.torch_private import pytree, storage_identity
 
-from .memory_left import available_bytes
 from .recency import cache_bytes
 from .roofline import op_bytes
 

@@ -231,6 +231,9 @@ class CpuDevice:
         """Makes the file ``size_bytes`` long, every block written once; raises ``OSError`` when the disk is full."""
         self.file.write_ahead(size_bytes)
 
+    def trim_host(self, size_bytes: int) -> None:
+        self.file.cut(size_bytes)
+
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.where).untyped_storage()
 

@@ -1,4 +1,4 @@
-"""The CUDA device: the user's streams compute, two streams copy, and the host tier is one pinned slab."""
+"""The CUDA device: the user's streams compute, two streams copy, and the host tier is pinned memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from poochplan.tensors.torch_private import without_modes
 
 from .device import Event, Stream
 from .pinned import PinnedMemory, cupy_or_none
+from .pinned_tier import Part, PinnedTier
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
@@ -64,24 +65,23 @@ class CudaCopy:
 
 
 class CudaDevice:
-    """Two streams and a pinned slab from construction to :meth:`close`.
+    """Two streams and the pinned host tier from construction to :meth:`close`.
 
     Parameters
     ----------
     where: which GPU.
-
-    What a plan did not foresee (a step that left it) goes into pinned pieces behind the slab, one for each value.
+    host_limit_bytes: the most pinned memory for what a plan did not foresee (a step that left it); see
+        :class:`~.pinned_tier.PinnedTier` for the default.
     """
 
     kind = "cuda"
 
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, where: torch.device, *, host_limit_bytes: int | None = None) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
-        self._cupy = cupy_or_none()
-        self._slab: PinnedMemory | None = None
-        self._pieces: dict[int, PinnedMemory] = {}
+        self._cupy = cupy = cupy_or_none()
+        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy), limit_bytes=host_limit_bytes)
         self._seen: set[torch.cuda.Stream] = set()
 
     @property
@@ -97,53 +97,52 @@ class CudaDevice:
 
     def reserve_host(self, size_bytes: int) -> None:
         """Allocates the slab at its exact size."""
-        if size_bytes > 0:
-            self._slab = PinnedMemory(size_bytes, self._cupy)
+        self._host.reserve(size_bytes)
+
+    def trim_host(self, size_bytes: int) -> None:
+        if self._host.behind_bytes:
+            self.synchronize()  # the values there are dead, but perhaps not their last copies
+            self._host.trim(size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         try:
-            memory, offset = self._place(host_offset, storage.nbytes())
+            parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
             return CudaCopy(error)
         if len(self._seen) > 1:  # the value may be of another stream than the one that asks for its copy
             for stream in tuple(self._seen):
                 self.outward.stream.wait_stream(stream)
-        self._queue(storage, memory, offset, _TO_HOST, self.outward)
+        self._queue(storage, parts, _TO_HOST, self.outward)
         return CudaCopy()
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
-        memory, offset = self._place(host_offset, storage.nbytes())
-        self._queue(storage, memory, offset, _TO_DEVICE, self.inward)
+        parts = self._host.parts(host_offset, storage.nbytes())
+        self._queue(storage, parts, _TO_DEVICE, self.inward)
         return CudaCopy()
 
-    def _place(self, host_offset: int, size_bytes: int) -> tuple[PinnedMemory, int]:
-        if self._slab is not None and host_offset + size_bytes <= self._slab.size_bytes:
-            return self._slab, host_offset
-        piece = self._pieces.get(host_offset)
-        if piece is None or piece.size_bytes < size_bytes:
-            if piece is not None:
-                self.synchronize()  # its last reader is gone, but perhaps not its last copy
-                piece.free()
-            piece = self._pieces[host_offset] = PinnedMemory(size_bytes, self._cupy)
-        return piece, 0
-
     def _queue(
-        self, storage: torch.UntypedStorage, memory: PinnedMemory, offset: int, kind: int, stream: CudaStream
+        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
     ) -> None:
-        size_bytes = storage.nbytes()
         if self._cupy is not None:
-            to, source = storage.data_ptr(), memory.pointer + offset
-            if kind == _TO_HOST:
-                to, source = source, to
-            self._cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, stream.stream.cuda_stream)
+            at = storage.data_ptr()
+            for part in parts:
+                to, source = at, part.memory.pointer + part.offset
+                if kind == _TO_HOST:
+                    to, source = source, to
+                self._cupy.cuda.runtime.memcpyAsync(to, source, part.size_bytes, kind, stream.stream.cuda_stream)
+                at += part.size_bytes
             return
         with without_modes(), torch.no_grad(), torch.cuda.stream(stream.stream):
-            on_device = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)
-            on_host = memory.tensor[offset : offset + size_bytes]
-            if kind == _TO_DEVICE:
-                on_device.copy_(on_host, non_blocking=True)
-            else:
-                on_host.copy_(on_device, non_blocking=True)
+            whole = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)
+            at = 0
+            for part in parts:
+                on_device = whole[at : at + part.size_bytes]
+                on_host = part.memory.tensor[part.offset : part.offset + part.size_bytes]
+                if kind == _TO_DEVICE:
+                    on_device.copy_(on_host, non_blocking=True)
+                else:
+                    on_host.copy_(on_device, non_blocking=True)
+                at += part.size_bytes
 
     # -- streams of the user's --------------------------------------------------------------------------------
 
@@ -196,10 +195,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self.synchronize()
-        for memory in (self._slab, *self._pieces.values()):
-            if memory is not None:
-                memory.free()
-        self._slab, self._pieces = None, {}
+        self._host.free()
 
 
 @contextlib.contextmanager

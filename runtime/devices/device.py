@@ -63,6 +63,12 @@ class Device(Protocol):
     def reserve_host(self, size_bytes: int) -> None:
         """Makes the host tier that large ahead of its use; raises ``OSError`` where that is not to be had."""
 
+    def trim_host(self, size_bytes: int) -> None:
+        """Gives back what the host tier takes beyond its first ``size_bytes``, as far as that can be done.
+
+        No value lies there any more; copies of dead ones may still be queued.
+        """
+
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """Queues a copy of the whole storage to the host tier, on ``outward``. The caller keeps the storage alive.
 

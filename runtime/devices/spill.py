@@ -86,6 +86,12 @@ class SpillFile:
             wanted = min(len(zeros), size_bytes - self.size_bytes)
             self.size_bytes += os.pwrite(self.descriptor, zeros[:wanted], self.size_bytes)
 
+    def cut(self, size_bytes: int) -> None:
+        """Gives the disk back what lies beyond the first ``size_bytes``, and nothing where it does not take it."""
+        with contextlib.suppress(OSError):
+            if os.fstat(self.descriptor).st_size > size_bytes:
+                os.ftruncate(self.descriptor, size_bytes)
+
     def close(self) -> None:
         """Gives the space back. Idempotent."""
         self.descriptor = -1

@@ -115,6 +115,9 @@ class Engine:
         with Unseen():  # parameters may be sparse, and are taken apart
             self._static = self.recorder.static = self._parameters()
         self.recorder.forget(in_use=self.holds_values)
+        with self._lock:
+            if self.host.step_begins():
+                self.device.trim_host(self.host.end_bytes)
         self._awaits_inputs = self._courses.by_inputs
         if not self._awaits_inputs and self.instructions.record_from_start:
             self.recorder.switch_on()
@@ -351,7 +354,9 @@ class Engine:
         self.stats.stall_s += value.out_copy.wait()  # Rule 3
         if value.out_copy.error is not None:  # Rule 9
             reason = f"values are kept: the host tier cannot be written ({value.out_copy.error.strerror})"
+            offset = value.host_offset
             value.host_offset, value.out_copy, value.decision = -1, None, Decision.KEEP
+            self.host.give_up(offset)  # last: from here on the place may be another value's
             self._count_fallback(FallbackKind.HOST_TIER, reason)
             return
         value.storage = None

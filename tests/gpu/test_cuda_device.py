@@ -9,6 +9,7 @@ import torch
 
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
+from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.gpu.cases import CASES, WHERE
 from tests.runtime.nets import equal, train
@@ -66,12 +67,32 @@ def test_more_than_there_is_raises_an_os_error(cupy: Any) -> None:
 
 def test_bytes_come_back_as_they_went(device: CudaDevice) -> None:
     device.reserve_host(8 * MIB)
-    for offset, size_bytes in ((0, 1), (4096, 3 * MIB + 7), (4 * MIB, 4 * MIB), (64 * MIB, 1000)):  # the last: a piece
+    behind = ((64 * MIB, 1000), (70 * MIB, 150 * MIB + 3))  # on a page; on several
+    for offset, size_bytes in ((0, 1), (4096, 3 * MIB + 7), (4 * MIB, 4 * MIB), *behind):
         content = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device=WHERE)
         copy_out(device, content.untyped_storage(), offset).wait()
         back = device.allocate(size_bytes)
         copy_in(device, back, offset).wait()
         assert torch.equal(_tensor(back), content)
+
+
+def test_pages_are_pinned_up_to_the_limit_used_again_and_given_back() -> None:
+    device = CudaDevice(WHERE, host_limit_bytes=2 * PAGE_BYTES)
+    device.reserve_host(MIB)
+    storage = device.allocate(2 * PAGE_BYTES)
+    for _ in range(3):
+        copy = copy_out(device, storage, MIB)
+        copy.wait()
+        assert copy.error is None
+        assert device._host.behind_bytes == 2 * PAGE_BYTES
+    refused = copy_out(device, storage, 2 * MIB)
+    refused.wait()
+    assert "is limited to 128 MiB, needed 192 MiB" in str(refused.error)
+    device.trim_host(MIB + 1)
+    assert device._host.behind_bytes == PAGE_BYTES
+    device.trim_host(MIB)
+    assert device._host.behind_bytes == 0
+    device.close()
 
 
 def test_a_copy_out_waits_for_compute_and_the_host_waits_for_neither(device: CudaDevice) -> None:

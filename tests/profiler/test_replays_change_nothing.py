@@ -283,10 +283,14 @@ def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torc
                 model.zero_grad()
                 loss = model(BATCH)
                 loss.backward()
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                with _disable_current_modes():  # or a meter would count the copies as the step's own
-                    seen.append([x.detach().clone() for x in (loss, *gradients, *_state(model))])
+                seen.append(_copies(model, loss))
     return seen
+
+
+def _copies(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with _disable_current_modes():  # or a meter would count them as the step's own
+        return [x.detach().clone() for x in (loss, *gradients, *_state(model))]
 
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])

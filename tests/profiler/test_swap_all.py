@@ -146,7 +146,7 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
 def test_a_limit_of_the_address_space_counts_as_memory() -> None:
     script = """
         import resource
-        from poochplan.profiler.fake.memory_left import available_bytes
+        from poochplan.tensors.host_memory import available_bytes
         pages = int(open("/proc/self/statm").read().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (64 << 20), resource.RLIM_INFINITY))
         print(available_bytes())

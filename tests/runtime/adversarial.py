@@ -79,15 +79,18 @@ class LazyJob:
     def run(self) -> None:
         self._pending = False
         storage = self._storage()
-        host = self._device.host_bytes(self._offset, self._size_bytes)
         if self._fails:
             self.error = OSError(errno.EIO, "Input/output error")
-        elif storage is None:
-            ctypes.memset(host, POISON, self._size_bytes)
-        elif self._to_host:
-            ctypes.memmove(host, storage.data_ptr(), self._size_bytes)
-        else:
-            ctypes.memmove(storage.data_ptr(), host, self._size_bytes)
+            return
+        moved = 0
+        for host, count in self._device.host_parts(self._offset, self._size_bytes):
+            if storage is None:
+                ctypes.memset(host, POISON, count)
+            elif self._to_host:
+                ctypes.memmove(host, storage.data_ptr() + moved, count)
+            else:
+                ctypes.memmove(storage.data_ptr() + moved, host, count)
+            moved += count
 
 
 class LazyStream:
@@ -150,10 +153,11 @@ class AdversarialDevice:
         self._host = bytearray()
         self._born: dict[int, int] = {}
 
-    def host_bytes(self, offset: int, size_bytes: int) -> Any:
+    def host_parts(self, offset: int, size_bytes: int) -> list[tuple[Any, int]]:
+        """Where the bytes at ``offset`` lie, in order: memory, and how many of them."""
         if len(self._host) < offset + size_bytes:
             self._host = self._host + bytearray([POISON]) * (offset + size_bytes - len(self._host))
-        return (ctypes.c_ubyte * size_bytes).from_buffer(self._host, offset)
+        return [((ctypes.c_ubyte * size_bytes).from_buffer(self._host, offset), size_bytes)]
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         storage = torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
@@ -162,12 +166,16 @@ class AdversarialDevice:
         return storage
 
     def reserve_host(self, size_bytes: int) -> None:
-        self.host_bytes(0, size_bytes)
+        self.host_parts(0, size_bytes)
+
+    def trim_host(self, size_bytes: int) -> None:
+        self._host = self._host[:size_bytes]
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
         if self.outward.knows_compute_until < self.clock.now:
             self.violations.append("a copy out could start before the value was computed")
-        ctypes.memset(self.host_bytes(host_offset, storage.nbytes()), POISON, storage.nbytes())
+        for host, count in self.host_parts(host_offset, storage.nbytes()):
+            ctypes.memset(host, POISON, count)
         self.failing_writes -= 1
         job = LazyJob(self, storage, host_offset, to_host=True, fails=self.failing_writes >= 0)
         self.outward.items.append(job)

@@ -63,7 +63,7 @@ class Counts(NamedTuple):
     files: int
     spill_bytes: int
     registered: int
-    unplanned: int
+    unplanned_bytes: int
 
 
 def count(session: Session) -> Counts:
@@ -77,7 +77,7 @@ def count(session: Session) -> Counts:
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
         registered=len(session.engine.recorder.registry),
-        unplanned=len(session.engine.host._unplanned),
+        unplanned_bytes=session.engine.host.end_bytes - session.engine.host.planned_bytes,
     )
 
 

@@ -17,6 +17,7 @@ from poochplan.runtime import session
 from poochplan.runtime.engine.course import Course
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_slab import HostSlab
+from poochplan.runtime.engine.intervals import Intervals
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays import recorder, replay
 from poochplan.tensors import storages, writes
@@ -115,6 +116,12 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "a place on the host belongs to its value until that is gone": (
         (HostSlab, "_is_free", "occupant is not None and", "False and"),
         test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
+    ),
+    "a place behind the plan belongs to its value until that is gone": (
+        (Intervals, "take", "[(behind, end)]", "[(start, end)]"),
+        lambda: test_divergence.test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_again(
+            _divergence_plans(), "a larger batch", 0
+        ),
     ),
     "running statistics are not updated twice": (
         (writes, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),

@@ -1,0 +1,301 @@
+"""What lies behind the planned bytes: no more than is alive at once, nobody in another's place, given back in time."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Decision, Instructions, Plan, host_aligned
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.engine.host_slab import QUIET_STEPS, HostSlab
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.session import Session
+from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.nets import Case, Residual, equal
+from tests.runtime.paged import PagedDevice
+from tests.runtime.random_plans import random_plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PLANNED, LONGEST = 4, 9
+LENGTHS = (6, 9, 5, 7)
+
+
+def _images(count: int) -> torch.Tensor:
+    return torch.randn(count, 8, 16, 16, generator=torch.Generator().manual_seed(count))
+
+
+def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    images = _images(PLANNED)
+    return Residual(), lambda model: model(images).square().mean()
+
+
+@pytest.fixture(scope="module")
+def swaps() -> Plan:
+    return random_plan(Case(_residual).profile(), 0, (0, 1, 0))
+
+
+def _backward(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _train(model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = lambda: None) -> list[object]:
+    torch.manual_seed(1)
+    seen: list[object] = []
+    for length in lengths:
+        announce()
+        seen.append(_backward(model, model(_images(length)).square().mean()))
+    return seen
+
+
+def _train_overlapping(
+    model: nn.Module, lengths: tuple[int, ...], announce: Callable[[], None] = lambda: None
+) -> list[object]:
+    """Each backward runs after the forward of the next step."""
+    torch.manual_seed(1)
+    seen: list[object] = []
+    before: torch.Tensor | None = None
+    for length in lengths:
+        announce()
+        loss = model(_images(length)).square().mean()
+        if before is not None:
+            seen.append(_backward(model, before))
+        before = loss
+        del loss
+    return seen
+
+
+def _host_bytes(session: Session) -> int:
+    device = session._device
+    if isinstance(device, CpuDevice):
+        return os.fstat(device.file.descriptor).st_size
+    if isinstance(device, PagedDevice):
+        return sum(memory.size_bytes for memory in device.taken)
+    assert isinstance(device, AdversarialDevice)
+    return len(device._host)
+
+
+@contextmanager
+def _session(plan: Plan, device: Callable[[], Device] | None = None) -> Iterator[tuple[nn.Module, Session]]:
+    model, _, _ = Case(_residual).fresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with poochplan.apply(plan, model, device=device) as session:
+            yield model, session
+
+
+def _longest_step_bytes(plan: Plan) -> int:
+    with _session(plan) as (model, session):
+        _train(model, (LONGEST,))
+        return _host_bytes(session)
+
+
+# -- bounded by what is alive -----------------------------------------------------------------------------------
+
+
+def test_steps_of_variable_length_take_the_host_bytes_of_the_longest_step_not_of_all_of_them(swaps: Plan) -> None:
+    expected = _train(Case(_residual).fresh()[0], LENGTHS)
+    with _session(swaps) as (model, session):
+        assert equal(expected, _train(model, LENGTHS))  # type: ignore[arg-type]
+        assert _host_bytes(session) == _longest_step_bytes(swaps)
+
+
+def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(swaps: Plan) -> None:
+    lengths = 4 * LENGTHS
+    expected = _train_overlapping(Case(_residual).fresh()[0], lengths)
+    with _session(swaps) as (model, session):
+        assert equal(expected, _train_overlapping(model, lengths, session.step))  # type: ignore[arg-type]
+        planned = session.engine.host.planned_bytes
+        one_step = _longest_step_bytes(swaps) - planned
+        assert _host_bytes(session) <= planned + 3 * one_step  # two alive, and room for what does not fit together
+
+
+def test_after_many_planned_steps_what_was_taken_behind_the_plan_is_given_back(swaps: Plan) -> None:
+    longest = _longest_step_bytes(swaps)
+    with _session(swaps) as (model, session):
+        planned = session.engine.host.planned_bytes
+        for _ in range(2):
+            _train(model, (LONGEST, *QUIET_STEPS * (PLANNED,)))
+            assert _host_bytes(session) == longest > planned
+            _train(model, (PLANNED,))
+            assert _host_bytes(session) == planned
+
+
+def test_what_is_still_alive_outlasts_the_giving_back(swaps: Plan) -> None:
+    def use(model: nn.Module, announce: Callable[[], None]) -> list[object]:
+        torch.manual_seed(1)
+        announce()
+        loss = model(_images(LONGEST)).square().mean()
+        seen = _train(model, 2 * QUIET_STEPS * (PLANNED,), announce)
+        return [*seen, _backward(model, loss)]
+
+    expected = use(Case(_residual).fresh()[0], lambda: None)
+    with _session(swaps) as (model, session):
+        assert equal(expected, use(model, session.step))  # type: ignore[arg-type]
+
+
+# -- the tier of the CUDA device, in ordinary memory --------------------------------------------------------------
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("train", [_train, _train_overlapping])
+def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(
+    swaps: Plan, train: Callable[..., list[object]]
+) -> None:
+    lengths = 3 * LENGTHS
+    expected = train(Case(_residual).fresh()[0], lengths)
+    one_step = _longest_step_bytes(swaps)
+    clock = OpClock()
+    device = PagedDevice(clock)
+    with clock, _session(swaps, lambda: device) as (model, session):
+        planned = session.engine.host.planned_bytes
+        assert equal(expected, train(model, lengths, session.step))  # type: ignore[arg-type]
+        steps = 1 if train is _train else 3
+        assert device.tier.slab_bytes == planned
+        assert 0 < _host_bytes(session) - planned <= steps * (one_step - planned) + 10_000
+        _train(model, (QUIET_STEPS + 2) * (PLANNED,), session.step)
+        assert _host_bytes(session) == planned
+    assert device.taken == []
+    assert device.violations == []
+
+
+@pytest.mark.cpu_device
+def test_where_the_limit_is_reached_values_are_kept_and_it_is_said_once(swaps: Plan) -> None:
+    expected = _train(Case(_residual).fresh()[0], LENGTHS)
+    clock = OpClock()
+    device = PagedDevice(clock, limit_bytes=50_000)
+    model, _, _ = Case(_residual).fresh()
+    with clock, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with poochplan.apply(swaps, model, device=lambda: device) as session:
+            assert equal(expected, _train(model, LENGTHS))  # type: ignore[arg-type]
+            assert device.tier.behind_bytes <= 50_000
+            assert session.report().last_step.out_bytes > 0
+            assert session.report().total.fallback_kinds[FallbackKind.HOST_TIER] > 0
+    said = [str(warning.message) for warning in caught if "pinned memory" in str(warning.message)]
+    assert len(said) == 1
+    assert "is limited to 48.8 KiB, needed" in said[0]
+    assert "free host memory, or raise host_limit_bytes of apply()" in said[0]
+    assert device.taken == []
+    assert device.violations == []
+
+
+@pytest.mark.cpu_device
+def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with _session(swaps) as (model, session):
+        monkeypatch.setattr(os, "pwrite", full)
+        loss = model(_images(LONGEST)).square().mean()
+        largest = max(value.size_bytes for value in swaps.values) * LONGEST // PLANNED
+        assert session.engine.host.end_bytes <= host_aligned(session.engine.host.planned_bytes) + host_aligned(largest)
+        del loss
+
+
+# -- nobody in another's place ------------------------------------------------------------------------------------
+
+
+def _value(size_bytes: int, fill: int = 0) -> SavedValue:
+    tensor = torch.full((size_bytes,), fill, dtype=torch.uint8)
+    return SavedValue(None, Decision.SWAP, Recorder("cpu").record_of(tensor), tensor)
+
+
+@pytest.mark.cpu_device
+def test_a_place_is_free_once_its_value_is_gone_or_was_given_up_and_only_once() -> None:
+    slab = HostSlab([Instructions()])
+    first, second = _value(5000), _value(5000)
+    assert (slab.place(first), slab.place(second)) == (0, 8192)
+    kept = slab._places[0]  # as the traceback of an interrupt may
+    slab.give_up(0)
+    third = _value(5000)
+    assert slab.place(third) == 0
+    del first  # its place is the third's now
+    assert kept() is None
+    assert slab.place(_value(5000)) == 16384
+    assert slab.end_bytes == 16384
+    del second
+    assert slab.end_bytes == 8192
+    assert slab.place(_value(100)) == 8192
+    del third
+    assert slab.end_bytes == 0
+
+
+@pytest.mark.cpu_device
+def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one() -> None:
+    """Nobody waits for the copies of the dead one, as where it dies on a thread that copies."""
+    clock = OpClock()
+    device, slab = AdversarialDevice(clock), HostSlab([Instructions()])
+    dead = _value(5000, fill=1)
+    assert dead.storage is not None
+    buffers = [dead.storage, device.allocate(5000)]  # a copy that was queued holds its storage until it ends
+    place = slab.place(dead)
+    copies = [copy_out(device, dead.storage, place), copy_in(device, buffers[1], place)]
+    for copy in copies:
+        copy.storage = None  # so that it goes without a wait
+    del dead, copies, copy
+    following = _value(5000, fill=2)
+    assert following.storage is not None
+    assert slab.place(following) == place
+    copy_out(device, following.storage, place).wait()
+    back = device.allocate(5000)
+    copy_in(device, back, place).wait()
+    device.synchronize()
+    assert torch.empty(0, dtype=torch.uint8).set_(back).unique().tolist() == [2]
+    assert device.violations == []
+
+
+@pytest.mark.cpu_device
+def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, collected, pwrite = threading.Event(), threading.Event(), os.pwrite
+
+    def collecting(descriptor: int, data: bytes, at: int) -> int:
+        go.wait()
+        if not collected.is_set():
+            gc.collect()
+            collected.set()
+        return pwrite(descriptor, data, at)
+
+    device, slab = CpuDevice(tmp_path), HostSlab([Instructions()])
+    monkeypatch.setattr(os, "pwrite", collecting)
+    values = [_value(5000, fill=fill) for fill in (1, 2)]
+    for value in values:
+        assert value.storage is not None
+        value.host_offset = slab.place(value)
+        value.out_copy = copy_out(device, value.storage, value.host_offset)
+    first, second = values
+    cycle: list[object] = [second]
+    cycle.append(cycle)
+    gone = weakref.ref(second)
+    del cycle, second, values, value
+    go.set()
+    assert collected.wait(60)
+    following = _value(5000, fill=3)
+    assert gone() is None
+    assert slab.place(following) == 8192
+    assert following.storage is not None
+    copy_out(device, following.storage, 8192).wait()
+    back = device.allocate(5000)
+    copy_in(device, back, 8192).wait()
+    device.close()
+    assert torch.empty(0, dtype=torch.uint8).set_(back).unique().tolist() == [3]
+    assert first.host_offset == 0

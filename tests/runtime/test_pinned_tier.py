@@ -1,0 +1,114 @@
+"""The pinned tier: a slab and pages behind it, no more of them than the limit, each given back once."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.runtime.devices import pinned_tier
+from poochplan.runtime.devices.pinned_tier import PinnedTier
+from tests.runtime.nets import CASES
+from tests.runtime.paged import OrdinaryMemory
+from tests.runtime.random_plans import random_plan
+
+pytestmark = pytest.mark.cpu_device
+
+
+def _tier(
+    taken: list[OrdinaryMemory], *, limit_bytes: int | None = None, slab_bytes: int = 150
+) -> PinnedTier[OrdinaryMemory]:
+    tier = PinnedTier(lambda size_bytes: OrdinaryMemory(size_bytes, taken), limit_bytes=limit_bytes, page_bytes=100)
+    tier.reserve(slab_bytes)
+    return tier
+
+
+def test_the_slab_has_its_exact_size_and_pages_are_pinned_when_a_value_needs_them() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken)
+    assert [part[1:] for part in tier.parts(20, 130)] == [(20, 130)]
+    assert [memory.size_bytes for memory in taken] == [150]
+    parts = tier.parts(180, 200)
+    assert [part[1:] for part in parts] == [(30, 70), (0, 100), (0, 30)]
+    assert [part.memory for part in parts] == taken[1:]
+    assert tier.behind_bytes == 300
+    assert tier.parts(180, 200) == parts  # nothing new is pinned
+    assert tier.parts(140, 0) == []
+
+
+def test_every_byte_has_a_place_of_its_own() -> None:
+    tier = _tier([])
+    places = [(id(part.memory), part.offset) for at in range(600) for part in tier.parts(at, 1)]
+    assert len(set(places)) == 600
+    whole = [(id(part.memory), part.offset + byte) for part in tier.parts(0, 600) for byte in range(part.size_bytes)]
+    assert whole == places
+
+
+def test_without_a_slab_pages_serve_from_the_first_byte() -> None:
+    taken: list[OrdinaryMemory] = []
+    assert [part[1:] for part in _tier(taken, slab_bytes=0).parts(90, 20)] == [(90, 10), (0, 10)]
+    assert [memory.size_bytes for memory in taken] == [100, 100]
+
+
+def test_pages_beyond_the_limit_are_refused_and_those_within_it_stay() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken, limit_bytes=250)
+    tier.parts(150, 100)
+    with pytest.raises(OSError, match=r"is limited to 250 B, needed 300 B; free host memory") as raised:
+        tier.parts(200, 200)
+    assert raised.value.errno == errno.ENOMEM
+    assert tier.behind_bytes == 100
+    tier.parts(200, 100)
+    assert tier.behind_bytes == 200
+    tier.free()
+    assert taken == []
+
+
+def test_without_a_limit_given_it_is_a_share_of_what_is_available_at_the_first_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = _tier([])
+    monkeypatch.setattr(pinned_tier, "available_bytes", lambda: 400)
+    tier.parts(150, 200)
+    monkeypatch.setattr(pinned_tier, "available_bytes", lambda: 0)
+    tier.parts(350, 100)
+    with pytest.raises(OSError, match="is limited to 300 B, needed 400 B"):
+        tier.parts(450, 1)
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_and_the_rest_serves() -> None:
+    taken: list[OrdinaryMemory] = []
+
+    def pin(size_bytes: int) -> OrdinaryMemory:
+        if len(taken) == 2:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return OrdinaryMemory(size_bytes, taken)
+
+    tier = PinnedTier(pin, limit_bytes=1000, page_bytes=100)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        tier.parts(0, 300)
+    assert [part[1:] for part in tier.parts(0, 200)] == [(0, 100), (0, 100)]
+
+
+def test_trimming_gives_back_the_pages_wholly_beyond_and_freeing_everything_once() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken)
+    tier.parts(150, 400)
+    tier.trim(351)
+    assert tier.behind_bytes == 300
+    tier.trim(350)
+    assert tier.behind_bytes == 200
+    tier.trim(0)
+    assert [memory.size_bytes for memory in taken] == [150]
+    tier.free()
+    tier.free()
+    assert taken == []
+
+
+def test_a_limit_is_refused_where_the_disk_is_the_limit() -> None:
+    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
+    with pytest.raises(UsageError, match="host limit: expected a plan for cuda, found one for cpu"):
+        poochplan.apply(plan, CASES["residual"].fresh()[0], host_limit_bytes=1 << 30)
