@@ -112,18 +112,20 @@ def _longest_step_bytes(plan: Plan) -> int:
 
 def test_steps_of_variable_length_take_the_host_bytes_of_the_longest_step_not_of_all_of_them(swaps: Plan) -> None:
     expected = _train(Case(_residual).fresh()[0], LENGTHS)
+    longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
         assert equal(expected, _train(model, LENGTHS))  # type: ignore[arg-type]
-        assert _host_bytes(session) == _longest_step_bytes(swaps)
+        assert _host_bytes(session) == longest
 
 
 def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(swaps: Plan) -> None:
     lengths = 4 * LENGTHS
     expected = _train_overlapping(Case(_residual).fresh()[0], lengths)
+    longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
         assert equal(expected, _train_overlapping(model, lengths, session.step))  # type: ignore[arg-type]
         planned = session.engine.host.planned_bytes
-        one_step = _longest_step_bytes(swaps) - planned
+        one_step = longest - planned
         assert _host_bytes(session) <= planned + 3 * one_step  # two alive, and room for what does not fit together
 
 
