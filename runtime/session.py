@@ -22,7 +22,7 @@ from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.engine import DivergencePolicy, Engine
 from poochplan.tensors.malloc import freed_memory_given_back
-from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
+from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks, where_forward_raises
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import has_storage, static_keys
 from poochplan.tensors.torch_private import in_backward
@@ -180,6 +180,7 @@ class Session:
             self._reserve_host()
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(before_forward(self.model, self._forward_begins))
+            stack.enter_context(where_forward_raises(self.model, self._forward_raised))
             self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
             stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
@@ -306,6 +307,11 @@ class Session:
         if self.engine.awaits_inputs:
             self.engine.inputs_are(input_signature(args, kwargs))
             self._check_gradients()
+
+    def _forward_raised(self) -> None:
+        """What the caller runs now is not of the step, and is not recorded."""
+        if self._state == "open" and threading.get_ident() == self._thread and not in_backward():
+            self.engine.recorder.switch_off()
 
     def _begin_step(self) -> None:
         self.engine.begin_step()

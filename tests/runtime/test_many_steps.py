@@ -172,6 +172,6 @@ def grown_bytes(resident: list[int]) -> float:
 
 
 def allowed_bytes(resident: list[int]) -> float:
-    """Three times the spread between neighbouring rounds, or 128 KiB: one leaked value takes a page more, and is seen."""
+    """Three times the spread between neighbouring rounds, or 128 KiB: one leaked value takes a page more."""
     steps = [abs(later - earlier) for earlier, later in itertools.pairwise(resident)]
     return max(128 << 10, 3 * statistics.median(steps))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
@@ -17,7 +18,8 @@ from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.operators import traits
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
-from tests.runtime.nets import CASES, Case, train
+from tests.runtime.nets import CASES, LINK, Case, equal, train
+from tests.runtime.random_plans import random_plan
 
 STEPS = 2
 
@@ -108,3 +110,60 @@ def test_backward_and_optimizer_are_not_recorded_when_a_step_recomputes_everythi
         (torch.ones(3) * 2).sum()
         assert in_forward > 0
         assert len(handed) == in_forward
+
+
+class Halting(nn.Module):
+    """Two layers, and an exception between them where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.halts = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = torch.tanh(self.first(batch))
+        if self.halts:
+            raise KeyError("asked to")
+        return torch.tanh(self.second(batch)).square().mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_after_an_exception_in_forward_nothing_is_recorded_until_the_next_step(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Halting(), torch.randn(4, 8)
+    profile = poochplan.profile(lambda: model(batch), model=model, iterations=1, link=LINK)
+    plan = random_plan(profile, 0, (0, 0, 1))
+    model(batch).backward()
+    in_core = [p.grad for p in model.parameters()]
+    if compiled:
+        model.compile(backend="eager", dynamic=False)
+    with poochplan.apply(plan, model, on_divergence="warn") as session:
+        model.halts = True
+        with pytest.raises(KeyError):
+            model(batch)
+        assert not session.engine.recorder.is_on
+        model.halts = False
+        model.zero_grad()
+        model(batch).backward()
+        assert compiled or session.report().last_step.replayed_values > 0
+        assert session.report().last_step.fallbacks == 0 or compiled
+    assert equal([in_core], [[p.grad for p in model.parameters()]])  # type: ignore[list-item]
+
+
+def test_a_model_that_returns_nothing_goes_on_being_recorded() -> None:
+    class Quiet(Halting):
+        def forward(self, batch: torch.Tensor) -> None:  # type: ignore[override]
+            self.loss = super().forward(batch)
+
+    torch.manual_seed(0)
+    model, batch = Quiet(), torch.randn(4, 8)
+
+    def step() -> torch.Tensor:
+        model(batch)
+        return model.loss.sin()
+
+    plan = random_plan(poochplan.profile(step, model=model, iterations=1, link=LINK), 0, (0, 0, 1))
+    with poochplan.apply(plan, model) as session:
+        step().backward()
+    assert session.report().last_step.fallbacks == 0
+    assert session.report().last_step.replayed_values > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
 import subprocess
@@ -18,9 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
+from poochplan.formats.plan import Plan
 from poochplan.runtime.session import Session
 from tests.runtime.data_parallel import Shared
-from tests.runtime.nets import LINK, Case, equal, in_core, snapshot, train
+from tests.runtime.nets import CASES, LINK, Case, equal, in_core, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 WEIGHTS = [(1, 2, 2), (0, 1, 0), (0, 0, 1)]
@@ -205,6 +207,28 @@ def test_data_parallel_training_in_two_processes(tmp_path: Path) -> None:
         assert equal(alone, planned)
     gradients = [planned[0][1] for _, planned in ranks]
     assert torch.equal(*gradients)  # they really are reduced over both
+
+
+@pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1)])
+def test_functional_call_with_other_weights_gives_their_gradients(weights: tuple[float, float, float]) -> None:
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, weights)
+
+    def train(plan: Plan | None) -> list[torch.Tensor]:
+        model, _, _ = case.fresh()
+        images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        other = {name: (tensor.detach() * 1).requires_grad_(tensor.requires_grad) for name, tensor in own.items()}
+        with contextlib.nullcontext() if plan is None else poochplan.apply(plan, model) as session:
+            for _ in range(2):
+                out = torch.func.functional_call(model, other, (images,))
+                nn.functional.cross_entropy(out, labels).backward()
+        if session is not None:
+            assert session.report().total.fallbacks == 0
+            assert session.report().total.out_bytes + session.report().total.replayed_values > 0
+        return [part for tensor in other.values() for part in (tensor.detach(), tensor.grad) if part is not None]
+
+    assert equal([train(None)], [train(plan)])
 
 
 def test_a_forward_without_backward_leaks_nothing() -> None:

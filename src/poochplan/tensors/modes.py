@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .torch_private import TorchDispatchMode, call_attribute, in_backward, is_compiled, mode_stack
 
@@ -182,7 +183,44 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         tell(args, kwargs)
 
-    with model.register_forward_pre_hook(hook, with_kwargs=True) as handle, contextlib.ExitStack() as stack:
+    with _left_out_of_copies(model.register_forward_pre_hook(hook, with_kwargs=True)):
+        yield
+
+
+@contextlib.contextmanager
+def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> Iterator[None]:
+    """Calls ``tell()`` where a call of ``model`` ends with an exception, for the length of a block.
+
+    By the means of :func:`before_forward`.
+    """
+    if "" in compiled_modules(model):
+
+        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return call(*args, **kwargs)
+                except Exception:
+                    tell()
+                    raise
+
+            return watched
+
+        with around_compiled(model, wrap):
+            yield
+        return
+
+    def hook(module: torch.nn.Module, args: Any, result: Any) -> None:
+        if result is None and sys.exc_info()[0] is not None:
+            tell()
+
+    with _left_out_of_copies(model.register_forward_hook(hook, always_call=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
+    """The hook of this handle has no part in copies of its module, and is removed at the end of the block."""
+    with handle, contextlib.ExitStack() as stack:
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             stack.enter_context(_CopiesWithout.on(reference(), handle.id))
         yield
