@@ -14,6 +14,7 @@ import pytest
 import poochplan
 from poochplan.cli import VERBS
 from poochplan.formats.plan import SolveStatus
+from poochplan.planner.comparison import all_policies
 
 Pooch = Any
 
@@ -163,3 +164,14 @@ def test_every_help_has_examples(pooch: Pooch, verb: list[str]) -> None:
     result = pooch(*verb, "--help")
     assert result.code == 0
     assert f"examples:\n  pooch {verb[0] if verb else 'profile'} " in result.out
+
+
+def test_the_help_of_plan_names_every_policy(pooch: Pooch) -> None:
+    words = " ".join(pooch("plan", "--help").out.split()).replace("- ", "-")
+    assert [name for name in all_policies() if name not in words] == []
+
+
+def test_the_help_names_every_network_that_comes_with_it(pooch: Pooch) -> None:
+    words = pooch("--help").out
+    configs = Path(__file__).parents[2] / "configs"
+    assert [path.stem for path in configs.glob("*.toml") if path.stem not in words] == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,18 @@ examples:
   pooch sweep profile.json -o sweep.csv --png sweep.png
   pooch run unet3d --plan plan.json --check
 """
+_WORDS = """\
+words:
+  in-core    training with everything kept in memory
+  host tier  where swapped values lie: a file on a disk (CPU), pinned memory (CUDA)
+  link       the copies between memory and host tier, in both directions
+  roofline   seconds of an op from the most FLOP/s and bytes/s of a device, in place of a measurement
+
+networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, char_rnn, demo, tiny
+"""
+
+
+HELP_WIDTH = 100
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pooch",
         description="Train a network that does not fit: measure its step, plan what to keep, swap or recompute, run.",
-        epilog=_EXAMPLES,
+        epilog=f"{_EXAMPLES}\n{_WORDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pooch {__version__}")
@@ -55,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             verb.name,
             help=verb.summary,
-            description=verb.description,
+            description=textwrap.fill(verb.description, HELP_WIDTH),
             epilog=f"examples:\n{verb.examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ProgressCallback = Callable[[str], None]
 NARROWEST_TABLE = 100
+SPILL_DIR_HELP = "folder of the spill file, on the CPU (default: $POOCH_SPILL_DIR, else /var/tmp or another on a disk)"
 
 
 class Verb(ABC):

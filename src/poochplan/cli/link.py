@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from poochplan.errors import UsageError
 from poochplan.units import format_bytes, format_rate, format_seconds, parse_rate
 
-from .base import Verb
+from .base import SPILL_DIR_HELP, Verb
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +36,7 @@ class LinkVerb(Verb):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument("--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s")
         parser.add_argument("--refresh", action="store_true", help="measure again what is in the cache")
 

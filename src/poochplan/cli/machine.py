@@ -31,7 +31,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--margin",
         metavar="SIZE",
-        help=f"part of it that context and fragmentation take (default: {DEFAULT_MARGIN}, with --device-memory)",
+        help=f"part of --device-memory left to the CUDA context and to fragmentation (default: {DEFAULT_MARGIN})",
     )
     group.add_argument(
         "--compute-scale",

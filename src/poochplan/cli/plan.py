@@ -25,7 +25,8 @@ class PlanVerb(Verb):
     summary = "decide which saved values to keep, swap and recompute under a memory budget"
     description = (
         "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
-        "will cost. Runs on any machine. Ends with exit code 3 and the smallest feasible budget when nothing fits."
+        "will cost. Runs on any machine. Exit code 3: nothing fits, and the smallest feasible budget is named. Exit "
+        "code 4: the time limit ended the search; the best plan was written and can be used."
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
@@ -65,21 +66,22 @@ class PlanVerb(Verb):
             "--gap",
             type=positive,
             default=0.005,
-            help="stop when the step is within this of its proven lower bound (default: 0.005)",
+            help="stop when the step is within this share of its proven lower bound (default: 0.005, which is 0.5%%)",
         )
         parser.add_argument(
             "--threads",
             type=at_least(1),
             metavar="N",
-            help="with 2 or more the bound is improved beside the search (default: 2; 1 with --evaluations)",
+            help="2 or more: a second thread tightens the lower bound, with HiGHS (default: 2; 1 with --evaluations)",
         )
         parser.add_argument("--host-budget", metavar="SIZE", help="most bytes swapped to the host (default: no limit)")
         parser.add_argument(
             "--policy",
             default="ilp",
             metavar="NAME",
-            help="ilp (default), a baseline alone (greedy, pooch, vdnn, ...: a wrong name lists them), or all: "
-            "compares every policy and writes the plan of ilp",
+            help="ilp: integer program and local search (default). all: compares every policy and writes the plan of "
+            "ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, pooch (of the PoocH "
+            "paper), recompute-all, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn",
         )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"

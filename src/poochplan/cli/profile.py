@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from poochplan.errors import UsageError
 from poochplan.units import format_seconds, format_with_spread, parse_rate
 
-from .base import Verb, at_least, parse_overrides
+from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
@@ -68,14 +68,22 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
         )
-        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument(
-            "--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s, here and when run"
+            "--throttle",
+            metavar="RATE",
+            help="on the CPU: hold copies to a rate such as 400MB/s, here and in runs of its plans",
         )
         parser.add_argument(
-            "--cached-link", action="store_true", help="take the link that `pooch link` has measured, if it has"
+            "--cached-link",
+            action="store_true",
+            help="take the link that `pooch link` has measured; measure it where it has not",
         )
-        parser.add_argument("--accumulate", action="store_true", help="gradients of the step before stay in forward")
+        parser.add_argument(
+            "--accumulate",
+            action="store_true",
+            help="your loop has no zero_grad between these steps: gradients are already there in forward",
+        )
         parser.add_argument(
             "--top",
             type=at_least(0),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from poochplan.errors import InputFileError, PoochError, UsageError
 from poochplan.units import parse_bytes
 
-from .base import Verb, at_least, parse_overrides
+from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
 from .machine import DEFAULT_MARGIN
 from .plan import draw
 from .profile import add_workload, add_workload_arguments
@@ -65,14 +65,17 @@ class RunVerb(Verb):
             "--cap", action="store_true", help="on CUDA: let the allocator take no more than the budget"
         )
         parser.add_argument(
-            "--margin", metavar="SIZE", help=f"with --cap: and so much more (default: {DEFAULT_MARGIN})"
+            "--margin",
+            metavar="SIZE",
+            help=f"with --cap: so much above the budget (default: {DEFAULT_MARGIN})",
         )
-        parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file, on a real disk")
+        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument(
             "--on-divergence",
             choices=("warn", "error"),
             default="warn",
-            help="when a step diverges from the plan (default: warn)",
+            help="when a step is not the profiled one: warn and swap everything from there on, or end with an error "
+            "(default: warn)",
         )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
