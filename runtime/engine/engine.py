@@ -15,7 +15,7 @@ Rules, cited in the code:
 6. Shape, dtype and stride of what is handed back are those of what was saved.
 7. Actions happen only at points of the clock: the first pack of a planned value, the first unpack of a planned handle.
 8. When a pack or unpack is not the planned one the step has diverged: nothing planned happens any more, what is on the
-   device goes to the host or stays, and every value comes back when it is needed.
+   device goes to the host or stays (as what was there before the step does), and every value comes back when needed.
 9. A value whose copy failed (disk full) stays on the device.
 10. A value that is to be recomputed is let go only if its recipe could be made; otherwise it is swapped.
 """
