@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 import poochplan
-from benchmarks.facts import PACKAGES, facts_of_run
+from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from benchmarks.models import MODELS, build
 from benchmarks.pairs import RESAMPLES
 from benchmarks.prediction import metered_peak_bytes
@@ -206,7 +206,7 @@ def main() -> int:
             print(line_of(rows[-1]), flush=True)
     if arguments.output:
         facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))
-        Path(arguments.output).write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        write_results(arguments.output, facts | {"rows": rows})
     if arguments.here:
         return 0
     for claim in CLAIMS:

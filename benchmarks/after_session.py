@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, Step, compared, in_pairs, load, one_step, profiled
 
 KINDS = ("untouched", "after", "held")
@@ -99,8 +99,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found = facts_of_run(arguments) | measure(arguments.workload, arguments.pairs)
     print(json.dumps(found, indent=1))
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+    write_results(arguments.output, found)
     return 0
 
 

@@ -15,12 +15,11 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
@@ -115,7 +114,7 @@ def main() -> int:
         print(json.dumps(row))
     if arguments.output:
         results = {**facts_of_run(arguments), "summary": found, "failed": failed}
-        Path(arguments.output).write_text(json.dumps(results, indent=1) + "\n")
+        write_results(arguments.output, results)
     print(json.dumps(found, indent=1))
     print(f"{len(rows) - len(failed)} of {len(rows)} plans within budget, carried out, and as predicted")
     return 1 if failed else 0

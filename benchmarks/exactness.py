@@ -25,6 +25,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import poochplan
+from benchmarks.facts import write_results
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
@@ -168,8 +169,7 @@ def main() -> int:
             for row in json.loads(output.read_text()):
                 rows.append(row)
                 print(table_row(row), flush=True)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(rows, indent=1) + "\n")
+    write_results(arguments.output, rows)
     failed = [row for row in rows if "skipped" not in row and not _passed(row)]
     print(f"{len(rows) - len(failed)} of {len(rows)} as promised")
     return 1 if failed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -21,6 +22,12 @@ def facts_of_run(arguments: argparse.Namespace, packages: tuple[str, ...] = PACK
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
         "arguments": {name: value for name, value in vars(arguments).items() if name != "output"},
     }
+
+
+def write_results(path: str | Path | None, found: Any) -> None:
+    """Writes what was found as JSON, where a path is given."""
+    if path:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _commit() -> str:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 
 HERE = Path(__file__).parent
 CONFIG, SETTINGS = HERE.parent / "configs" / "gpt2.toml", {"batch_size": "8"}
@@ -210,8 +210,7 @@ def main() -> int:
         return 0
     found = unfit() if arguments.what == "unfit" else cost()
     print(json.dumps(found, indent=1))
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(facts_of_run(arguments) | {"found": found}, indent=1) + "\n")
+    write_results(arguments.output, facts_of_run(arguments) | {"found": found})
     return 0
 
 

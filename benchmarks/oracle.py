@@ -15,19 +15,17 @@ Seeds are those of ``tests/planner/tiny_profiles.py``; one instance repeats with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import movable, try_decisions
 from poochplan.planner.planning import plan
@@ -166,8 +164,7 @@ def main() -> int:
         results["rows"] += [row for row in rows if is_notable(row)]
         print(table_row(kind, found), flush=True)
         failed += found["bounds_above_the_best"] + (found["better"] if kind == "full" else 0)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(results, indent=1) + "\n")
+    write_results(arguments.output, results)
     return 1 if failed else 0
 
 

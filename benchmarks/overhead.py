@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import poochplan
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.malloc import freed_memory_given_back
@@ -145,8 +145,7 @@ def main() -> int:
     if arguments.what in ("per-op", "all"):
         found["per_op"] = per_op(max(50, arguments.pairs))
         print(json.dumps(found["per_op"]), flush=True)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+    write_results(arguments.output, found)
     return 0
 
 

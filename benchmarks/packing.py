@@ -11,19 +11,17 @@ replayed ones.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.planner.arena.blocks import blocks_of
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
@@ -122,8 +120,7 @@ def main() -> int:
             rows.append(row)
     print(table(rows))
     print(summary(rows))
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps({**facts_of_run(arguments), "rows": rows}, indent=1) + "\n")
+    write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
     return 0
 
 

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from poochplan import Profile
 from poochplan.planner import for_machine, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
@@ -199,7 +199,7 @@ def main() -> int:
     print(json.dumps(found, indent=2))
     if arguments.output:
         data = {**facts_of_run(arguments), "summary": found, "rows": rows}
-        Path(arguments.output).write_text(json.dumps(data, indent=1) + "\n")
+        write_results(arguments.output, data)
     return 0
 
 

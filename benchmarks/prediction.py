@@ -25,7 +25,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads
 import torch
 
 import poochplan
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from benchmarks.models import build
 from benchmarks.pairs import Planned, one_step, profiled
 from poochplan.planner.planning import smallest_budget
@@ -133,8 +133,7 @@ def main() -> int:
             rows += rows_of(name, arguments.throttle, arguments.pairs, arguments.seconds)
         else:
             rows += in_its_own_process(name, arguments)
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(facts_of_run(arguments) | {"rows": rows}, indent=1) + "\n")
+    write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
     good = sum(row["within_10_percent"] and row["peak_within_1_percent_1_mib"] for row in rows)
     if arguments.here:
         return 0

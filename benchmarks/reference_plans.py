@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import budget_of
 from poochplan import Plan, Profile, plan
 from poochplan.errors import InfeasibleError
@@ -145,7 +145,7 @@ def main() -> int:
     if arguments.output:
         facts = facts_of_run(argparse.Namespace(evaluations=EVALUATIONS, seed=SEED, gap=GAP))
         found = {case.name: found[case.name] for case in cases}
-        arguments.output.write_text(json.dumps({**facts, "cases": found}, indent=1) + "\n")
+        write_results(arguments.output, {**facts, "cases": found})
     if not arguments.check:
         return 0
     lines = differences(expected, found)

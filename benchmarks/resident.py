@@ -21,6 +21,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.facts import write_results
+
 HERE = Path(__file__).parent
 STEPS = 3
 IMPORTED = ("torch", "torch._dynamo", "monai.networks.nets", "transformers", "poochplan.workload")
@@ -105,8 +107,7 @@ def main() -> int:
     settings = dict(pair.split("=", 1) for pair in arguments.set)
     found = {"workload": arguments.workload, **settings, **measure(target, settings, arguments.budget)}
     print(json.dumps(found, indent=1))
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(found, indent=1) + "\n")
+    write_results(arguments.output, found)
     return 0
 
 

@@ -19,7 +19,7 @@ from statistics import median
 import msgspec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-from benchmarks.facts import facts_of_run
+from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.judge.simulate import simulate
@@ -88,8 +88,7 @@ def main() -> int:
             }
         )
         print(json.dumps(rows[-1]))
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps({**facts_of_run(arguments), "rows": rows}, indent=1) + "\n")
+    write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
     return 0
 
 

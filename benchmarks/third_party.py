@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.facts import PACKAGES, facts_of_run
+from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from poochplan.formats.plan import Plan
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import build_problem
@@ -102,7 +100,7 @@ def main() -> int:
     if arguments.output:
         facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))
         summary = {"networks": networks, "plans": len(rows), "as_promised": good}
-        Path(arguments.output).write_text(json.dumps(facts | {"summary": summary, "rows": rows}, indent=1) + "\n")
+        write_results(arguments.output, facts | {"summary": summary, "rows": rows})
     return 0 if good == len(rows) else 1
 
 

@@ -22,6 +22,7 @@ from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays import recorder, replay
 from poochplan.tensors import storages, writes
 from tests.runtime import test_divergence, test_replay_limits, test_safety, test_user_code
+from tests.runtime.detours import profile_of
 from tests.runtime.mutants import rewritten
 from tests.runtime.nets import CASES, Case, Residual, equal, in_core, snapshot
 from tests.runtime.random_plans import random_plan
@@ -154,7 +155,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
 
 def _divergence_plans() -> dict[str, Any]:
     make, step = test_divergence.MODELS["images"]
-    profile = test_divergence._profile(make, step)
+    profile = profile_of(make, step)
     return {"images": [random_plan(profile, 1, SWAP)]}
 
 

@@ -1,0 +1,85 @@
+"""A network with detours: steps of it that are other than planned, and what the tests of them share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import poochplan
+from tests.runtime.nets import LINK, Residual
+
+WIDTH = 8
+Step = Callable[[nn.Module], torch.Tensor]
+
+
+class Detour(Residual):
+    """The residual network with the order of its blocks open: one may be left out or come twice. And it may work on
+    several copies of what it is given.
+    """
+
+    order: Sequence[int] = (0, 1, 2)
+    copies: int = 1
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.copies > 1:
+            images = images.repeat(self.copies, 1, 1, 1)
+        for block in self.order:
+            images = images + self.blocks[block](images)
+        return self.head(images.mean((2, 3)))
+
+
+def images_step(
+    batch_size: int = 4, *, side: int = 16, order: Sequence[int] = (0, 1, 2), autocast: bool = False
+) -> Step:
+    images = torch.randn(batch_size, WIDTH, side, side, generator=torch.Generator().manual_seed(batch_size))
+
+    def step(model: nn.Module) -> torch.Tensor:
+        assert isinstance(model, Detour)
+        model.order = order
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            return model(images).float().square().mean()
+
+    return step
+
+
+def fresh_model(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def profile_of(make: Callable[[], nn.Module], step: Step, **options: Any) -> poochplan.Profile:
+    model = fresh_model(make)
+    return poochplan.profile(lambda: step(model), model=model, iterations=1, link=LINK, **options)
+
+
+def gradients_of(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """The loss and the gradients of it alone; none are left in the model."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    with _disable_current_modes():  # or a meter would count the copies as the step's own
+        found = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def in_core_steps(make: Callable[[], nn.Module], steps: list[Step]) -> list[list[torch.Tensor]]:
+    model = fresh_model(make)
+    torch.manual_seed(1)
+    return [gradients_of(model, step(model)) for step in steps]
+
+
+def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught if "poochplan" in str(warning.message)]
+
+
+def restarted(model: nn.Module) -> nn.Module:
+    """With the running statistics of a fresh model; its gradients go."""
+    for name, buffer in model.named_buffers():
+        buffer.copy_(torch.ones_like(buffer) if "running_var" in name else torch.zeros_like(buffer))
+    return model
