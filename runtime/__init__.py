@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .session import Session, apply
+from .applying import apply
+from .session import Session
 
 __all__ = ["Session", "apply"]

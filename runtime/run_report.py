@@ -50,6 +50,9 @@ class StepReport(msgspec.Struct, kw_only=True):
     replayed_values: int = 0
     stall_s: float = 0.0
     """Seconds the compute stream waited for copies."""
+    hooks_s: float = 0.0
+    """Seconds of the calling thread in the hooks of autograd: all that moving, replaying and waiting took, and the
+    hooks themselves."""
     fallbacks: int = 0
     """Times the plan was not followed: a step that diverged (counted once), a value kept on a full disk, one that
     could not be recomputed."""
@@ -66,6 +69,7 @@ class StepReport(msgspec.Struct, kw_only=True):
         self.replay_s += other.replay_s
         self.replayed_values += other.replayed_values
         self.stall_s += other.stall_s
+        self.hooks_s += other.hooks_s
         self.fallbacks += other.fallbacks
         for kind, times in other.fallback_kinds.items():
             self.fallback_kinds[kind] = self.fallback_kinds.get(kind, 0) + times

@@ -1,4 +1,4 @@
-"""apply: a plan and a model in, a session out, inside which training steps follow the plan."""
+"""Session: a block of training steps that follow a plan, with the hooks that it takes on torch and on the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,104 +16,26 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.opening import model_device, open_device
-from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.engine.engine import DivergencePolicy, Engine
+from poochplan.runtime.drivers.follow import DivergencePolicy
+from poochplan.runtime.drivers.planned import Planned
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.malloc import freed_memory_given_back
-from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks, where_forward_raises
+from poochplan.tensors.modes import (
+    around_compiled,
+    before_forward,
+    uncompiled_hooks,
+    where_forward_raises,
+)
 from poochplan.tensors.signatures import input_signature, tensor_leaves
-from poochplan.tensors.storages import has_storage, static_keys
 from poochplan.tensors.torch_private import in_backward
 
 from .budget_watch import BudgetWatch
 from .meter import LiveBytesMeter
-from .model_check import check_model
 from .one_session import entered
+from .optimizer_steps import after_optimizer_steps
 from .run_report import MemoryPeaks, Report, StepReport
-
-
-def apply(
-    plan: Plan | PlanSet,
-    model: torch.nn.Module,
-    *,
-    spill_dir: str | Path | None = None,
-    on_divergence: Literal["warn", "error"] = "warn",
-    meter: Literal["first-steps", "always", "never"] = "first-steps",
-    cap_bytes: int | None = None,
-    host_limit_bytes: int | None = None,
-    device: Callable[[], Device] | None = None,
-    force: bool = False,
-) -> Session:
-    """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
-
-    Parameters
-    ----------
-    plan: made for this model; see :func:`poochplan.plan`. Of a :class:`~poochplan.PlanSet` each step follows the plan
-        for the model's inputs, else the nearest larger one; when there is none it swaps every saved value.
-    model: unmodified; hooks are put on it for the length of the block.
-    spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
-        temporary directory. About ``plan.prediction.host_bytes`` (of a set: the most of any plan) are used there.
-    on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
-        ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
-    meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same. Where they take more than was predicted, so
-        are those that follow, until one takes no more than the step before it. On CUDA the allocator's peaks, which
-        ``session.report().memory`` gives, begin anew when the block is entered.
-    cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
-        what would break the promise is an out-of-memory error then.
-    host_limit_bytes: on CUDA, the most pinned memory beside the planned, for steps that are not the planned one; by
-        default three quarters of the host memory that is available when the first such value comes. Values that do not
-        fit are kept. The spill file of the CPU device is limited by its disk.
-    device: opens the device to run on, in place of the one on which the model lies; the session closes it.
-    force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
-
-    Warns when the plan was made for another machine (``plan.assumed``), and once when a metered step that followed the
-    plan has taken more than its budget.
-
-    Raises
-    ------
-    ModelMismatchError
-        The plan is for another model; names the first parameter or buffer that differs.
-    UsageError
-        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. On
-        entering: there is a session on this thread, or one for this model.
-    SpillError
-        The spill directory cannot be used.
-    """
-    if on_divergence not in tuple(DivergencePolicy):
-        raise UsageError(f'on_divergence: expected "warn" or "error", found {on_divergence!r}')
-    if meter not in ("first-steps", "always", "never"):
-        raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
-    first, *others = plan.plans if isinstance(plan, PlanSet) else (plan,)  # a set is for one model and one device
-    check_model(first.model, model, "plan")
-    where = model_device(model, first.device)
-    roofline = next((one.roofline for one in (first, *others) if one.roofline), "")
-    if roofline and not force:
-        raise UsageError(
-            f"plan: expected one for this device, found one whose times are a roofline's ({roofline}); profile here, "
-            "in mode fake without a roofline if the step does not fit, or pass force=True (pooch run --force)"
-        )
-    assumed = dict.fromkeys(what for one in (first, *others) for what in one.assumed)
-    if assumed:
-        warnings.warn(
-            f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
-            "times do not; plan from the profile as measured for the best plan here",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    if cap_bytes is not None and where.type != "cuda":
-        raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
-    if host_limit_bytes is not None and where.type != "cuda":
-        raise UsageError(f"host limit: expected a plan for cuda, found one for {where.type}; there the disk limits it")
-    spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
-
-    def opened() -> Device:
-        return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes)
-
-    return Session(
-        plan, model, device or opened, on_divergence=DivergencePolicy(on_divergence), meter=meter, cap_bytes=cap_bytes
-    )
 
 
 class Session:
@@ -149,7 +70,6 @@ class Session:
         self._memory: MemoryPeaks | None = None
         self._state = "new"
         self._thread: int | None = None
-        self._steps_are_announced = False
         self._gradients_checked = False
         self._watch = BudgetWatch()
         self._stack = ExitStack()
@@ -169,18 +89,21 @@ class Session:
                 from poochplan.runtime.devices.cuda import hard_cap
 
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
+            given = self._given if isinstance(self._given, PlanSet) else self._given.instructions
+            self._chooser = Planned(given, self._on_divergence)
             self.engine = Engine(
-                self._given if isinstance(self._given, PlanSet) else self._given.instructions,
+                self._chooser,
                 self._device,
-                lambda: static_keys(self.model, self._first.device),
-                on_divergence=self._on_divergence,
-                on_step_end=self._end_of_step,
+                self.model,
+                observers=[self._meter],
+                on_segment_end=self._end_of_step,
                 on_idle=self._idle,
             )
             self._reserve_host()
             stack.enter_context(around_compiled(self.model, self._without_modes))
             stack.enter_context(before_forward(self.model, self._forward_begins))
             stack.enter_context(where_forward_raises(self.model, self._forward_raised))
+            stack.enter_context(after_optimizer_steps(self.model, self._optimizer_stepped))
             self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
             stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
@@ -216,8 +139,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.engine.end_step()
-            self._take_peak(self.engine.stats)
+            self.engine.end()
+            self._take_peak(self.engine.segment.report)
             self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
             self._state = "closed"
@@ -236,7 +159,7 @@ class Session:
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
-        self._steps_are_announced = True
+        self.engine.cursor.announced()
         self._begin_step()
 
     @property
@@ -249,7 +172,7 @@ class Session:
         """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one."""
         if self._state == "new":
             return self._first
-        return next(plan for plan in self._plans if plan.instructions is self.engine.instructions)
+        return next(plan for plan in self._plans if plan.instructions is self._chooser.instructions)
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -261,7 +184,7 @@ class Session:
         if self._state != "open":
             raise UsageError(f"away(): expected an open session, found a {self._state} one")
         self._state = "away"
-        with self.engine.recorder.away(), self._meter.away():
+        with self.engine.quiet():
             self._hooks.__exit__()
             try:
                 yield
@@ -275,7 +198,7 @@ class Session:
             raise UsageError(
                 "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
             )
-        last = self.engine.stats
+        last = self.engine.segment.report
         self._take_peak(last)
         plan = self.plan
         total = StepReport()
@@ -299,30 +222,31 @@ class Session:
             return
         if in_backward():  # a checkpoint of the user's runs forward again in backward
             return
-        is_new = not self.engine.holds_values or self.engine.backward_has_begun
-        if is_new and not self._steps_are_announced:
+        if self.engine.cursor.forward_begins_one():
             self._begin_step()
             leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
-            self.engine.recorder.is_given(tensor for _, tensor in leaves)
-        if self.engine.awaits_inputs:
-            self.engine.inputs_are(input_signature(args, kwargs))
+            self.engine.tape.is_given(tensor for _, tensor in leaves)
+        if self.engine.model_is_called(lambda: input_signature(args, kwargs)):
             self._check_gradients()
 
     def _forward_raised(self) -> None:
-        """What the caller runs now is not of the step, and is not recorded."""
         if self._state == "open" and threading.get_ident() == self._thread and not in_backward():
-            self.engine.recorder.switch_off()
+            self.engine.forward_raised()
+
+    def _optimizer_stepped(self) -> None:
+        if self._state == "open" and threading.get_ident() == self._thread:
+            self.engine.optimizer_stepped()
 
     def _begin_step(self) -> None:
-        self.engine.begin_step()
+        self.engine.begin()
         if not self.engine.awaits_inputs:
             self._check_gradients()
 
-    def _end_of_step(self, stats: StepReport) -> None:
-        self._take_peak(stats)
-        self._total.add(stats)
+    def _end_of_step(self, segment: Segment) -> None:
+        self._take_peak(segment.report)
+        self._total.add(segment.report)
         self._meter.restart()
-        is_settled = self._watch.is_settled(self._total.steps, stats.peak_bytes or 0, self.plan)
+        is_settled = self._watch.is_settled(self._total.steps, segment.report.peak_bytes or 0, self.plan)
         if self._meter_when == "first-steps" and is_settled:
             self._meter.switch_off()
 
@@ -337,26 +261,24 @@ class Session:
             self._held.close()
 
     def _let_go(self) -> None:
-        if self._state == "new" or not self.engine.holds_values:  # otherwise with the last of them
+        if self._state == "new" or not self.engine.cursor.holds_values:  # otherwise with the last of them
             self._held.close()
 
     def _check_gradients(self) -> None:
-        if self._gradients_checked or self.plan.gradients_live_through_forward:
+        live_bytes = self.engine.segment.gradient_bytes
+        if self._gradients_checked or not live_bytes or self.plan.gradients_live_through_forward:
             return
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        live = sum(g.untyped_storage().nbytes() for g in gradients if has_storage(g, self._first.device))
-        if live:
-            self._gradients_checked = True
-            warnings.warn(
-                f"poochplan: gradients of an earlier step ({live} bytes) are still there in forward, the plan was made "
-                "without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._gradients_checked = True
+        warnings.warn(
+            f"poochplan: gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
+            "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            with self.engine.recorder.away(), self._meter.away():
+            with self.engine.quiet():
                 return call(*args, **kwargs)
 
         return quiet

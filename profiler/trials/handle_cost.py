@@ -32,8 +32,10 @@ from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.opening import model_device, open_device
+from poochplan.runtime.drivers.planned import Planned
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.replays.tape import Tape
 from poochplan.tensors.storages import static_keys
 
 from .plans import instructions_for, under
@@ -82,9 +84,7 @@ def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_di
     keeping = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
     device = open_device(model_device(model, profile.device.kind), spill_dir)
     try:
-        engine = Engine(
-            msgspec.structs.replace(keeping, record_from_start=False), device, lambda: static_keys(model, device.kind)
-        )
+        engine = Engine(Planned(msgspec.structs.replace(keeping, record_from_start=False)), device, model)
         tried_s = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
     finally:
         device.close()
@@ -112,7 +112,7 @@ def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> float
     with warnings.catch_warnings(), under(engine, model, timed(engine.pack), timed(engine.unpack)):
         warnings.simplefilter("ignore", RuntimeWarning)  # of steps that differ, as the profile says
         one_step()
-    return None if engine.has_diverged else spent_s
+    return None if engine.segment.diverged else spent_s
 
 
 def measure_runtime() -> RuntimeCost:
@@ -159,7 +159,7 @@ def _planned(model: nn.Module, plain: Step, profile: Profile, decisions: list[De
     device = CpuDevice()
     instructions = msgspec.structs.replace(instructions_for(profile, decisions), record_from_start=False)
     try:
-        engine = Engine(instructions, device, lambda: static_keys(model, device.kind))
+        engine = Engine(Planned(instructions), device, model)
 
         def planned() -> None:
             with under(engine, model, engine.pack, engine.unpack):
@@ -171,11 +171,12 @@ def _planned(model: nn.Module, plain: Step, profile: Profile, decisions: list[De
 
 
 def _recorded(model: nn.Module, step: Step) -> Step:
-    recorder = Recorder("cpu")
-    recorder.static = static_keys(model, "cpu")
+    tape = Tape("cpu")
+    tape.static = static_keys(model, "cpu")
+    recorder = Recorder(tape)
 
     def recorded() -> None:
-        recorder.forget(in_use=False)
+        tape.forget(in_use=False)
         recorder.switch_on()
         try:
             step()

@@ -51,14 +51,14 @@ def under(
 
     def quietly(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            with engine.recorder.away():
+            with engine.quiet():
                 return call(*args, **kwargs)
 
         return quiet
 
     with around_compiled(model, quietly), uncompiled_hooks(pack, unpack):
-        engine.begin_step()
+        engine.begin()
         try:
             yield
         finally:
-            engine.end_step()
+            engine.end()

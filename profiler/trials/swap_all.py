@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from poochplan.errors import SpillError
-from poochplan.formats.plan import Instructions, host_aligned
+from poochplan.formats.plan import host_aligned
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import Clone
 from poochplan.profiler.capture.clock import Clock
@@ -23,34 +22,19 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.drivers.planned import Always
+from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.modes import uncompiled_hooks
-from poochplan.tensors.storages import static_keys
 from poochplan.tensors.torch_private import without_modes
 
 
-class SwapAllEngine(Engine):
-    """Follows no plan: swaps every saved value, waits for each copy at once, and fetches on demand."""
-
-    def _begin_clock(self, *, active: bool) -> None:
-        super()._begin_clock(active=active)
-        self._diverged = active
-
-    def _swap_soon(self, value: SavedValue) -> None:
-        self._swap_out(value)
-        if value.out_copy is not None:  # what cannot be written must not stay: the step does not fit with it
-            value.out_copy.wait()
-            _raise(value.out_copy.error, "written")
-        self._release(value)
-
-
 class SwapAll:
-    """Runs steps under the :class:`SwapAllEngine`. ``seconds`` is all the time that was spent swapping so far."""
+    """Runs steps in which every saved value is swapped at once. ``seconds``: all that was spent on it so far."""
 
     def __init__(self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, clock: Clock) -> None:
         self._device = open_device(where, spill_dir)
-        self._engine = SwapAllEngine(Instructions(), self._device, lambda: static_keys(model, where.type))
+        self._engine = Engine(Always(lambda: SwapEach(at_once=True)), self._device, model)
         self._clock = clock
         self.seconds = 0.0
 
@@ -58,11 +42,11 @@ class SwapAll:
     def step(self) -> Iterator[None]:
         """One step, within the block."""
         with uncompiled_hooks(self._timed(self._engine.pack), self._timed(self._engine.unpack)):
-            self._engine.begin_step()
+            self._engine.begin()
             try:
                 yield
             finally:
-                self._engine.end_step()
+                self._engine.end()
 
     def _timed(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def timed(argument: Any) -> Any:
@@ -116,10 +100,7 @@ class HostStore:
 
 def _raise(error: OSError | None, what: str) -> None:
     if error is not None:
-        raise SpillError(
-            f"profile: a saved value could not be {what} on the host tier ({error.strerror}); "
-            "expected room for all that the step saves; free space, or name another spill directory"
-        ) from error
+        raise no_room(error, what) from error
 
 
 class HostedClone(Clone):

@@ -1,8 +1,8 @@
-"""SavedValue: one value in the engine's hands. Handle: what autograd holds for one pack of it."""
+"""SavedValue: the life of one value in the engine's hands, as states and the transitions between them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from enum import Enum
 
 import torch
 
@@ -10,26 +10,49 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.recorder import StorageRecord
-from poochplan.runtime.replays.replay import Recipe
+from poochplan.runtime.replays.closure import Recipe
+from poochplan.runtime.replays.tape import StorageRecord
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.tensors.torch_private import version_of
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class State(Enum):
+    """Where a saved value is, and with that which of its fields mean something."""
+
+    ON_DEVICE = "on the device"
+    """``storage``; nothing on the host."""
+    COPIED = "on the device and on the host"
+    """``storage`` and ``out_copy``, which may still be under way."""
+    ON_HOST = "on the host"
+    """``host_offset``, and ``out_copy``, which has ended."""
+    ARRIVING = "on its way back"
+    """``storage`` and ``in_copy``, which fills it; on the host as well."""
+    TO_REPLAY = "to be replayed"
+    """``recipe``."""
+
+
+_TRANSITIONS = {
+    "is_copied": (State.ON_DEVICE,),
+    "is_given_up": (State.COPIED, State.ARRIVING),
+    "copy_has_failed": (State.COPIED,),
+    "is_fetched": (State.ON_HOST,),
+    "has_arrived": (State.ARRIVING,),
+    "is_dropped": (State.ON_DEVICE,),
+    "came_back": (State.TO_REPLAY,),
+}
+"""What may happen to a value, and in which states."""
 
 
 class SavedValue:
     """A saved value. Lives as long as a handle or a recipe refers to it.
 
-    States, by what it holds: *resident* (``storage``, no ``in_copy``), *leaving* (``storage`` and ``out_copy``), *on
-    the host* (``host_offset`` alone), *arriving* (``storage`` and ``in_copy``), *to be replayed* (``recipe`` alone).
+    Whoever interrupts a transition (Ctrl-C) leaves the old state or the new one: a state that promises a filled
+    storage is entered last, one that promises nothing of it first.
     """
 
     __slots__ = (
         "__weakref__",
         "decision",
-        "device_type",
         "generation",
         "geometry",
         "home",
@@ -42,13 +65,14 @@ class SavedValue:
         "recipe",
         "record",
         "size_bytes",
+        "state",
         "storage",
         "version",
     )
 
-    def __init__(self, index: int | None, decision: Decision, record: StorageRecord, tensor: torch.Tensor) -> None:
+    def __init__(self, decision: Decision, record: StorageRecord, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.index = index
+        self.index: int | None = None
         """Its save point, or None outside the plan."""
         self.name = "a saved value"
         self.decision = decision
@@ -57,8 +81,8 @@ class SavedValue:
         self.probe = version_probe(tensor)
         self.version = version_of(tensor)
         self.geometry = Geometry.of(tensor)
-        self.device_type = tensor.device.type
         self.size_bytes = storage.nbytes()
+        self.state = State.ON_DEVICE
         self.storage: torch.UntypedStorage | None = storage
         self.home: Stream | None = None
         """The compute stream on which ``storage`` was saved or came back."""
@@ -82,66 +106,64 @@ class SavedValue:
 
     @property
     def waits_for_replay(self) -> bool:
-        return self.storage is None and self.recipe is not None
+        """Whether only a replay brings it back."""
+        return self.state is State.TO_REPLAY
+
+    # -- transitions ------------------------------------------------------------------------------------------
+
+    def is_copied(self, copy: Copy, offset: int) -> None:
+        """A copy of it to the host has been queued."""
+        self.host_offset = offset
+        self.out_copy = copy
+        self._enter(State.COPIED, "is_copied")
+
+    def is_given_up(self) -> None:
+        """Its device storage goes; the host has it."""
+        self._enter(State.ON_HOST, "is_given_up")
+        self.in_copy = None  # a copy that goes waits
+        self.storage = None
+
+    def copy_has_failed(self) -> None:
+        """The host does not have it: it stays on the device, for good."""
+        self._enter(State.ON_DEVICE, "copy_has_failed")
+        self.host_offset, self.out_copy, self.decision = -1, None, Decision.KEEP
+
+    def is_fetched(self, storage: torch.UntypedStorage, home: Stream, copy: Copy) -> None:
+        """A copy back, into ``storage``, has been queued."""
+        self.home, self.in_copy = home, copy
+        self.storage = storage
+        self._enter(State.ARRIVING, "is_fetched")
+
+    def arrived(self) -> float:
+        """Waits for the copy that fills it, if any; seconds waited. Raises ``SpillError`` when the read failed."""
+        if self.in_copy is None or self.state is not State.ARRIVING:
+            return 0.0
+        waited_s = self.in_copy.wait()
+        error = self.in_copy.error
+        if error is not None:
+            self.is_given_up()
+            raise SpillError(
+                f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
+                f"({error.strerror}); this step's gradients are lost, check the disk"
+            ) from error
+        self._enter(State.COPIED, "has_arrived")
+        self.in_copy = None
+        return waited_s
+
+    def is_dropped(self, recipe: Recipe) -> None:
+        """Its device storage goes; the recipe brings it back."""
+        self.recipe = recipe
+        self._enter(State.TO_REPLAY, "is_dropped")
+        self.storage = None
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """A replay has rebuilt it: the recipe, and all it claimed, goes."""
         if storage.nbytes() != self.size_bytes:
             raise RuntimeError(f"a replay gave {storage.nbytes()} bytes where {self.size_bytes} were saved")
         self.storage = storage
+        self._enter(State.ON_DEVICE, "came_back")
         self.recipe = None
 
-    def arrived(self) -> float:
-        """Waits for the copy that fills it, if any; seconds waited. Raises ``SpillError`` when the read failed."""
-        if self.in_copy is None:
-            return 0.0
-        waited_s = self.in_copy.wait()
-        error = self.in_copy.error
-        if error is not None:
-            self.storage = None  # first: without its copy it would count as filled
-            self.in_copy = None
-            raise SpillError(
-                f"a saved value of {self.size_bytes} bytes could not be read back from the host tier "
-                f"({error.strerror}); this step's gradients are lost, check the disk"
-            ) from error
-        self.in_copy = None
-        return waited_s
-
-
-class Lease:
-    """Held by each handle on a saved value: it dies with the last of them, whatever interrupts their making or end."""
-
-    __slots__ = ("__weakref__",)
-
-
-class Handle:
-    """One pack. ``value`` is None for what the engine does not touch; ``step`` counts the engine's steps."""
-
-    __slots__ = ("engine", "geometry", "lease", "ordinal", "step", "tensor", "used", "value", "version")
-
-    def __init__(self, engine: Engine, value: SavedValue | None, tensor: torch.Tensor, ordinal: int = -1) -> None:
-        self.engine = engine
-        self.value = value
-        self.lease = engine.lease() if value is not None else None
-        self.ordinal = ordinal
-        self.step = engine.step
-        self.used = False
-        self.version = 0 if tensor.is_inference() else version_of(tensor)
-        self.geometry: Geometry | None = None
-        if value is None or value.decision is Decision.KEEP:
-            self.tensor = tensor.detach()  # engine rule 4
-        else:
-            self.tensor = version_probe(tensor)
-            self.geometry = Geometry.of(tensor)
-
-    def check_version(self) -> None:
-        """Raises what autograd raises when a saved tensor was written in place since it was saved (engine rule 5)."""
-        watched = self.tensor
-        if watched.is_inference() or version_of(watched) == self.version:
-            return
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a saved tensor is at version {version_of(watched)}; expected version {self.version} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
-        )
+    def _enter(self, state: State, because: str) -> None:
+        assert self.state in _TRANSITIONS[because], f"{because}: not a value that is {self.state.value}"
+        self.state = state

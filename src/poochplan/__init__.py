@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
     from poochplan.planner.planning import plan
     from poochplan.profiler.profiling import profile
-    from poochplan.runtime.session import apply
+    from poochplan.runtime.applying import apply
 
     from .workload import Workload
 
@@ -32,7 +32,7 @@ _HOMES = {
     "PlanSet": ".formats.plan_set",
     "Profile": ".formats.profile",
     "Workload": ".workload",
-    "apply": ".runtime.session",
+    "apply": ".runtime.applying",
     "plan": ".planner.planning",
     "profile": ".profiler.profiling",
 }

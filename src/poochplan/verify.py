@@ -22,7 +22,8 @@ import torch
 
 from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
-from poochplan.runtime.session import Session, apply
+from poochplan.runtime.applying import apply
+from poochplan.runtime.session import Session
 from poochplan.tensors.torch_private import without_modes
 
 from .errors import StepError

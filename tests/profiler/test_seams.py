@@ -1,38 +1,36 @@
-"""Where the profiler reaches into the runtime's engine: these places, and no new one."""
+"""The profiler drives the runtime's engine by what it offers everybody: drivers, choosers and how replays are run."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
+
+import pytest
 
 import poochplan.profiler
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.mechanism import Mechanism
 
-OVERRIDDEN = {
-    "SwapAllEngine": {"_begin_clock", "_swap_soon"},
-    "VerifyingEngine": {"_forget", "_replay", "_run_ops", "_diverge"},
-}
-"""Private methods of the engine that its subclasses in the package override."""
+MODULES = [module.name for module in pkgutil.walk_packages(poochplan.profiler.__path__, "poochplan.profiler.")]
 
 
-def subclasses(kind: type) -> list[type]:
-    return [found for one in kind.__subclasses__() for found in (one, *subclasses(one))]
+@pytest.mark.parametrize("kind", [Engine, Mechanism])
+def test_nobody_in_the_package_inherits_from(kind: type) -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    assert [one for one in kind.__subclasses__() if one.__module__.startswith("poochplan.")] == []
 
 
-def private_overrides(kind: type) -> set[str]:
-    return {
-        name
-        for name in vars(kind)
-        if name.startswith("_") and not name.startswith("__") and any(name in vars(base) for base in kind.__mro__[1:])
-    }
-
-
-def test_the_profiler_overrides_these_private_methods_of_the_engine_and_no_other() -> None:
-    for module in pkgutil.walk_packages(poochplan.profiler.__path__, "poochplan.profiler."):
-        importlib.import_module(module.name)
-    found = {
-        kind.__name__: private_overrides(kind)
-        for kind in subclasses(Engine)
-        if kind.__module__.startswith("poochplan.")
-    }
-    assert found == OVERRIDDEN
+@pytest.mark.parametrize("name", MODULES)
+def test_no_private_attribute_of_another_object_is_touched_in(name: str) -> None:
+    path = importlib.import_module(name).__file__
+    assert path is not None
+    touched = [
+        f"{ast.unparse(node)} in line {node.lineno}"
+        for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+    assert touched == []

@@ -41,7 +41,7 @@ def adversarial_sessions() -> Iterator[None]:
         return opened[-1]
 
     with pytest.MonkeyPatch.context() as patch, clock:
-        patch.setattr("poochplan.runtime.session.open_device", open_adversarial)
+        patch.setattr("poochplan.runtime.applying.open_device", open_adversarial)
         yield
     assert [device.violations for device in opened if device.violations] == []
 

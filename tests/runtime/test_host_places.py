@@ -21,9 +21,9 @@ from poochplan.formats.plan import Decision, Instructions, Plan, host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.engine.host_slab import QUIET_STEPS, HostSlab
+from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
@@ -217,12 +217,12 @@ def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkey
 
 def _value(size_bytes: int, fill: int = 0) -> SavedValue:
     tensor = torch.full((size_bytes,), fill, dtype=torch.uint8)
-    return SavedValue(None, Decision.SWAP, Recorder("cpu").record_of(tensor), tensor)
+    return SavedValue(Decision.SWAP, Tape("cpu").record_of(tensor), tensor)
 
 
 @pytest.mark.cpu_device
 def test_a_place_is_free_once_its_value_is_gone_or_was_given_up_and_only_once() -> None:
-    slab = HostSlab([Instructions()])
+    slab = HostTier([Instructions()])
     first, second = _value(5000), _value(5000)
     assert (slab.place(first), slab.place(second)) == (0, 8192)
     kept = slab._places[0]  # as the traceback of an interrupt may
@@ -244,7 +244,7 @@ def test_a_place_is_free_once_its_value_is_gone_or_was_given_up_and_only_once() 
 def test_the_next_value_in_a_place_is_not_overwritten_by_copies_of_the_dead_one() -> None:
     """Nobody waits for the copies of the dead one, as where it dies on a thread that copies."""
     clock = OpClock()
-    device, slab = AdversarialDevice(clock), HostSlab([Instructions()])
+    device, slab = AdversarialDevice(clock), HostTier([Instructions()])
     dead = _value(5000, fill=1)
     assert dead.storage is not None
     buffers = [dead.storage, device.allocate(5000)]  # a copy that was queued holds its storage until it ends
@@ -277,7 +277,7 @@ def test_a_value_that_the_garbage_collector_ends_on_the_copying_thread_leaves_it
             collected.set()
         return pwrite(descriptor, data, at)
 
-    device, slab = CpuDevice(tmp_path), HostSlab([Instructions()])
+    device, slab = CpuDevice(tmp_path), HostTier([Instructions()])
     monkeypatch.setattr(os, "pwrite", collecting)
     values = [_value(5000, fill=fill) for fill in (1, 2)]
     for value in values:

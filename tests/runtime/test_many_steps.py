@@ -19,7 +19,8 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.recorder import StorageRecord
 from poochplan.runtime.session import Session
 from tests.depth import tries
@@ -76,7 +77,7 @@ def count(session: Session) -> Counts:
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
-        registered=len(session.engine.recorder.registry),
+        registered=len(session.engine.tape.registry),
         unplanned_bytes=session.engine.host.end_bytes - session.engine.host.planned_bytes,
     )
 

@@ -14,7 +14,7 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.engine import engine, saved_value
+from poochplan.runtime.engine import mechanism, saved_value
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.mutants import Mutant, mutants_of
@@ -23,7 +23,7 @@ from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
 CASE = CASES["residual"]
-MUTANTS = mutants_of(transfers, saved_value, engine)
+MUTANTS = mutants_of(transfers, saved_value, mechanism)
 
 
 Scenario = Callable[[AdversarialDevice], list[str]]

@@ -8,6 +8,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.opening import model_device, usable_device
 from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import storage_key
@@ -16,18 +17,19 @@ pytestmark = pytest.mark.cpu_device
 
 
 def test_a_number_in_host_memory_is_recorded_by_value() -> None:
-    recorder = Recorder("meta")
+    tape = Tape("meta")
+    recorder = Recorder(tape)
     field, factor = torch.ones(4, device="meta"), torch.tensor(2.0)
     recorder.switch_on()
     scaled = field * factor
     with_host_tensor = torch.empty(1, device="meta").copy_(torch.ones(1))
     recorder.switch_off()
     factor.fill_(3.0)
-    birth = recorder.record_of(scaled).birth
+    birth = tape.record_of(scaled).birth
     assert birth is not None
     assert birth.usable
     assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]
-    assert not recorder.registry[storage_key(with_host_tensor)].is_known
+    assert not tape.registry[storage_key(with_host_tensor)].is_known
 
 
 def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:

@@ -14,12 +14,12 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime import session
-from poochplan.runtime.engine.course import Course
+from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.host_slab import HostSlab
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.host_tier import HostTier
 from poochplan.runtime.engine.intervals import Intervals
-from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.replays import recorder, replay
+from poochplan.runtime.replays import replay, tape
 from poochplan.tensors import storages, writes
 from tests.runtime import test_divergence, test_replay_limits, test_safety, test_user_code
 from tests.runtime.detours import profile_of
@@ -77,11 +77,11 @@ class Exact:
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "views of one storage are one value": (
-        (Engine, "pack", "value is None or not value.stands_for(tensor)", "True"),
+        (Engine, "_pack", "not isinstance(value, SavedValue) or not value.stands_for(tensor)", "True"),
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_outside_the_plan", "storage_key(tensor) in self._static", "False"),
+        (Engine, "_outside_the_plan", "storage_key(tensor) in self.tape.static", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
@@ -97,7 +97,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "only the first unpack is a use point": (
-        (Engine, "unpack", "not handle.used", "True"),
+        (Engine, "_unpack", "not handle.used", "True"),
         test_user_code.test_a_second_backward_and_a_second_look_at_a_saved_tensor_are_no_use_points,
     ),
     "what backward saves is outside the plan": (
@@ -115,7 +115,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         ),
     ),
     "a place on the host belongs to its value until that is gone": (
-        (HostSlab, "_is_free", "occupant is not None and", "False and"),
+        (HostTier, "_is_free", "occupant is not None and", "False and"),
         test_user_code.test_steps_whose_backwards_wait_for_each_other_keep_their_values_apart,
     ),
     "a place behind the plan belongs to its value until that is gone": (
@@ -137,7 +137,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("drawing", REPLAY),
     ),
     "a replay is not cast": (
-        (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "contextlib.nullcontext()"),
+        (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
         test_user_code.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
@@ -145,7 +145,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("recurrent", REPLAY),
     ),
     "what was written where recording was off is another content": (
-        (recorder.StorageRecord, "meet", "version > self.version or (", "False and ("),
+        (tape.StorageRecord, "meet", "version > self.version or (", "False and ("),
         lambda: test_replay_limits.test_what_is_written_where_recording_is_off_is_another_content(
             lambda whole: whole.view(-1)
         ),

@@ -1,4 +1,4 @@
-"""Course: what the engine follows in one step, the actions by point. Courses: which one a step takes."""
+"""Course: instructions, ready to be followed point by point, and what tells a step that is not the planned one."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from dataclasses import dataclass
 import torch
 
 from poochplan.formats.plan import Instructions, PlannedValue, PointActions
-from poochplan.formats.plan_set import PlanSet, Signature, describe
-
-_NOTHING = PointActions(at="save", index=-1)
 
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """Instructions, ready to be followed. Changing the course is assigning another one.
+    """Instructions with their actions by point.
 
     ``exact``: whether each save has to have the planned shape and bytes. Otherwise it may be smaller, so that a plan
     for larger inputs serves: no storage takes more than was planned, on the device and on the host.
     """
 
     instructions: Instructions
-    at_save: dict[int, PointActions]
-    at_use: dict[int, PointActions]
+    at_save: tuple[PointActions | None, ...]
+    at_use: tuple[PointActions | None, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Of the values."""
     exact: bool = True
 
     @classmethod
     def of(cls, instructions: Instructions, *, exact: bool = True) -> Course:
         at_save = {actions.index: actions for actions in instructions.schedule if actions.at == "save"}
         at_use = {actions.index: actions for actions in instructions.schedule if actions.at == "use"}
-        return cls(instructions, at_save, at_use, exact)
-
-    def actions_at_save(self, index: int) -> PointActions:
-        return self.at_save.get(index, _NOTHING)
-
-    def actions_at_use(self, index: int) -> PointActions:
-        return self.at_use.get(index, _NOTHING)
+        return cls(
+            instructions,
+            tuple(map(at_save.get, range(len(instructions.values)))),
+            tuple(map(at_use.get, range(len(instructions.uses)))),
+            tuple(getattr(torch, value.dtype) for value in instructions.values),
+            exact,
+        )
 
     def why_not_save(self, index: int, tensor: torch.Tensor) -> str:
         """Why the tensor cannot be the planned value of this save point; empty when it can."""
@@ -43,8 +42,8 @@ class Course:
             return f"{self._end()}: planned no further save, found {_found(tensor)}"
         planned = self.instructions.values[index]
         size_bytes = tensor.untyped_storage().nbytes()
-        fits = str(tensor.dtype).removeprefix("torch.") == planned.dtype and (
-            (tuple(tensor.shape), size_bytes) == (planned.shape, planned.size_bytes)
+        fits = tensor.dtype is self.dtypes[index] and (
+            size_bytes == planned.size_bytes and tensor.shape == planned.shape
             if self.exact
             else tensor.ndim == len(planned.shape) and size_bytes <= planned.size_bytes
         )
@@ -85,44 +84,6 @@ class Course:
             return "nothing that was planned"
         value = self.instructions.values[self.instructions.handles[ordinal]]
         return f"{_named(value)} {_shape(value)}"
-
-
-class Courses:
-    """The courses of a step, or of a set of plans. Lone instructions are followed exactly, whatever the inputs are."""
-
-    def __init__(self, given: Instructions | PlanSet) -> None:
-        self._set = given if isinstance(given, PlanSet) else None
-        self.instructions = tuple(plan.instructions for plan in given.plans) if isinstance(given, PlanSet) else (given,)
-        self._courses = {
-            (id(one), exact): Course.of(one, exact=exact) for one in self.instructions for exact in (True, False)
-        }
-
-    @property
-    def first(self) -> Course:
-        return self._courses[id(self.instructions[0]), True]
-
-    @property
-    def by_inputs(self) -> bool:
-        """Whether the inputs of a step have to be known before its course is."""
-        return self._set is not None
-
-    def choose(self, signature: Signature) -> Course | None:
-        """The course of a step with these inputs; None when no plan is large enough."""
-        if self._set is None:
-            return self.first
-        plan = self._set.choose(signature)
-        if plan is None:
-            return None
-        return self._courses[id(plan.instructions), sorted(plan.inputs) == sorted(signature)]
-
-    def why_none(self, signature: Signature) -> str:
-        """Why no plan of the set is for these inputs."""
-        assert self._set is not None, "lone instructions are for any inputs"
-        return (
-            f"its inputs: expected at most {describe(self._set.largest.inputs)} "
-            f"(the largest plan of {len(self._set.plans)}), "
-            f"found {describe(signature)}"
-        )
 
 
 def _found(tensor: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The host slab: where in the host tier each value goes. Planned offsets first; what is not planned goes behind."""
+"""The host tier: where in the host tier each value goes. Planned offsets first; what is not planned goes behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Place(weakref.ref[SavedValue]):
     size_bytes = 0
 
 
-class HostSlab:
+class HostTier:
     """State: who occupies each planned place, and who lies behind them. Large enough for any of the instructions.
 
     A place behind the planned bytes is free again when its value dies or could not be written, even while a copy of it
@@ -37,7 +37,7 @@ class HostSlab:
     """
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
-        self._followed = alternatives[0]
+        self._followed: Instructions | None = None
         self.planned_bytes = max(
             (
                 value.host_offset + value.size_bytes
@@ -80,7 +80,9 @@ class HostSlab:
 
     def place(self, value: SavedValue) -> int:
         """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
-        planned = self._followed.values[value.index].host_offset if value.index is not None else -1
+        planned = -1
+        if self._followed is not None and value.index is not None:
+            planned = self._followed.values[value.index].host_offset
         if planned >= 0 and self._is_free(planned, value):
             self._occupants[planned] = weakref.ref(value)
             return planned

@@ -1,0 +1,187 @@
+"""Verify: a driver under which each replay is tried by itself and compared bitwise with a copy of what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from poochplan.errors import PoochError
+from poochplan.formats.plan import Decision, Instructions
+from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
+from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.mechanism import Mechanism
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
+from poochplan.runtime.replays.replay import Leaves, run_ops
+from poochplan.runtime.replays.tape import RecordedOp, StorageRecord
+from poochplan.tensors.storages import parts_of as tensor_parts
+from poochplan.tensors.storages import storage_key
+from poochplan.tensors.torch_private import without_modes
+
+from .swap_all import HostStore
+from .untouched import Untouched, bytes_of
+
+
+class Verify:
+    """Follows ``inner``, which recomputes all it may; keeps a copy of each value, compared when its replay is back.
+
+    No replay moves anything in the step: what it changes is put back, and where it raises the value's copy stands in.
+    :meth:`rebuild` is to be the engine's.
+
+    ``store``: where the copies are; None for in memory.
+    """
+
+    def __init__(self, inner: Driver, model: torch.nn.Module, store: HostStore | None = None) -> None:
+        self.refused: dict[int, str] = {}
+        """Why values could not be replayed, by save point."""
+        self.differing: set[int] = set()
+        """Save points of values whose replay gave other bits."""
+        self.verified: set[int] = set()
+        """Save points of values whose replay gave the same bits."""
+        self.divergence = ""
+        """Where and how the step diverged from its own profile; empty while it has not."""
+        self._inner = inner
+        self._model = model
+        self._store = store
+        self._changed: list[StorageRecord] = []
+        """What was there before the step and the replay under way has changed."""
+        self._copies: dict[int, Callable[[], torch.UntypedStorage]] = {}
+
+    # -- the driver -------------------------------------------------------------------------------------------
+
+    @property
+    def instructions(self) -> Instructions | None:
+        return self._inner.instructions
+
+    def begin(self, segment: Segment) -> Actions:
+        return self._inner.begin(segment)
+
+    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        return self._inner.saved(index, tensor, record)
+
+    def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
+        self._inner.handle(ordinal, index, tensor)
+
+    def at_save(self, value: SavedValue, index: int | None) -> Actions:
+        return self._inner.at_save(value, index)
+
+    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+        return self._inner.at_use(number, handle, saves)
+
+    def before_drop(self, value: SavedValue) -> None:
+        assert value.storage is not None
+        assert value.index is not None
+        with without_modes():  # or recording would meet the storage through the tensors that copy it
+            self._copies[value.index] = self._copied(value.storage)
+
+    def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
+        assert value.index is not None
+        self.refused[value.index] = self._why(reason)
+        return self._inner.not_replayable(value, reason)
+
+    def copy_failed(self, value: SavedValue, error: OSError) -> None:
+        self._inner.copy_failed(value, error)
+
+    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        self.divergence = reason.reason
+        return self._inner.diverged(reason)
+
+    def end(self, segment: Segment, outcome: Outcome) -> None:
+        self._inner.end(segment, outcome)
+
+    def _copied(self, storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage]:
+        """A call that gives a copy of what is there now."""
+        if self._store is None:
+            copy = storage.clone()
+            return lambda: copy
+        store, offset, size_bytes = self._store, self._store.put(storage), storage.nbytes()
+        return lambda: store.get(offset, size_bytes)
+
+    # -- replays ----------------------------------------------------------------------------------------------
+
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        """One value at a time, so that it is known whose replay it is that fails."""
+        for one in _waiting_for(value):
+            if one.waits_for_replay:
+                self._rebuild_one(one, mechanism)
+
+    def _rebuild_one(self, value: SavedValue, mechanism: Mechanism) -> None:
+        assert value.recipe is not None
+        assert value.index is not None
+        sources = [source for source in value.recipe.values if isinstance(source, SavedValue)]
+        away = [source for source in sources if source.storage is None]
+        self._changed = []
+        try:
+            back = mechanism.replay(value, self._run)
+        except (PoochError, MemoryError, torch.OutOfMemoryError):
+            raise  # of this machine's memory and disk, not of the replay
+        except Exception as error:
+            self.refused[value.index] = self._why(error)
+            value.came_back(self._copies.pop(value.index)())
+            value.home = mechanism.device.compute
+            back = [value]
+        if self._changed:
+            names = ", ".join(map(self._name, self._changed))
+            self.refused[value.index] = f"replaying it would write {names} once more, which no operator declares"
+        for found in back:
+            if found.storage is not None and found.index is not None and found.index in self._copies:
+                self._compare(found.index, found.storage)
+        for source in away:
+            if source.decision is Decision.SWAP:
+                mechanism.give_up(source)  # its own use may be far
+
+    def _run(
+        self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
+    ) -> dict[StorageRecord, torch.UntypedStorage]:
+        untouched = Untouched(ops, there)
+        try:
+            return run_ops(ops, there, keep, device_type)
+        finally:
+            self._changed = untouched.restore()
+
+    def _compare(self, index: int, found: torch.UntypedStorage) -> None:
+        wanted = self._copies.pop(index)()
+        same = torch.equal(bytes_of(wanted), bytes_of(found))
+        if not same:
+            found.copy_(wanted)  # or what is replayed from it would differ too
+        if index not in self.refused:
+            (self.verified if same else self.differing).add(index)
+
+    # -- in a person's words ----------------------------------------------------------------------------------
+
+    def _why(self, error: BaseException) -> str:
+        """Why a replay raised, or a recipe could not be made."""
+        reason = error if isinstance(error, NotReplayable) else error.__context__
+        if not isinstance(reason, NotReplayable):
+            return f"its replay raised {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        if str(reason) != WRITTEN_SINCE or reason.record is None:
+            return str(reason)
+        return f"replaying it needs {self._name(reason.record)} as it was, and the step writes that after it was read"
+
+    def _name(self, record: StorageRecord) -> str:
+        """What the model calls a storage, for the reader of a reason."""
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if any(storage_key(part) == record.key for part in tensor_parts(tensor)):
+                return name
+        return "an input of the step" if record.birth is None else "an activation"
+
+
+def _waiting_for(value: SavedValue) -> list[SavedValue]:
+    """Those of the saved values it is to be replayed from that wait for a replay too, each behind its own; itself last.
+
+    No recursion: in a residual stream they are as many as the network has layers.
+    """
+    order: dict[SavedValue, None] = {}
+    pending = [(value, False)]
+    while pending:
+        one, its_own_are_done = pending.pop()
+        if one in order or one.recipe is None or not one.waits_for_replay:
+            continue
+        if its_own_are_done:
+            order[one] = None
+            continue
+        pending.append((one, True))
+        pending += [(source, False) for source in one.recipe.values if isinstance(source, SavedValue)]
+    return list(order)

@@ -1,0 +1,108 @@
+"""Driver: what decides, in one segment, about each saved value. Chooser: what gives each segment its driver.
+
+A driver never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's mechanism
+carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from poochplan.formats.plan import Decision, Instructions
+from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.replays.closure import NotReplayable
+from poochplan.runtime.replays.tape import StorageRecord
+from poochplan.runtime.run_report import FallbackKind
+
+
+class Actions(NamedTuple):
+    """What is to be done at one point, in this order."""
+
+    queue_out: Sequence[SavedValue] = ()
+    """Start their copies to the host."""
+    give_up: Sequence[SavedValue] = ()
+    """Wait for these copies, and let go of the device storages."""
+    bring_back: Sequence[SavedValue] = ()
+    """Start their copies back."""
+    rebuild: Sequence[SavedValue] = ()
+    """Replay them."""
+    record: bool | None = None
+    """From the next op on record, or do not; None for no change."""
+
+
+NOTHING = Actions()
+
+
+class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
+    """What is saved or used is not what the driver was made for; it has done nothing about it."""
+
+    def __init__(self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED) -> None:
+        super().__init__(f"{_SAID[kind]} {reason}")
+        self.reason = reason
+        self.kind = kind
+
+
+_SAID = {
+    FallbackKind.DIVERGED: "the step diverged from the plan at",
+    FallbackKind.NO_PLAN: "no plan of the set fits the step by",
+}
+
+
+class Driver(Protocol):
+    """Decides in one segment. Any of its answers may be ``Diverged`` raised, or ``DivergenceError``."""
+
+    @property
+    def instructions(self) -> Instructions | None:
+        """Whose planned places in the host tier its values take; None when they have none."""
+
+    def begin(self, segment: Segment) -> Actions:
+        """The segment begins."""
+
+    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        """A tensor is saved whose storage is no live value yet: what becomes of it. Final but for a failed recipe.
+
+        ``index``: its save point; None when its storage has had one (written since, or all its handles had gone).
+        """
+
+    def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
+        """The ``ordinal``-th handle of the segment is made, of the value at save point ``index``."""
+
+    def at_save(self, value: SavedValue, index: int | None) -> Actions:
+        """The value that was just decided about is there: what happens at its save point ``index``."""
+
+    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+        """The ``number``-th use point, after ``saves`` save points: the first use of this handle."""
+
+    def before_drop(self, value: SavedValue) -> None:
+        """It has its recipe, and is about to be let go of."""
+
+    def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
+        """No recipe could be made for it: it is to be swapped now."""
+
+    def copy_failed(self, value: SavedValue, error: OSError) -> None:
+        """The host does not take it: it is kept (rule 9). Raises when it must not be."""
+
+    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        """Who decides for the rest of the segment, and what becomes of the values that are there."""
+
+    def end(self, segment: Segment, outcome: Outcome) -> None:
+        """The segment has ended; ``segment.report`` says what it took."""
+
+
+class Chooser(Protocol):
+    """Gives each segment its driver."""
+
+    @property
+    def alternatives(self) -> Sequence[Instructions]:
+        """All that a segment may be given to follow: the host tier is made large enough for any of them."""
+
+    def choose(self, segment: Segment) -> Driver | None:
+        """The driver of a segment; None while its inputs have to be known first.
+
+        It is asked as the segment begins, when the model is called, and at the first save; there it has to say.
+        """

@@ -1,0 +1,85 @@
+"""Choosers: the plan, or that one of a set which is for the step's inputs; and one driver for every segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from poochplan.formats.plan import Instructions
+from poochplan.formats.plan_set import PlanSet, Signature, describe
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.run_report import FallbackKind
+
+from .course import Course
+from .driver import Actions, Diverged, Driver
+from .follow import DivergencePolicy, Follow
+from .swap_each import SwapEach
+
+
+class Planned:
+    """Follows lone instructions exactly, whatever the inputs are; of a set, those for the inputs or larger ones.
+
+    State: the ``instructions`` that were followed last.
+    """
+
+    def __init__(self, given: Instructions | PlanSet, policy: DivergencePolicy = DivergencePolicy.WARN) -> None:
+        self._set = given if isinstance(given, PlanSet) else None
+        self.alternatives: Sequence[Instructions] = (
+            tuple(plan.instructions for plan in given.plans) if isinstance(given, PlanSet) else (given,)
+        )
+        self._courses = {
+            (id(one), exact): Course.of(one, exact=exact) for one in self.alternatives for exact in (True, False)
+        }
+        self._policy = policy
+        self.instructions = self.alternatives[0]
+
+    def choose(self, segment: Segment) -> Driver | None:
+        if self._set is None:
+            return self._following(exact=True)
+        if segment.inputs is None:
+            return WithoutPlan(_TOO_EARLY, self._policy) if segment.saves_next else None
+        plan = self._set.choose(segment.inputs)
+        if plan is None:
+            return WithoutPlan(self._why_none(segment.inputs), self._policy)
+        self.instructions = plan.instructions
+        return self._following(exact=sorted(plan.inputs) == sorted(segment.inputs))
+
+    def _following(self, *, exact: bool) -> Follow:
+        return Follow(self._courses[id(self.instructions), exact], SwapEach(), self._policy)
+
+    def _why_none(self, signature: Signature) -> str:
+        assert self._set is not None, "lone instructions are for any inputs"
+        return (
+            f"its inputs: expected at most {describe(self._set.largest.inputs)} "
+            f"(the largest plan of {len(self._set.plans)}), "
+            f"found {describe(signature)}"
+        )
+
+
+_TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"
+
+
+class WithoutPlan(SwapEach):
+    """The safe policy for a segment that no plan is for: as if it diverged where it began."""
+
+    def __init__(self, why: str, policy: DivergencePolicy) -> None:
+        super().__init__()
+        self._why = why
+        self._policy = policy
+
+    def begin(self, segment: Segment) -> Actions:
+        raise Diverged(self._why, FallbackKind.NO_PLAN)
+
+    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        self._policy.judge(reason)
+        return super().diverged(reason)
+
+
+class Always:
+    """Gives every segment a driver of one make."""
+
+    def __init__(self, make: Callable[[], Driver]) -> None:
+        self._make = make
+        self.alternatives: Sequence[Instructions] = ()
+
+    def choose(self, segment: Segment) -> Driver:
+        return self._make()

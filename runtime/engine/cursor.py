@@ -1,0 +1,151 @@
+"""The cursor: where in a segment the step is. Only here is it said that one begins or ends.
+
+A *segment* is what one plan is for: from a first save to the uses of what was saved. Most steps are one segment; a step
+of several micro-batches is several. A segment begins
+
+* where the model is called, when nothing of the one before is held any more, or some of that has been used;
+* at a save, when no segment is open, or when the open one has been used and nothing of it is held any more;
+* where the caller says so (``session.step()``); the model's calls begin none from then on.
+
+It ends where the next one begins, or with the step of an optimizer of the model's once something of it has been used.
+Handles that are alive then are *left over*: they stay usable, and their bytes count as there before the next segment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import StrEnum
+
+from poochplan.formats.plan_set import Signature
+from poochplan.runtime.run_report import StepReport
+
+from .handle import Lease
+
+
+class Outcome(StrEnum):
+    """How a segment ended."""
+
+    USED = "used"
+    UNUSED = "unused"
+    """Nothing that it saved was used."""
+    RAISED = "raised"
+    """Its forward ended with an exception."""
+    LEFT_OVER = "left over"
+    """Some of its handles were alive when the next began."""
+
+
+class Segment:
+    """What is known of one segment.
+
+    ``saves``, ``packs`` and ``uses`` count its points and handles so far.
+    """
+
+    __slots__ = (
+        "diverged",
+        "gradient_bytes",
+        "inputs",
+        "left_over_bytes",
+        "number",
+        "ordinal",
+        "outcome",
+        "packs",
+        "raised",
+        "report",
+        "saves",
+        "saves_next",
+        "used",
+        "uses",
+    )
+
+    def __init__(self, number: int, ordinal: int) -> None:
+        self.number = number
+        """Counts from 1; 0 is none."""
+        self.ordinal = ordinal
+        """How many there were since the last optimizer step."""
+        self.inputs: Signature | None = None
+        """Of the model's first call in it; None before."""
+        self.saves_next = False
+        """Whether something is about to be saved: its driver has to be known."""
+        self.gradient_bytes = 0
+        """Gradients of the model's that were live as it began."""
+        self.left_over_bytes = 0
+        """Device bytes of what earlier segments saved and others still hold."""
+        self.report = StepReport(steps=1 if number else 0)
+        self.saves = 0
+        self.packs = 0
+        self.uses = 0
+        self.used = False
+        """Whether a handle of it has been used, also where it has diverged."""
+        self.diverged = False
+        """Whether it is not the planned one, or there was no plan for it."""
+        self.raised = False
+        self.outcome: Outcome | None = None
+        """None while it is open."""
+
+
+class Cursor:
+    """State: the open segment or the last one, and the lease that all live handles hold."""
+
+    def __init__(self, on_idle: Callable[[], None]) -> None:
+        self.segment = Segment(0, 0)
+        self.is_open = False
+        self._announced = False
+        self._on_idle = on_idle
+        self._lease: weakref.ref[Lease] | None = None
+        self._since_optimizer = 0
+
+    # -- where segments begin and end -------------------------------------------------------------------------
+
+    def forward_begins_one(self) -> bool:
+        """The model is called: whether a segment begins here."""
+        return not self._announced and (self.segment.used or not self.holds_values)
+
+    def save_begins_one(self) -> bool:
+        """Something is saved: whether a segment begins here."""
+        return not self.is_open or (self.segment.used and not self.holds_values)
+
+    def announced(self) -> None:
+        """The caller says that one begins here, and will say so from now on."""
+        self._announced = True
+
+    def begin(self) -> Segment:
+        """The next segment; the last one has ended."""
+        self.segment = Segment(self.segment.number + 1, self._since_optimizer)
+        self._since_optimizer += 1
+        self.is_open = True
+        return self.segment
+
+    def end(self) -> None:
+        """The open segment, if there is one, has ended."""
+        if self.is_open:
+            self.is_open = False
+            self.segment.outcome = self._outcome()
+
+    def _outcome(self) -> Outcome:
+        if self.segment.raised:
+            return Outcome.RAISED
+        if self.holds_values:
+            return Outcome.LEFT_OVER
+        return Outcome.USED if self.segment.used else Outcome.UNUSED
+
+    def optimizer_stepped(self) -> bool:
+        """An optimizer of the model's has stepped: whether the open segment ends with that."""
+        self._since_optimizer = 0
+        return self.is_open and self.segment.used
+
+    # -- handles ----------------------------------------------------------------------------------------------
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether a handle on a saved value is still alive."""
+        return self._lease is not None and self._lease() is not None
+
+    def lease(self) -> Lease:
+        """What each handle holds; ``on_idle`` is called when nobody holds it any more."""
+        lease = self._lease() if self._lease is not None else None
+        if lease is None:
+            lease = Lease()
+            self._lease = weakref.ref(lease)
+            weakref.finalize(lease, self._on_idle).atexit = False  # a callback here would go with the engine
+        return lease

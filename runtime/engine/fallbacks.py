@@ -1,0 +1,28 @@
+"""Fallbacks: where the plan was not followed, counted in the step's report and each kind warned of once."""
+
+from __future__ import annotations
+
+import warnings
+
+from poochplan.runtime.run_report import FallbackKind, StepReport
+
+
+class Fallbacks:
+    """State: the kinds that were warned of."""
+
+    def __init__(self) -> None:
+        self._warned: set[FallbackKind] = set()
+
+    def count(self, report: StepReport, kind: FallbackKind, reason: str) -> None:
+        """One more of that kind, in the step of this report."""
+        report.fallbacks += 1
+        report.fallback_kinds[kind] = report.fallback_kinds.get(kind, 0) + 1
+        if reason not in report.fallback_reasons:
+            report.fallback_reasons.append(reason)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(
+                f"poochplan: {reason} (slower or larger than planned, not wrong; said once)",
+                RuntimeWarning,
+                stacklevel=2,
+            )

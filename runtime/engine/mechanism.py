@@ -1,0 +1,139 @@
+"""The mechanism: moves saved values to the host and back, lets go of them, and has them rebuilt (engine rules 3, 9).
+
+It alone touches their storages. It decides nothing: what it does is asked of it, by value or as the actions of a point.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from poochplan.formats.plan import Decision
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.drivers.driver import Actions
+from poochplan.runtime.replays.closure import Recipe
+from poochplan.runtime.replays.replay import Run, replay, run_ops
+from poochplan.runtime.replays.tape import Content
+from poochplan.runtime.run_report import StepReport
+
+from .host_tier import HostTier
+from .saved_value import SavedValue, State
+
+
+class Rebuild(Protocol):
+    """Brings a value back that waits for a replay, and those that it is replayed from."""
+
+    def __call__(self, value: SavedValue, mechanism: Mechanism) -> None: ...
+
+
+def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
+    """One replay for the value and all of the recomputed ones that it needs."""
+    mechanism.replay(value, run_ops)
+
+
+class Mechanism:
+    """State: the report of the step, in which it counts.
+
+    ``copy_failed`` is told a value that the host did not take, which stays on the device.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: HostTier,
+        rebuild: Rebuild,
+        copy_failed: Callable[[SavedValue, OSError], None],
+    ) -> None:
+        self.report = StepReport()
+        self.device = device
+        self._host = host
+        self._rebuild = rebuild
+        self._copy_failed = copy_failed
+
+    def carry_out(self, actions: Actions) -> None:
+        """What a point asks for, in order (rule 7)."""
+        for value in actions.queue_out:
+            self.queue_out(value)
+        for value in actions.give_up:
+            self.give_up(value)
+        for value in actions.bring_back:
+            self.bring_back(value)
+        for value in actions.rebuild:
+            self.rebuild(value)
+
+    def queue_out(self, value: SavedValue) -> None:
+        """Starts its copy to the host, if it is to be swapped and has none."""
+        if value.state is not State.ON_DEVICE or value.decision is not Decision.SWAP:
+            return
+        assert value.storage is not None
+        offset = self._host.place(value)
+        with self.device.span(f"swap out {value.name}"):
+            value.is_copied(copy_out(self.device, value.storage, offset), offset)
+        self.report.out_bytes += value.size_bytes
+
+    def give_up(self, value: SavedValue) -> None:
+        """Waits for its copy and lets go of its storage; a value without a copy stays."""
+        if value.state not in (State.COPIED, State.ARRIVING):
+            return
+        assert value.out_copy is not None
+        self.report.stall_s += value.out_copy.wait()  # Rule 3
+        error = value.out_copy.error
+        if error is not None:  # Rule 9
+            offset = value.host_offset
+            value.copy_has_failed()
+            self._host.give_up(offset)  # last: from here on the place may be another value's
+            self._copy_failed(value, error)
+            return
+        value.is_given_up()
+
+    def bring_back(self, value: SavedValue) -> None:
+        """Starts its copy back, if it lies on the host alone."""
+        if value.state is not State.ON_HOST:
+            return
+        with self.device.span(f"prefetch {value.name}"):
+            storage, home = self.device.allocate(value.size_bytes), self.device.compute
+            value.is_fetched(storage, home, copy_in(self.device, storage, value.host_offset))
+        self.report.in_bytes += value.size_bytes
+
+    def drop(self, value: SavedValue, recipe: Recipe) -> None:
+        """Lets go of its storage; the recipe brings it back."""
+        value.is_dropped(recipe)
+
+    def rebuild(self, value: SavedValue) -> None:
+        """Replays it, if it waits for that."""
+        if value.state is not State.TO_REPLAY:
+            return
+        start_s = time.perf_counter()
+        with self.device.span(f"replay {value.name}"), self.device.replaying():
+            self._rebuild(value, self)
+        self.report.replay_s += time.perf_counter() - start_s
+
+    def replay(self, value: SavedValue, run: Run) -> list[SavedValue]:
+        """One replay, its ops run by ``run``; all that came back."""
+        back = [_saved(one) for one in replay(value, self._source, self.device.kind, run)]
+        for rebuilt in back:
+            rebuilt.home = self.device.compute
+        self.report.replayed_values += len(back)
+        return back
+
+    def resident(self, value: SavedValue) -> torch.UntypedStorage:
+        """The value's device storage, filled: waits for its copy, fetches it, or replays it."""
+        self.rebuild(value)
+        self.bring_back(value)
+        self.report.stall_s += value.arrived()
+        assert value.storage is not None
+        if value.home is not None:
+            self.device.use(value.storage, value.home)
+        return value.storage
+
+    def _source(self, content: Content) -> torch.UntypedStorage:
+        return self.resident(_saved(content))
+
+
+def _saved(content: Content) -> SavedValue:
+    assert isinstance(content, SavedValue)
+    return content

@@ -1,0 +1,135 @@
+"""The closure of a replay: which recorded ops it runs, from which contents, and what has to stay until then.
+
+``docs/semantics.md`` says what a replay needs; the planner follows the same rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from .tape import Content, RecordedOp, StorageRecord
+
+WRITTEN_SINCE = "an input of the replay was written in place since it was read"
+
+
+class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
+    """A writer was not recorded, is opaque, or an input is gone; the value is swapped instead.
+
+    ``record``: the input that it is about, where it is about one.
+    """
+
+    def __init__(self, reason: str, record: StorageRecord | None = None) -> None:
+        super().__init__(reason)
+        self.record = record
+
+
+class Closure:
+    """All that a need comes to: the ops to run, the contents they start from, and the values they bring back."""
+
+    def __init__(self) -> None:
+        self.ops: dict[int, RecordedOp] = {}
+        self.leaves: dict[tuple[StorageRecord, int], Content | None] = {}
+        """Contents that are there already: saved values, or (None) what recording found in place."""
+        self.rebuilt: dict[StorageRecord, None] = {}
+        self.targets: list[tuple[StorageRecord, Content]] = []
+        """Saved values that wait for a replay themselves and are brought back along the way."""
+
+    def in_order(self) -> list[RecordedOp]:
+        return [self.ops[order] for order in sorted(self.ops)]
+
+
+def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) -> Closure:
+    """Follows ``need(root, generation)`` of ``docs/semantics.md`` to its end.
+
+    With ``follow_recipes`` a saved input that waits for a replay is brought back too; without, it is a leaf.
+
+    Raises ``NotReplayable`` when a writer of the root is missing or opaque, or an op on the way writes something
+    that the replay does not own.
+    """
+    closure = Closure()
+    pending, seen = [(root, generation)], set()
+    while pending:
+        need = record, wanted = pending.pop()
+        if need in seen:
+            continue
+        seen.add(need)
+        value = record.value_at(wanted) if record is not root else None
+        writers = record.writers_up_to(wanted)
+        if value is not None and not (follow_recipes and value.waits_for_replay):
+            closure.leaves[need] = value
+            continue
+        if value is not None:
+            closure.targets.append((record, value))
+        if writers is None:
+            if record is root or value is not None:
+                raise NotReplayable("a writer of the value was not recorded or cannot be run again")
+            if wanted != len(record.writes):
+                raise NotReplayable(WRITTEN_SINCE, record)
+            closure.leaves[need] = None
+            continue
+        closure.rebuilt[record] = None
+        for op in writers:
+            closure.ops[op.order] = op
+            # Of the storage itself an op reads what the writers before it left: they run anyway.
+            pending += [(view.record, view.generation) for view in op.views() if view.record is not record]
+    _check(closure)
+    return closure
+
+
+def _check(closure: Closure) -> None:
+    """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
+    if any(written not in closure.rebuilt for op in closure.ops.values() for written in op.writes):
+        raise NotReplayable("an op of the replay writes into something it does not own")
+    for op in closure.ops.values():
+        for view in op.views():
+            if not view.still_there:
+                raise NotReplayable(WRITTEN_SINCE, view.record)
+
+
+class Recipe:
+    """What the replay of one value needs to stay, held from its save point until it is back.
+
+    ``values`` are saved values it reads (on the device, on the host, or recipes of their own); ``storages`` what was
+    there before recording began: parameters, buffers, inputs.
+    """
+
+    __slots__ = ("__weakref__", "generation", "record", "storages", "values")
+
+    def __init__(self, record: StorageRecord, generation: int) -> None:
+        self.record = record
+        self.generation = generation
+        self.values: list[Content] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self.refresh()
+
+    def refresh_if_possible(self) -> None:
+        """Like :meth:`refresh`; when something it reads was written meanwhile it keeps what it holds, and the replay
+        will say so.
+        """
+        with contextlib.suppress(NotReplayable):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Works out anew what has to stay; called again when a storage on the way has become a saved value."""
+        closure = closure_of(self.record, self.generation, follow_recipes=False)
+        values, storages = [], []
+        for (record, _), value in closure.leaves.items():
+            if value is not None:
+                values.append(value)
+            else:
+                storages.append(storage_of(record))
+                record.wait_for_value(self)
+        for record in closure.rebuilt:
+            if record is not self.record:
+                record.wait_for_value(self)
+        self.values, self.storages = values, storages
+
+
+def storage_of(record: StorageRecord) -> torch.UntypedStorage:
+    """The storage that a record stands for; raises ``NotReplayable`` when it is gone."""
+    storage = record.storage()
+    if storage is None:
+        raise NotReplayable("an input of the replay is gone")
+    return storage

@@ -1,0 +1,315 @@
+"""The tape: what ran in the recorded stretches of forward, as references that hold no memory.
+
+A :class:`StorageRecord` stands for one storage. An op's tensor arguments become :class:`View`s on such records, so that
+a tape keeps nothing alive; what a replay needs to stay is held by its recipe (``closure.py``). Saved values and recipes
+are known here by what is asked of them alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from poochplan.tensors.arguments import Layout, flatten
+from poochplan.tensors.storages import Geometry, is_plain
+from poochplan.tensors.torch_private import storage_identity, version_of
+
+OFF = 0
+"""Stands for the number of a window where nothing is recorded."""
+
+
+class Content(Protocol):
+    """A saved value, as far as a tape knows it."""
+
+    record: StorageRecord
+    generation: int
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether nobody has written it since it was saved."""
+
+    @property
+    def waits_for_replay(self) -> bool:
+        """Whether only a replay brings it back."""
+
+    def came_back(self, storage: torch.UntypedStorage) -> None:
+        """A replay has rebuilt it, in ``storage``."""
+
+
+class Claim(Protocol):
+    """A recipe, as far as a tape knows it."""
+
+    def refresh_if_possible(self) -> None:
+        """A storage that it reads has become a saved value."""
+
+
+class View(NamedTuple):
+    """A tensor argument: where it lay, and which content it read."""
+
+    record: StorageRecord
+    generation: int
+    """Recorded writes to the storage before it was read."""
+    geometry: Geometry
+    watch: tuple[torch.Tensor, int] | None
+    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
+
+    @property
+    def still_there(self) -> bool:
+        """Whether the storage still holds what was read, when it cannot be rebuilt."""
+        return self.watch is None or version_of(self.watch[0]) == self.watch[1]
+
+
+class Scratch(NamedTuple):
+    """Stands for running statistics in training: a replay gives the op a throw-away tensor in their place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RecordedOp:
+    """One op as it was called."""
+
+    __slots__ = (
+        "arguments",
+        "births",
+        "func",
+        "generator",
+        "grad_enabled",
+        "order",
+        "overwrites",
+        "spec",
+        "state",
+        "uninitialised",
+        "usable",
+        "writes",
+    )
+
+    def __init__(self, order: int, func: Any, arguments: list[Any], spec: Layout) -> None:
+        self.order = order
+        self.func = func
+        self.grad_enabled = torch.is_grad_enabled()
+        """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
+        self.usable = True
+        """Whether it can be run again."""
+        self.uninitialised = False
+        """Bears storages whose contents are undefined."""
+        self.overwrites: StorageRecord | None = None
+        """The storage whose every byte it writes without reading one."""
+        self.arguments = arguments
+        """Flat arguments, tensors as :class:`View`."""
+        self.spec = spec
+        self.births: list[tuple[int, StorageRecord]] = []
+        """(position among the flat outputs, storage born there)."""
+        self.writes: list[StorageRecord] = []
+        """Storages that were there before and are written in place."""
+        self.generator: torch.Generator | None = None
+        self.state: torch.Tensor | None = None
+        """Generator state before the op, when it is random."""
+
+    def allocate_only(self, output: torch.Tensor) -> None:
+        """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
+        options = {"dtype": output.dtype, "device": output.device}
+        self.func = torch.ops.aten.empty_strided.default
+        self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
+
+    def views(self) -> Iterator[View]:
+        return (argument for argument in self.arguments if isinstance(argument, View))
+
+
+class StorageRecord:
+    """One storage, as far as recording has seen it.
+
+    Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
+    counters: chunks of ``unsafe_split`` (GRU cells) have counters of their own on one storage. What was written where
+    recording was off is one generation more, which nothing can rebuild.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "birth",
+        "broken",
+        "key",
+        "packed",
+        "seen_in",
+        "storage",
+        "value",
+        "version",
+        "waiting",
+        "was_there",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        version: int,
+        registry: dict[int, StorageRecord],
+        *,
+        was_there: bool = False,
+    ) -> None:
+        self.key = storage_identity(storage)
+        self.was_there = was_there
+        """Whether it is known to have lived before the step began."""
+        self.birth: RecordedOp | None = None
+        self.writes: list[RecordedOp | None] = []
+        """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
+        self.broken = False
+        """Whether one of the writes was not recorded or cannot be run again."""
+        self.version = version
+        """What its version counter says if every write was recorded."""
+        self.seen_in = OFF
+        """The window of recording in which it was last met."""
+        self.value: weakref.ref[Content] | None = None
+        self.packed = False
+        """Whether it has had its save point."""
+        self.waiting: list[weakref.ref[Claim]] = []
+        """Recipes that read this storage before it was packed: they claim its value when it comes."""
+        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the record would
+        # stay for the next storage of that key.
+        self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
+
+    def meet(self, version: int, window: int) -> None:
+        """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
+
+        A counter that is ahead tells of a write that was not recorded. One that is behind is a chunk's own: it says
+        nothing, and between windows that is taken for a write, until the save point; from there on the plan answers
+        for it, since what is written after its save is never planned to be read by a replay.
+        """
+        unbroken = self.packed or (window != OFF and window == self.seen_in)
+        if version > self.version or (version < self.version and not unbroken):
+            self.writes.append(None)
+            self.broken = True
+            self.version = version
+        self.seen_in = window
+
+    def was_written_by(self, op: RecordedOp) -> None:
+        """A recorded op has written it in place."""
+        self.writes.append(op)
+        self.broken |= not op.usable
+        self.version += 1
+
+    def attach(self, value: Content) -> None:
+        """The storage has become a saved value: recipes that read it claim the value instead of what they held."""
+        self.value = weakref.ref(value)
+        waiting, self.waiting = self.waiting, []
+        for reference in waiting:
+            recipe = reference()
+            if recipe is not None:
+                recipe.refresh_if_possible()
+
+    def wait_for_value(self, recipe: Claim) -> None:
+        """Has the recipe refreshed when this storage is packed."""
+        if all(reference() is not recipe for reference in self.waiting):
+            self.waiting.append(weakref.ref(recipe))
+
+    def value_at(self, generation: int) -> Content | None:
+        """The saved value of this storage, when it is still there and holds just this content."""
+        value = self.value() if self.value is not None else None
+        return value if value is not None and value.generation == generation and value.unwritten else None
+
+    def writers_up_to(self, generation: int) -> list[RecordedOp] | None:
+        """The ops that make this content from nothing; None when one of them was not recorded or cannot be run again.
+
+        A storage born uninitialised counts only if the first write was seen and covers it: what is written past the
+        dispatcher before is then overwritten.
+        """
+        if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
+            return None
+        writers = [self.birth]
+        for writer in self.writes[:generation]:
+            if writer is None:
+                return None
+            writers.append(writer)
+        return writers if all(writer.usable for writer in writers) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its birth and every write since were recorded, as ops that can be run again."""
+        return self.birth is not None and self.birth.usable and not self.broken
+
+    def _overwritten(self, generation: int) -> bool:
+        first = self.writes[0] if generation >= 1 else None
+        return first is not None and first.overwrites is self
+
+
+class Tape:
+    """What ran in a step. State: the registry of live storages, the number of ops, and the window they are seen in."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.registry: dict[int, StorageRecord] = {}
+        self.static: set[int] = set()
+        """Storage keys of parameters and buffers, in this step."""
+        self.window = OFF
+        """The stretch that is being recorded, or was last; stretches count from 1."""
+        self._earlier: dict[int, StorageRecord] = {}
+        """Storages that were there before the step, as far as it knows: met in an earlier one, or given to this one."""
+        self._recorded: list[StorageRecord] = []
+        self._count = 0
+
+    def forget(self, *, in_use: bool) -> None:
+        """Begins with no records. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
+
+        Records and ops refer to each other, so that without this they would wait for the garbage collector.
+        """
+        self._earlier.clear()  # its records know it, so that dropping it would leave them to the garbage collector
+        self._earlier, self.registry = self.registry, self._earlier
+        for record in [] if in_use else self._recorded:
+            record.birth = None
+            record.writes = []
+        self._recorded = []
+
+    def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The step, which has just begun, is handed these: what is a part of something larger was there before it."""
+        for tensor in tensors:
+            if is_plain(tensor, self.device_type) and tensor.nbytes < tensor.untyped_storage().nbytes():
+                record = StorageRecord(tensor.untyped_storage(), version_of(tensor), self._earlier)
+                self._earlier[record.key] = record
+
+    def earlier_values(self) -> Iterator[Content]:
+        """Saved values of earlier steps that are still alive."""
+        for record in self._earlier.values():
+            value = record.value() if record.value is not None else None
+            if value is not None:
+                yield value
+
+    def record_of(self, tensor: torch.Tensor) -> StorageRecord:
+        """The record of the tensor's storage, made when it is new."""
+        storage = tensor.untyped_storage()
+        key = storage_identity(storage)
+        record = self.registry.get(key)
+        if record is None:
+            record = StorageRecord(storage, version_of(tensor), self.registry, was_there=key in self._earlier)
+            self.registry[key] = record
+        return record
+
+    def met(self, tensor: torch.Tensor, window: int) -> StorageRecord:
+        """The record of a tensor that is read or packed in that window; what was written unrecorded shows here."""
+        record = self.record_of(tensor)
+        record.meet(version_of(tensor), window)
+        return record
+
+    def next_op(self, func: Any, arguments: list[Any], spec: Layout) -> RecordedOp:
+        """An op that is about to run, the next in order."""
+        self._count += 1
+        return RecordedOp(self._count, func, arguments, spec)
+
+    def was_born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
+        """The op has borne the storage of its output at ``position``."""
+        record = self.record_of(output)
+        record.birth = op
+        record.seen_in = self.window
+        self._recorded.append(record)
+        op.births.append((position, record))
+
+    def were_written(self, op: RecordedOp, records: list[StorageRecord]) -> None:
+        """The op has written these in place."""
+        op.writes = list(dict.fromkeys(records))
+        for record in op.writes:
+            record.was_written_by(op)
+            self._recorded.append(record)

@@ -1,0 +1,210 @@
+"""Where segments begin and end, what is known of each, and that whoever chooses a driver is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.tensors.modes import before_forward, uncompiled_hooks
+from poochplan.tensors.signatures import input_signature
+from tests.runtime.nets import CASES
+from tests.runtime.random_plans import random_plan
+
+pytestmark = pytest.mark.cpu_device
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+
+class Watching(SwapEach):
+    """Swaps everything, and writes down how its segment went."""
+
+    def __init__(self, told: list[tuple[Segment, Outcome]]) -> None:
+        super().__init__()
+        self._told = told
+
+    def end(self, segment: Segment, outcome: Outcome) -> None:
+        self._told.append((segment, outcome))
+
+
+class InTurn:
+    """Gives one segment a driver that keeps, the next one that swaps; notes what it knew when it was asked."""
+
+    alternatives = ()
+
+    def __init__(self, *, needs_inputs: bool = False) -> None:
+        self.told: list[tuple[Segment, Outcome]] = []
+        self.needs_inputs = needs_inputs
+        self.chosen: list[Segment] = []
+
+    def choose(self, segment: Segment) -> Driver | None:
+        if self.needs_inputs and segment.inputs is None and not segment.saves_next:
+            return None
+        self.chosen.append(segment)
+        return KeepAll() if segment.number % 2 else Watching(self.told)
+
+
+@contextmanager
+def under(chooser: InTurn, model: nn.Module) -> Iterator[Engine]:
+    device = CpuDevice()
+    engine = Engine(chooser, device, model)
+
+    def called(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if engine.cursor.forward_begins_one():
+            engine.begin()
+        engine.model_is_called(lambda: input_signature(args, kwargs))
+
+    try:
+        with uncompiled_hooks(engine.pack, engine.unpack), before_forward(model, called):
+            yield engine
+        engine.end()
+        engine.tell_end()
+    finally:
+        device.close()
+
+
+def _gradients(model: nn.Module, step: Callable[[], None]) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    step()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_each_segment_has_the_driver_that_was_chosen_for_it_and_the_same_gradients() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    wanted = _gradients(model, lambda: model(batch).backward())
+    moved = []
+    with under(chooser, model) as engine:
+        for _ in range(4):
+            found = _gradients(model, lambda: model(batch).backward())
+            assert all(map(torch.equal, found, wanted))
+            moved.append(engine.segment.report.out_bytes)
+    assert moved == [0, moved[1], 0, moved[1]]
+    assert moved[1] > 0
+    assert [outcome for _, outcome in chooser.told] == [Outcome.USED, Outcome.USED]
+
+
+def test_a_driver_is_told_the_bytes_and_the_seconds_of_its_segment_when_that_is_over() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    with under(chooser, model):
+        for _ in range(2):
+            model(batch).backward()
+        assert chooser.told == []
+    ((segment, outcome),) = chooser.told
+    assert outcome is Outcome.USED
+    assert segment.report.out_bytes > segment.report.in_bytes > 0  # the last one has never left
+    assert segment.report.hooks_s > 0
+    assert segment.saves == 3
+    assert segment.uses == segment.packs > 0
+
+
+def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> None:
+    model, batch = Chain(), torch.ones(4, 8)
+    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
+    planned, step, optimizer = CASES["residual"].fresh()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch).backward()
+    ordinals = []
+    with poochplan.apply(plan, planned) as session:
+        for stepping in (None, other, optimizer, None):
+            step().backward()
+            ordinals.append(session.engine.segment.ordinal)
+            if stepping is not None:
+                stepping.step()
+    assert ordinals == [0, 1, 2, 0]
+
+
+def test_a_segment_ends_with_the_optimizers_step_once_it_was_used_and_not_before() -> None:
+    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
+    model, step, optimizer = CASES["residual"].fresh()
+    with poochplan.apply(plan, model) as session:
+        step().backward()
+        assert session.engine.cursor.is_open
+        optimizer.step()
+        assert not session.engine.cursor.is_open
+        loss = step()
+        optimizer.step()  # of gradients that were there: the new segment waits for its backward
+        assert session.engine.cursor.is_open
+        del loss
+
+
+def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_before_the_next() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    with under(chooser, model) as engine:
+        loss = model(batch)
+        loss.backward(retain_graph=True)
+        model(batch).backward()
+        first, second = chooser.chosen
+        assert first.outcome is Outcome.LEFT_OVER
+        assert (first.left_over_bytes, second.left_over_bytes) == (0, 3 * 4 * 8 * 4)
+        wanted = _gradients(model, lambda: model(batch).backward())
+        assert all(map(torch.equal, _gradients(model, lambda: loss.backward()), wanted))
+        assert engine.segment.number == 3
+
+
+def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None:
+    plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
+    model, step, _ = CASES["residual"].fresh()
+    with poochplan.apply(plan, model) as session:
+        with pytest.raises(ValueError, match="enough"), list(model.modules())[-1].register_forward_hook(_raises):
+            step()
+        segment = session.engine.segment
+        step().backward()
+        assert segment.outcome is Outcome.RAISED
+        assert session.engine.segment.number == segment.number + 1
+
+
+def _raises(*_: object) -> None:
+    raise ValueError("enough")
+
+
+def test_a_forward_that_nobody_uses_is_an_unused_segment() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    with under(chooser, model):
+        model(batch)
+        model(batch)
+        model(batch)
+    assert [segment.outcome for segment in chooser.chosen] == [Outcome.UNUSED] * 3
+    assert [outcome for _, outcome in chooser.told] == [Outcome.UNUSED]
+
+
+def test_gradients_that_are_live_as_a_segment_begins_are_known() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    with under(chooser, model):
+        model(batch).backward()
+        model(batch).backward()
+    own_bytes = sum(p.nbytes for p in model.parameters())
+    assert [segment.gradient_bytes for segment in chooser.chosen] == [0, own_bytes]
+
+
+def test_a_chooser_may_wait_for_the_inputs_and_is_asked_again_when_the_model_is_called() -> None:
+    model, chooser = Chain(), InTurn(needs_inputs=True)
+    with under(chooser, model):
+        for rows in (4, 2):
+            model(torch.ones(rows, 8)).backward()
+    assert [segment.inputs for segment in chooser.chosen] == [("0 float32[4, 8]",), ("0 float32[2, 8]",)]
+
+
+def test_a_chooser_has_to_say_at_the_first_save_also_before_the_model_is_called() -> None:
+    model, chooser = Chain(), InTurn(needs_inputs=True)
+    scale = torch.ones(4, 8, requires_grad=True)
+    with under(chooser, model):
+        (model(scale.square()) * 1.0).backward()
+    assert [segment.saves_next for segment in chooser.chosen] == [True]
+    assert chooser.chosen[0].inputs is None
