@@ -229,13 +229,10 @@ def main(words: list[str] | None = None) -> int:
     if unknown := [name for name in names if name not in PLANS]:
         parser.error(f"--plans: expected some of {', '.join(PLANS)}, found {', '.join(unknown)}")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     if arguments.make_plans:
         make_plans()
         return 0
-    print(
-        "| plan | plain ms | planned ms | ratio (95%) | forward | backward | plain mean/median | planned mean/median |"
-    )
+    print("| plan | plain ms | planned ms | ratio (95%) | forward | backward | plain mean/median | planned's |")
     print("|---|---|---|---|---|---|---|---|")
     found = measured(names, 2 if arguments.quick else arguments.pairs, with_cupy=arguments.cupy)
     print(f"plain op {found['plain_op_us']:.1f} us ({found['counts']['ops']} ops); what one adds, in plain ops:")
