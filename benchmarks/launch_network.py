@@ -55,14 +55,10 @@ def network() -> tuple[nn.Module, Step]:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it speaks of tokens that nothing here has
     torch.manual_seed(SEED)
-    sizes: dict[str, Any] = {
-        "n_layer": LAYERS,
-        "n_embd": WIDTH,
-        "n_head": HEADS,
-        "n_positions": 64,
-        "vocab_size": VOCABULARY,
-    }
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": 2 * TOKENS}
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False)
+    ).train()
     tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
     return model, lambda: model(input_ids=tokens, labels=tokens).loss
 
