@@ -1,6 +1,6 @@
 """What the runtime costs where it has nothing to do: step times in pairs (``pairs.py``), in one process of its own.
 
-python -m benchmarks.overhead keep-all      # a plan that keeps everything against plain PyTorch
+python -m benchmarks.overhead keep-all      # a plan that keeps everything against plain PyTorch, and its hooks alone
 python -m benchmarks.overhead per-op        # microseconds per recorded op, and per pack and unpack
 python -m benchmarks.overhead all -o benchmarks/results/overhead.json
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import nn
 
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
-from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, profiled
+from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
@@ -56,9 +57,38 @@ def keep_all(pairs: int) -> list[dict[str, Any]]:
     for name, settings in KEEP_ALL.items():
         plan = keep_all_plan(name, settings)
         workload = load(name, settings)
-        rows.append({"workload": name, **settings, **Planned(workload, plan).measure(pairs, pairs)})
+        row = {"workload": name, **settings, **Planned(workload, plan).measure(pairs, pairs)}
+        rows.append(row | {"hooks_share_of_step": hooks_share(workload, plan, pairs)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def hooks_share(workload: Workload, plan: poochplan.Plan, steps: int) -> dict[str, float]:
+    """CPU seconds inside the session's hooks over those of the step: median and quartiles."""
+    spent_s = 0.0
+
+    def timed(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(argument: Any) -> Any:
+            nonlocal spent_s
+            start_s = time.thread_time()
+            try:
+                return hook(argument)
+            finally:
+                spent_s += time.thread_time() - start_s
+
+        return run
+
+    shares = []
+    with poochplan.apply(plan, workload.model, meter="never"):
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # of all hooks only these are called
+        with torch.autograd.graph.saved_tensors_hooks(timed(pack), timed(unpack)):
+            one_step(workload)
+            for _ in range(steps):
+                spent_s = 0.0
+                _, step_s = one_step(workload)
+                shares.append(spent_s / step_s)
+    low, middle, high = np.percentile(shares, [25, 50, 75])
+    return {"median": round(float(middle), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
 
 
 class ManyOps(nn.Module):

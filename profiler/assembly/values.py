@@ -61,7 +61,7 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
                 forward_death=died,
                 freed=max(died, let_go),
                 pinned=_pinned(captured, number in saved, died, first_use.get(number)),
-                unreplayable=_unreplayable(captured, writers.get(number, [])) if number in saved else "",
+                unreplayable=_unreplayable(capture, number, writers.get(number, [])) if number in saved else "",
             )
         )
     return tuple(values)
@@ -133,12 +133,14 @@ def _writers(capture: Capture) -> dict[int, list[CapturedOp]]:
     return writers
 
 
-def _unreplayable(captured: CapturedValue, writers: list[CapturedOp]) -> str:
-    if captured.born < 0:
+def _unreplayable(capture: Capture, number: int, writers: list[CapturedOp]) -> str:
+    if capture.values[number].born < 0:
         return "it was there before the step"
     for op in writers:
         if op.opaque:
             return f"{op.name} cannot be run again"
+        if number in op.partly_unwritten:
+            return f"{op.name} leaves some of its bytes unwritten"
     if writers[0].uninitialised and not _overwritten(writers):
         return f"{writers[0].name} leaves it uninitialised, and what writes it is not seen"
     return ""

@@ -139,7 +139,7 @@ class Capture(ToggledMode):
         op.writes = self._writes(writes.in_place)
         outputs = self._run(op, func, args, kwargs)
         op.shapes = shapes_of(outputs)
-        self._born(op, outputs)
+        self._born(op, outputs, facts.partly_unwritten)
         self.ops.append(op)
         return outputs
 
@@ -176,10 +176,14 @@ class Capture(ToggledMode):
             if value in self.saved_values and self.phase is Phase.FORWARD:
                 self.values[value].pinned_because = "written in place after it was saved"
 
-    def _born(self, op: CapturedOp, outputs: Any) -> None:
-        for part in self._ordinary(pytree.tree_leaves(outputs)):
+    def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
+        leaves = pytree.tree_leaves(outputs)
+        for part in self._ordinary(leaves):
             if storage_key(part) not in self._by_key:
                 op.outputs.append(self._new_value(part, op.layer, born=len(self.ops)))
+        if partly_unwritten:
+            parts = self._ordinary([leaves[position] for position in partly_unwritten])
+            op.partly_unwritten = [self.value_of(part) for part in parts]
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
         number = len(self.values)

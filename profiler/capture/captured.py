@@ -34,6 +34,7 @@ class CapturedOp:
         "opaque",
         "outputs",
         "overwrites",
+        "partly_unwritten",
         "phase",
         "random",
         "shapes",
@@ -57,6 +58,8 @@ class CapturedOp:
         self.opaque = False
         self.uninitialised = False
         """Bears storages that nobody has written yet."""
+        self.partly_unwritten: list[int] = []
+        """Those of its outputs that it does not write whole."""
         self.overwrites: int | None = None
         """The value whose every byte it writes without reading one."""
 

@@ -49,8 +49,8 @@ KINDS: dict[str, Kind] = {}
 IMAGE, VOLUME = (4, 6, 8, 8), (2, 4, 4, 6, 6)
 WRITTEN_LATER = ("written in place after it was saved",)
 """Gates of recurrent cells: chunks of one storage, each written in place and saved before the next is written."""
-ONEDNN = ("its replay gave other bits",)
-"""The padding of oneDNN's workspace is left uninitialised."""
+ONEDNN = ("leaves some of its bytes unwritten",)
+"""The padding of oneDNN's workspace."""
 
 
 def kind(

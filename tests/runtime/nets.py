@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import Report
 
 
@@ -96,24 +94,7 @@ class Case:
         """A profile taken now."""
         model, step, optimizer = self.fresh()
         iterations = None if options.get("mode") == "fake" else 1
-        return without_luck(
-            poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[arg-type]
-        )
-
-
-def without_luck(profile: Profile) -> Profile:
-    """The workspaces of oneDNN's LSTM count as not replayable.
-
-    The kernel leaves some of their bytes unwritten (nothing reads them), so that verification finds other bits in most
-    profiles and the same in some; what a test shows must not depend on which.
-    """
-    values = tuple(
-        msgspec.structs.replace(value, unreplayable=DIFFERS)
-        if "mkldnn_rnn_layer" in value.name and value.dtype == "uint8"
-        else value
-        for value in profile.values
-    )
-    return msgspec.structs.replace(profile, values=values)
+        return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[call-overload, no-any-return]
 
 
 def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
