@@ -17,7 +17,6 @@ from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
 from poochplan.runtime.replays.replay import Leaves, run_ops
 from poochplan.runtime.replays.tape import RecordedOp, StorageRecord
 from poochplan.tensors.storages import parts_of as tensor_parts
-from poochplan.tensors.storages import storage_key
 from poochplan.tensors.torch_private import without_modes
 
 from .swap_all import HostStore
@@ -162,8 +161,9 @@ class Verify:
 
     def _name(self, record: StorageRecord) -> str:
         """What the model calls a storage, for the reader of a reason."""
+        storage = record.storage()
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if any(storage_key(part) == record.key for part in tensor_parts(tensor)):
+            if any(part.untyped_storage() is storage for part in tensor_parts(tensor)):
                 return name
         return "an input of the step" if record.birth is None else "an activation"
 

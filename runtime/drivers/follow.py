@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -35,6 +35,9 @@ class DivergencePolicy(StrEnum):
             raise DivergenceError(f"{reason}; make a new profile and plan for this step")
 
 
+_RECORD = {"on": True, "off": False, "": None}
+
+
 class Follow:
     """State: the values of this segment, by save point.
 
@@ -46,6 +49,7 @@ class Follow:
     """
 
     def __init__(self, course: Course, safe: SwapEach, policy: DivergencePolicy = DivergencePolicy.WARN) -> None:
+        self.instructions: Instructions | None = course.instructions
         self._course = course
         self._planned = course.instructions.values
         self._last = len(self._planned) - 1
@@ -53,12 +57,8 @@ class Follow:
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
 
-    @property
-    def instructions(self) -> Instructions:
-        return self._course.instructions
-
     def begin(self, segment: Segment) -> Actions:
-        return Actions(record=True) if self.instructions.record_from_start else NOTHING
+        return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
@@ -69,9 +69,9 @@ class Follow:
         return self._planned[index].decision
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        reason = self._course.why_not_handle(ordinal, index, tensor)
-        if reason:
-            raise Diverged(reason)
+        handles = self._course.instructions.handles
+        if index is None or ordinal >= len(handles) or handles[ordinal] != index:
+            raise Diverged(self._course.why_not_handle(ordinal, index, tensor))
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         if index is None:
@@ -85,23 +85,27 @@ class Follow:
         return actions._replace(record=False) if index == self._last else actions
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
-        reason = self._course.why_not_use(number, handle.ordinal, saves)
-        if reason:
-            raise Diverged(reason)
+        uses = self._course.instructions.uses
+        if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
+            raise Diverged(self._course.why_not_use(number, handle.ordinal, saves))
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 
     def _resolved(self, planned: PointActions) -> Actions:
+        alive = self._alive
         return Actions(
-            self._alive(planned.swap_out),
-            self._alive(planned.release),
-            self._alive(planned.prefetch),
-            self._alive(planned.replay),
-            {"on": True, "off": False}.get(planned.record),
+            alive(planned.swap_out),
+            alive(planned.release),
+            alive(planned.prefetch),
+            alive(planned.replay),
+            _RECORD[planned.record],
         )
 
-    def _alive(self, indices: Iterable[int]) -> list[SavedValue]:
-        found = (self._values[index]() if index in self._values else None for index in indices)
+    def _alive(self, indices: Sequence[int]) -> Sequence[SavedValue]:
+        if not indices:
+            return ()
+        values = self._values
+        found = [values[index]() for index in indices if index in values]
         return [value for value in found if value is not None]
 
     def before_drop(self, value: SavedValue) -> None:

@@ -34,13 +34,13 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import raise_held_back
-from poochplan.runtime.drivers.driver import Actions, Chooser, Diverged, Driver
+from poochplan.runtime.drivers.driver import NOTHING, Actions, Chooser, Diverged, Driver
 from poochplan.runtime.replays.closure import NotReplayable, Recipe
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import StorageRecord, Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
-from poochplan.tensors.storages import has_storage, is_plain, static_keys, storage_key
+from poochplan.tensors.storages import has_storage, is_plain, own_tensors, static_keys, storage_key
 from poochplan.tensors.torch_private import in_backward
 
 from .cursor import Cursor, Segment
@@ -174,12 +174,9 @@ class Engine:
             self._diverge(reason)
 
     def _gradient_bytes(self) -> int:
-        gradients = (p.grad for p in self._model.parameters())
-        return sum(
-            grad.untyped_storage().nbytes()
-            for grad in gradients
-            if grad is not None and has_storage(grad, self.device.kind)
-        )
+        gradients = (tensor.grad for tensor in own_tensors(self._model) if tensor.is_leaf)
+        plain = (grad for grad in gradients if grad is not None and has_storage(grad, self.device.kind))
+        return sum(grad.untyped_storage().nbytes() for grad in plain)
 
     def _left_over_bytes(self) -> int:
         if not self.cursor.holds_values:
@@ -200,22 +197,24 @@ class Engine:
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         raise_held_back()
-        if self.cursor.save_begins_one():
+        cursor = self.cursor
+        if cursor.save_begins_one():
             self.begin()
         if self._outside_the_plan(tensor):
-            return Handle(tensor)
-        driver, segment = self._driver_of_a_save(), self.segment
+            return Handle.untouched(tensor)
+        segment = cursor.segment
+        driver = self._driver or self._driver_of_a_save()
         record = self.tape.met(tensor, self.recorder.window)
-        value = record.value() if record.value is not None else None
-        if not isinstance(value, SavedValue) or not value.stands_for(tensor):
-            value = self._save(record, tensor)  # Rule 1
-        else:
-            try:
-                driver.handle(segment.packs, value.index, tensor)
-            except Diverged as reason:
-                self._diverge(reason)
+        known = record.value() if record.value is not None else None
+        ordinal = segment.packs
         segment.packs += 1
-        return Handle(tensor, value, self.cursor.lease(), segment.number, segment.packs - 1)
+        if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
+            return Handle.first(self._save(record, tensor, ordinal), cursor.lease(), segment.number, ordinal)
+        try:
+            driver.handle(ordinal, known.index, tensor)
+        except Diverged as reason:
+            self._diverge(reason)
+        return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
         return (
@@ -226,22 +225,22 @@ class Engine:
         )
 
     def _driver_of_a_save(self) -> Driver:
-        if self._driver is None:
-            self.segment.saves_next = True
-            self._choose(self.segment)
+        self.segment.saves_next = True
+        self._choose(self.segment)
         assert self._driver is not None, "a chooser has to say at the first save"
         return self._driver
 
-    def _save(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
-        index = None if record.packed else self.segment.saves  # written since its save point, or all its handles gone
+    def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
+        segment = self.cursor.segment
+        index = None if record.packed else segment.saves  # written since its save point, or all its handles gone
         try:
-            decision = self._decision(index, tensor, record)
+            decision = self._decision(index, tensor, record, ordinal)
             if index is not None:
-                self.segment.saves += 1
+                segment.saves += 1
         except Diverged as reason:
             self._diverge(reason)
             index = None
-            decision = self._decision(index, tensor, record)
+            decision = self._decision(index, tensor, record, ordinal)
         value = SavedValue(decision, record, tensor)
         value.home = self.device.compute
         record.attach(value)
@@ -250,14 +249,15 @@ class Engine:
         actions = self._driver.at_save(value, index)
         if decision is Decision.RECOMPUTE:
             self._forget(value)
-        self._carry_out(actions)
+        if actions is not NOTHING:
+            self._carry_out(actions)
         return value
 
-    def _decision(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+    def _decision(self, index: int | None, tensor: torch.Tensor, record: StorageRecord, ordinal: int) -> Decision:
         assert self._driver is not None
         decision = self._driver.saved(index, tensor, record)
         if index is not None:
-            self._driver.handle(self.segment.packs, index, tensor)
+            self._driver.handle(ordinal, index, tensor)
         return decision
 
     def _forget(self, value: SavedValue) -> None:
@@ -285,15 +285,15 @@ class Engine:
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         raise_held_back()
-        if handle.value is not None:
+        value = handle.value
+        if value is not None and not handle.used:
+            handle.used = True
             self.recorder.switch_off()
-            if not handle.used:
-                handle.used = True
-                self._use_point(handle)
+            self._use_point(handle)
         handle.check_version()  # Rule 5
-        if handle.value is None or handle.geometry is None:
+        if value is None or handle.geometry is None:
             return handle.tensor
-        return handle.geometry.on(self.mechanism.resident(handle.value))  # Rule 6
+        return handle.geometry.on(self.mechanism.resident(value))  # Rule 6
 
     def _use_point(self, handle: Handle) -> None:
         segment = self.segment
@@ -306,7 +306,8 @@ class Engine:
             self._diverge(reason)
             return
         segment.uses += 1
-        self._carry_out(actions)
+        if actions is not NOTHING:
+            self._carry_out(actions)
 
     # -- what points ask for (Rule 7) -------------------------------------------------------------------------
 

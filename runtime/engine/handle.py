@@ -6,7 +6,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.tensors.torch_private import version_of
+from poochplan.tensors.torch_private import detached_alias, version_of
 
 from .saved_value import SavedValue
 
@@ -25,23 +25,41 @@ class Handle:
     def __init__(
         self,
         tensor: torch.Tensor,
+        version: int,
+        geometry: Geometry | None = None,
         value: SavedValue | None = None,
         lease: Lease | None = None,
         segment: int = 0,
         ordinal: int = -1,
     ) -> None:
+        self.tensor = tensor
+        """What is handed back, detached; where there is a ``geometry``, a version probe of it."""
+        self.version = version
+        self.geometry = geometry
         self.value = value
         self.lease = lease
-        self.ordinal = ordinal
         self.segment = segment
+        self.ordinal = ordinal
         self.used = False
-        self.version = 0 if tensor.is_inference() else version_of(tensor)
-        self.geometry: Geometry | None = None
-        if value is None or value.decision is Decision.KEEP:
-            self.tensor = tensor.detach()  # engine rule 4
-        else:
-            self.tensor = version_probe(tensor)
-            self.geometry = Geometry.of(tensor)
+
+    @classmethod
+    def untouched(cls, tensor: torch.Tensor) -> Handle:
+        """Of a tensor that the engine leaves alone."""
+        return cls(tensor.detach(), 0 if tensor.is_inference() else version_of(tensor))  # engine rule 4
+
+    @classmethod
+    def first(cls, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
+        """Of the tensor that a value was made of, with which it shares what it holds."""
+        geometry = None if value.decision is Decision.KEEP else value.geometry
+        return cls(value.probe, value.version, geometry, value, lease, segment, ordinal)
+
+    @classmethod
+    def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
+        """Of another view of a value."""
+        version = version_of(tensor)
+        if value.decision is Decision.KEEP:
+            return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal)
+        return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal)
 
     def check_version(self) -> None:
         """Raises what autograd raises when a saved tensor was written in place since it was saved (engine rule 5)."""

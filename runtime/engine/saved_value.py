@@ -13,7 +13,7 @@ from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.closure import Recipe
 from poochplan.runtime.replays.tape import StorageRecord
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.tensors.torch_private import version_of
+from poochplan.tensors.torch_private import detached_alias, version_of
 
 
 class State(Enum):
@@ -78,7 +78,8 @@ class SavedValue:
         self.decision = decision
         self.record = record
         self.generation = len(record.writes)
-        self.probe = version_probe(tensor)
+        self.probe = detached_alias(tensor) if decision is Decision.KEEP else version_probe(tensor)
+        """Shares its version counter; of a value that is kept it is the first handle's tensor as well."""
         self.version = version_of(tensor)
         self.geometry = Geometry.of(tensor)
         self.size_bytes = storage.nbytes()

@@ -9,7 +9,7 @@ import torch
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
-from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, storage_key, version_probe
+from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, version_probe
 from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
 
@@ -38,9 +38,10 @@ class Recorder(ToggledMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or not self.is_on:
-            return func(*args, **(kwargs or {}))
-        op, written = self._before(func, facts, args, kwargs or {})
-        outputs = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        op, written = self._before(func, facts, args, kwargs)
+        outputs = func(*args, **kwargs)
         self._after(op, written, outputs)
         return outputs
 
@@ -48,42 +49,48 @@ class Recorder(ToggledMode):
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
     ) -> tuple[RecordedOp, list[StorageRecord]]:
         flat, spec = flatten(args, kwargs)
-        op = self.tape.next_op(func, [self._reference(leaf) for leaf in flat], spec)
-        writes = writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
-        for position, tensor in writes.scratch.items():
-            op.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+        op = self.tape.next_op(func, [self._reference(x) if isinstance(x, torch.Tensor) else x for x in flat], spec)
+        op.usable = facts.trusted and not any(argument is _UNUSABLE for argument in op.arguments)
+        op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
             op.state = op.generator.get_state()
-        op.usable = writes.repeatable and not any(argument is _UNUSABLE for argument in op.arguments)
-        op.uninitialised = facts.uninitialised
+        return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
+
+    def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[StorageRecord]:
+        """What the op writes in place; completes what is known of it."""
+        writes = writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
+        for position, tensor in writes.scratch.items():
+            op.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+        op.usable = op.usable and writes.repeatable
         if writes.overwritten is not None:
             op.overwrites = self.tape.record_of(writes.overwritten)
-        written = [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
-        return op, written
+        return [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
 
-    def _reference(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def _reference(self, leaf: torch.Tensor) -> Any:
         if is_host_scalar(leaf, self._device_type):
             return leaf.detach().clone()  # its number now; it may be another when a replay reads it
         if not is_plain(leaf, self._device_type):
             return _UNUSABLE
-        record = self.tape.met(leaf, self.tape.window)
-        watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
+        version = version_of(leaf)
+        record = self.tape.record_of(leaf)
+        record.meet(version, self.tape.window)
+        watch = None if record.is_known else (version_probe(leaf), version)
         return View(record, len(record.writes), Geometry.of(leaf), watch)
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
             op.allocate_only(outputs)
-        self.tape.were_written(op, written)
+        if written:
+            self.tape.were_written(op, written)
         for position, output in enumerate(outputs_of(outputs)):
             if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
                 continue
-            if storage_key(output) not in self.tape.registry:
+            if self.tape.known(output) is None:
                 self.tape.was_born(op, position, output)
 
 
+_NONE: list[StorageRecord] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 

@@ -7,11 +7,11 @@ are known here by what is asked of them alone.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from poochplan.tensors.arguments import Layout, flatten
@@ -47,7 +47,11 @@ class Claim(Protocol):
         """A storage that it reads has become a saved value."""
 
 
-class View(NamedTuple):
+# A tape makes several of these for each op. None is known to the garbage collector (``gc=False``), whose work on them
+# would be longer than recording; ops and records refer to each other in circles, which the tape itself breaks.
+
+
+class View(msgspec.Struct, gc=False, eq=False):
     """A tensor argument: where it lay, and which content it read."""
 
     record: StorageRecord
@@ -71,45 +75,29 @@ class Scratch(NamedTuple):
     device: torch.device
 
 
-class RecordedOp:
+class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """One op as it was called."""
 
-    __slots__ = (
-        "arguments",
-        "births",
-        "func",
-        "generator",
-        "grad_enabled",
-        "order",
-        "overwrites",
-        "spec",
-        "state",
-        "uninitialised",
-        "usable",
-        "writes",
-    )
-
-    def __init__(self, order: int, func: Any, arguments: list[Any], spec: Layout) -> None:
-        self.order = order
-        self.func = func
-        self.grad_enabled = torch.is_grad_enabled()
-        """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
-        self.usable = True
-        """Whether it can be run again."""
-        self.uninitialised = False
-        """Bears storages whose contents are undefined."""
-        self.overwrites: StorageRecord | None = None
-        """The storage whose every byte it writes without reading one."""
-        self.arguments = arguments
-        """Flat arguments, tensors as :class:`View`."""
-        self.spec = spec
-        self.births: list[tuple[int, StorageRecord]] = []
-        """(position among the flat outputs, storage born there)."""
-        self.writes: list[StorageRecord] = []
-        """Storages that were there before and are written in place."""
-        self.generator: torch.Generator | None = None
-        self.state: torch.Tensor | None = None
-        """Generator state before the op, when it is random."""
+    order: int
+    func: Any
+    arguments: list[Any]
+    """Flat arguments, tensors as :class:`View`."""
+    spec: Layout
+    grad_enabled: bool
+    """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
+    usable: bool = True
+    """Whether it can be run again."""
+    uninitialised: bool = False
+    """Bears storages whose contents are undefined."""
+    overwrites: StorageRecord | None = None
+    """The storage whose every byte it writes without reading one."""
+    births: tuple[tuple[int, StorageRecord], ...] = ()
+    """(position among the flat outputs, storage born there)."""
+    writes: tuple[StorageRecord, ...] = ()
+    """Storages that were there before and are written in place."""
+    generator: torch.Generator | None = None
+    state: torch.Tensor | None = None
+    """Generator state before the op, when it is random."""
 
     def allocate_only(self, output: torch.Tensor) -> None:
         """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
@@ -117,11 +105,11 @@ class RecordedOp:
         self.func = torch.ops.aten.empty_strided.default
         self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
 
-    def views(self) -> Iterator[View]:
-        return (argument for argument in self.arguments if isinstance(argument, View))
+    def views(self) -> list[View]:
+        return [argument for argument in self.arguments if type(argument) is View]
 
 
-class StorageRecord:
+class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """One storage, as far as recording has seen it.
 
     Contents are told apart by *generation*, the number of writes that recording knows of, not by torch's version
@@ -129,49 +117,23 @@ class StorageRecord:
     recording was off is one generation more, which nothing can rebuild.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "birth",
-        "broken",
-        "key",
-        "packed",
-        "seen_in",
-        "storage",
-        "value",
-        "version",
-        "waiting",
-        "was_there",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        version: int,
-        registry: dict[int, StorageRecord],
-        *,
-        was_there: bool = False,
-    ) -> None:
-        self.key = storage_identity(storage)
-        self.was_there = was_there
-        """Whether it is known to have lived before the step began."""
-        self.birth: RecordedOp | None = None
-        self.writes: list[RecordedOp | None] = []
-        """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
-        self.broken = False
-        """Whether one of the writes was not recorded or cannot be run again."""
-        self.version = version
-        """What its version counter says if every write was recorded."""
-        self.seen_in = OFF
-        """The window of recording in which it was last met."""
-        self.value: weakref.ref[Content] | None = None
-        self.packed = False
-        """Whether it has had its save point."""
-        self.waiting: list[weakref.ref[Claim]] = []
-        """Recipes that read this storage before it was packed: they claim its value when it comes."""
-        # No Python frame, in which a signal could raise: what is raised in a callback is dropped, and the record would
-        # stay for the next storage of that key.
-        self.storage = weakref.ref(storage, functools.partial(registry.pop, self.key))
+    storage: weakref.ref[torch.UntypedStorage]
+    version: int
+    """What its version counter says if every write was recorded."""
+    was_there: bool = False
+    """Whether it is known to have lived before the step began."""
+    birth: RecordedOp | None = None
+    writes: tuple[RecordedOp | None, ...] = ()
+    """What wrote it in place, in order: ``writes[k]`` made generation ``k + 1``; None where it was not recorded."""
+    broken: bool = False
+    """Whether one of the writes was not recorded or cannot be run again."""
+    seen_in: int = OFF
+    """The window of recording in which it was last met."""
+    value: weakref.ref[Content] | None = None
+    packed: bool = False
+    """Whether it has had its save point."""
+    waiting: tuple[weakref.ref[Claim], ...] = ()
+    """Recipes that read this storage before it was packed: they claim its value when it comes."""
 
     def meet(self, version: int, window: int) -> None:
         """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
@@ -182,21 +144,21 @@ class StorageRecord:
         """
         unbroken = self.packed or (window != OFF and window == self.seen_in)
         if version > self.version or (version < self.version and not unbroken):
-            self.writes.append(None)
+            self.writes = (*self.writes, None)
             self.broken = True
             self.version = version
         self.seen_in = window
 
     def was_written_by(self, op: RecordedOp) -> None:
         """A recorded op has written it in place."""
-        self.writes.append(op)
+        self.writes = (*self.writes, op)
         self.broken |= not op.usable
         self.version += 1
 
     def attach(self, value: Content) -> None:
         """The storage has become a saved value: recipes that read it claim the value instead of what they held."""
         self.value = weakref.ref(value)
-        waiting, self.waiting = self.waiting, []
+        waiting, self.waiting = self.waiting, ()
         for reference in waiting:
             recipe = reference()
             if recipe is not None:
@@ -205,7 +167,7 @@ class StorageRecord:
     def wait_for_value(self, recipe: Claim) -> None:
         """Has the recipe refreshed when this storage is packed."""
         if all(reference() is not recipe for reference in self.waiting):
-            self.waiting.append(weakref.ref(recipe))
+            self.waiting = (*self.waiting, weakref.ref(recipe))
 
     def value_at(self, generation: int) -> Content | None:
         """The saved value of this storage, when it is still there and holds just this content."""
@@ -238,38 +200,54 @@ class StorageRecord:
 
 
 class Tape:
-    """What ran in a step. State: the registry of live storages, the number of ops, and the window they are seen in."""
+    """What ran in a step. State: the registry of storages, the number of ops, and the window they are seen in.
+
+    The registry is by identity, which another storage has once the first is gone: a record is a storage's only as long
+    as its weak reference says so.
+    """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.registry: dict[int, StorageRecord] = {}
         self.static: set[int] = set()
         """Storage keys of parameters and buffers, in this step."""
         self.window = OFF
         """The stretch that is being recorded, or was last; stretches count from 1."""
+        self._registry: dict[int, StorageRecord] = {}
         self._earlier: dict[int, StorageRecord] = {}
         """Storages that were there before the step, as far as it knows: met in an earlier one, or given to this one."""
         self._recorded: list[StorageRecord] = []
+        self._in_use: list[StorageRecord] = []
+        """Recorded in earlier steps, and perhaps still read by a replay."""
         self._count = 0
+
+    def __del__(self) -> None:
+        self.forget(in_use=False)
 
     def forget(self, *, in_use: bool) -> None:
         """Begins with no records. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
 
-        Records and ops refer to each other, so that without this they would wait for the garbage collector.
+        Records and ops refer to each other, and nobody else would find out that they are garbage.
         """
-        self._earlier.clear()  # its records know it, so that dropping it would leave them to the garbage collector
-        self._earlier, self.registry = self.registry, self._earlier
-        for record in [] if in_use else self._recorded:
-            record.birth = None
-            record.writes = []
+        self._earlier, self._registry = self._registry, {}
+        self._in_use += self._recorded
         self._recorded = []
+        if not in_use:
+            for record in self._in_use:
+                record.birth = None
+                record.writes = ()
+            self._in_use = []
+
+    def __len__(self) -> int:
+        """How many storages of this step are alive."""
+        return sum(record.storage() is not None for record in self._registry.values())
 
     def is_given(self, tensors: Iterable[torch.Tensor]) -> None:
         """The step, which has just begun, is handed these: what is a part of something larger was there before it."""
         for tensor in tensors:
             if is_plain(tensor, self.device_type) and tensor.nbytes < tensor.untyped_storage().nbytes():
-                record = StorageRecord(tensor.untyped_storage(), version_of(tensor), self._earlier)
-                self._earlier[record.key] = record
+                storage = tensor.untyped_storage()
+                record = StorageRecord(weakref.ref(storage), version_of(tensor))
+                self._earlier[storage_identity(storage)] = record
 
     def earlier_values(self) -> Iterator[Content]:
         """Saved values of earlier steps that are still alive."""
@@ -278,14 +256,22 @@ class Tape:
             if value is not None:
                 yield value
 
+    def known(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record of the tensor's storage, if there is one."""
+        storage = tensor.untyped_storage()
+        record = self._registry.get(storage_identity(storage))
+        return record if record is not None and record.storage() is storage else None
+
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the tensor's storage, made when it is new."""
         storage = tensor.untyped_storage()
         key = storage_identity(storage)
-        record = self.registry.get(key)
-        if record is None:
-            record = StorageRecord(storage, version_of(tensor), self.registry, was_there=key in self._earlier)
-            self.registry[key] = record
+        record = self._registry.get(key)
+        if record is not None and record.storage() is storage:
+            return record
+        before = self._earlier.get(key)
+        was_there = before is not None and before.storage() is storage
+        record = self._registry[key] = StorageRecord(weakref.ref(storage), version_of(tensor), was_there)
         return record
 
     def met(self, tensor: torch.Tensor, window: int) -> StorageRecord:
@@ -297,19 +283,19 @@ class Tape:
     def next_op(self, func: Any, arguments: list[Any], spec: Layout) -> RecordedOp:
         """An op that is about to run, the next in order."""
         self._count += 1
-        return RecordedOp(self._count, func, arguments, spec)
+        return RecordedOp(self._count, func, arguments, spec, torch.is_grad_enabled())
 
     def was_born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
         """The op has borne the storage of its output at ``position``."""
-        record = self.record_of(output)
-        record.birth = op
-        record.seen_in = self.window
+        storage = output.untyped_storage()
+        record = StorageRecord(weakref.ref(storage), version_of(output), birth=op, seen_in=self.window)
+        self._registry[storage_identity(storage)] = record
         self._recorded.append(record)
-        op.births.append((position, record))
+        op.births = (*op.births, (position, record))
 
     def were_written(self, op: RecordedOp, records: list[StorageRecord]) -> None:
         """The op has written these in place."""
-        op.writes = list(dict.fromkeys(records))
+        op.writes = tuple(dict.fromkeys(records))
         for record in op.writes:
             record.was_written_by(op)
             self._recorded.append(record)

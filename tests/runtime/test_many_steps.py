@@ -21,7 +21,6 @@ from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.recorder import StorageRecord
 from poochplan.runtime.session import Session
 from tests.depth import tries
 from tests.runtime.nets import LINK, equal, snapshot
@@ -56,7 +55,6 @@ class Counts(NamedTuple):
     """What must not grow."""
 
     tensors: int
-    records: int
     values: int
     handles: int
     copies: int
@@ -73,11 +71,11 @@ def count(session: Session) -> Counts:
     assert isinstance(session._device, CpuDevice)
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
-        *(things.count(kind) for kind in (StorageRecord, SavedValue, Handle, Copy)),
+        *(things.count(kind) for kind in (SavedValue, Handle, Copy)),
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
-        registered=len(session.engine.tape.registry),
+        registered=len(session.engine.tape),
         unplanned_bytes=session.engine.host.end_bytes - session.engine.host.planned_bytes,
     )
 

@@ -11,7 +11,6 @@ from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import storage_key
 
 pytestmark = pytest.mark.cpu_device
 
@@ -29,7 +28,7 @@ def test_a_number_in_host_memory_is_recorded_by_value() -> None:
     assert birth is not None
     assert birth.usable
     assert [x.item() for x in birth.arguments if isinstance(x, torch.Tensor)] == [2.0]
-    assert not tape.registry[storage_key(with_host_tensor)].is_known
+    assert not tape.record_of(with_host_tensor).is_known
 
 
 def test_to_tell_the_allocator_of_a_stream_writes_nothing() -> None:

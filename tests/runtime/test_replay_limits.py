@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,6 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
-from poochplan.runtime.replays.recorder import RecordedOp, StorageRecord
 from poochplan.runtime.run_report import FallbackKind, StepReport
 from tests.planner.plans import plan_with
 from tests.runtime.nets import CASES, LINK, equal
@@ -231,8 +231,8 @@ def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
     case = CASES["residual"]
     plan = random_plan(case.profile(), 0, REPLAY_ALL)
     model, step, optimizer = case.fresh()
-    with poochplan.apply(plan, model):
-        counts = []
+    with poochplan.apply(plan, model) as session:
+        blocks = []
         gc.collect()
         gc.disable()
         try:
@@ -240,11 +240,35 @@ def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
                 optimizer.zero_grad(set_to_none=True)
                 step().backward()
                 optimizer.step()
-                counts.append(sum(type(thing) in (StorageRecord, RecordedOp) for thing in gc.get_objects()))
+                blocks.append(sys.getallocatedblocks())
+            storages = len(session.engine.tape)
         finally:
             gc.enable()
-    assert counts[0] > 20
-    assert counts[-1] == counts[3]
+    assert blocks[-1] - blocks[3] < 20 * storages  # those of one step's recording; four steps' would be much more
+
+
+def test_recordings_of_steps_that_wait_for_each_other_go_when_nothing_is_held_any_more() -> None:
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, REPLAY_ALL)
+    model, step, _ = case.fresh()
+    with poochplan.apply(plan, model) as session:
+        blocks = []
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(8):
+                session.step()
+                first = step()
+                session.step()
+                second = step()
+                first.backward()
+                second.backward()
+                del first, second
+                blocks.append(sys.getallocatedblocks())
+            storages = len(session.engine.tape)
+        finally:
+            gc.enable()
+    assert blocks[-1] - blocks[3] < 20 * storages
 
 
 def test_a_session_that_is_never_entered_starts_nothing() -> None:

@@ -12,7 +12,16 @@ from typing import Any, SupportsIndex
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .torch_private import TorchDispatchMode, call_attribute, in_backward, is_compiled, mode_stack
+from .torch_private import (
+    TorchDispatchMode,
+    call_attribute,
+    hidden_from_compiler,
+    in_backward,
+    is_compiled,
+    mode_count,
+    mode_stack,
+    topmost_mode,
+)
 
 
 class ToggledMode(TorchDispatchMode):
@@ -95,6 +104,9 @@ def _put_on(modes: list[TorchDispatchMode]) -> None:
         TorchDispatchMode.__enter__(mode)
 
 
+_NONE: list[TorchDispatchMode] = []
+
+
 class Unseen:
     """A block whose ops no mode of a user's sees: they are not the step's. Ours and torch's own stay as they are.
 
@@ -104,6 +116,10 @@ class Unseen:
     __slots__ = ("_hidden",)
 
     def __enter__(self) -> None:
+        count = mode_count()
+        if not count or isinstance(topmost_mode(count), ToggledMode):
+            self._hidden = _NONE
+            return
         self._hidden = _users_modes()
         if self._hidden:
             _take_off(self._hidden)
@@ -119,8 +135,7 @@ def uncompiled_hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """Saved-tensors hooks that the compiler does not look into when a compiled region calls them."""
-    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
-        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+    pack, unpack = hidden_from_compiler(pack), hidden_from_compiler(unpack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 

@@ -58,6 +58,8 @@ class Traits(NamedTuple):
     """Does what its schema says, so that it can be run again."""
     partly_unwritten: frozenset[int] = frozenset()
     """Positions of outputs that are never bitwise the same; the others are."""
+    may_write: bool = True
+    """Whether a call may write an argument; where not, nothing has to be asked of it."""
 
 
 @functools.cache
@@ -75,19 +77,21 @@ def traits(func: Any) -> Traits:
     aliases = bool(schema.returns) and all(
         result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
     )
+    statistics = tuple(
+        position
+        for position, argument in enumerate(schema.arguments)
+        if base in _BATCH_NORMS and argument.name in ("running_mean", "running_var")
+    )
     return Traits(
         name=str(func),
         pure_view=not written and (aliases or base in _UNDECLARED_VIEWS or schema.name in _NOT_COMPUTE),
         written=tuple(position for position, _ in written),
         written_names=frozenset(name for _, name in written),
-        statistics=tuple(
-            position
-            for position, argument in enumerate(schema.arguments)
-            if base in _BATCH_NORMS and argument.name in ("running_mean", "running_var")
-        ),
+        statistics=statistics,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         uninitialised=base in _UNINITIALISED,
         overwriting=base in _OVERWRITING,
         trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
         partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset()),
+        may_write=bool(written or statistics or base in _OVERWRITING or base == "_cudnn_rnn"),
     )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from .torch_private import COO_PARTS, FakeTensor, FakeTensorMode, detached_alias, storage_identity
+from .torch_private import (
+    COO_PARTS,
+    FakeTensor,
+    FakeTensorMode,
+    detached_alias,
+    dispatch_keys,
+    owned_buffers,
+    owned_modules,
+    owned_parameters,
+    storage_identity,
+)
 
 
 class FakeMemory(FakeTensorMode):
@@ -30,9 +41,8 @@ class Geometry(NamedTuple):
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return empty.set_(storage, self.offset, self.shape, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -88,8 +98,25 @@ def stands_for_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether the runtime may move and rebuild it: it has a storage, and its elements are just what lies there."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        keys = dispatch_keys(tensor)
+        known = _PLAIN.get((keys, device_type))
+        if known is None:
+            known = _PLAIN[keys, device_type] = _is_plain(tensor, device_type)
+        return known and tensor.untyped_storage().nbytes() > 0
+    return stands_for_memory(tensor) and _is_plain(tensor, device_type) and tensor.untyped_storage().nbytes() > 0
+
+
+_PLAIN: dict[tuple[int, str], bool] = {}
+"""What was found for tensors of the same dispatch keys: layout, device and all the bits asked for below are in them."""
+
+
+def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     return (
-        has_storage(tensor, device_type)
+        tensor.layout is torch.strided
+        and tensor.device.type == device_type
+        and not tensor.is_nested
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -104,8 +131,28 @@ def is_host_scalar(tensor: torch.Tensor, device_type: str) -> bool:
 
 def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
     """Storage keys of the model's parameters and buffers: what no plan touches."""
-    parts = (part for tensor in (*model.parameters(), *model.buffers()) for part in parts_of(tensor))
-    return {storage_key(part) for part in parts if has_storage(part, device_type)}
+    keys: set[int] = set()
+    for tensor in own_tensors(model):
+        if is_plain(tensor, device_type):
+            keys.add(storage_key(tensor))
+        else:
+            keys.update(storage_key(part) for part in parts_of(tensor) if has_storage(part, device_type))
+    return keys
+
+
+def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a model, each module's once. Asked in each step, so without their names."""
+    seen: set[torch.nn.Module] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for tensor in (*owned_parameters(module).values(), *owned_buffers(module).values()):
+            if tensor is not None:
+                yield tensor
+        pending += [child for child in owned_modules(module).values() if child is not None]
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

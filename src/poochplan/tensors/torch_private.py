@@ -7,6 +7,7 @@ package to it. `make test-torch VERSION=...` tells whether a version still has t
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -46,15 +47,19 @@ __all__ = [
     "clear_cublas_workspaces",
     "covers_itself_once",
     "detached_alias",
+    "dispatch_keys",
     "gpu_sleep",
+    "hidden_from_compiler",
     "in_backward",
     "intercept_autograd",
     "is_compiled",
     "is_tracing",
     "last_sequence_number",
+    "mode_count",
     "mode_stack",
     "non_persistent_buffers",
     "owned_buffers",
+    "owned_modules",
     "owned_parameters",
     "packet_of",
     "pytree",
@@ -62,6 +67,7 @@ __all__ = [
     "sequence_number",
     "set_non_persistent_buffers",
     "storage_identity",
+    "topmost_mode",
     "version_of",
     "without_modes",
 ]
@@ -76,6 +82,9 @@ __all__ = [
 # FakeTensor(Mode)    tensors without memory: mode "fake", and telling the compiler's own from the step's.
 # *Exception          what a step that needs a tensor's content, or an op without a meta kernel, raises under them.
 # FunctionalTensor    what the compiler traces with: a backward over these is the compiler's, not the step's.
+
+mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes this thread has: none, nearly always."""
 
 FAKE_LOG = "torch._subclasses.fake_tensor"
 """The logger that prints the frames of an error that is raised anyway."""
@@ -95,9 +104,19 @@ COO_PARTS = ("_indices", "_values")
 """The methods that give a sparse tensor's parts also where it is not coalesced; the public ones refuse it."""
 
 
+def topmost_mode(count: int) -> TorchDispatchMode:
+    """The mode that sees an op first, of ``count`` of them."""
+    return torch._C._get_dispatch_stack_at(count - 1)
+
+
 def packet_of(func: Any) -> Any:
     """The op without its overload, the key of torch's table of floating point operations; None for what has none."""
     return getattr(func, "_overloadpacket", None)
+
+
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """The set of the tensor's dispatch keys, as a number: tensors of one set differ in dtype, shape and memory only."""
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:
@@ -109,8 +128,15 @@ def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.detach()``, which shares the version counter, also inside a dispatch mode.
 
     There the kernels that share counters (``ADInplaceOrView``) are switched off for the thread; they are switched on
-    for this one call.
+    for this one call. No mode sees it.
     """
+    if mode_count():
+        with torch._C._DisableTorchDispatch():
+            return _detached(tensor)
+    return _detached(tensor)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
     try:
@@ -172,6 +198,11 @@ def owned_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def owned_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The module's own dictionary of modules, to walk a model without making names."""
+    return module._modules
+
+
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules")
 """Where a module keeps its parameters, buffers and modules: every other attribute is its author's."""
 
@@ -195,6 +226,26 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def call_attribute(module: torch.nn.Module) -> str:
     """The attribute through which a compiled module is called: what stands in its place is called instead."""
     return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+
+
+def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook, into which the compiler does not look when a region that it has compiled calls it.
+
+    Where nothing compiled runs, which asks no more than one look at the compiler's callback, it is called as it is.
+    ``torch.compiler.disable`` alone would switch the compiler off and on around each call.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        return hook
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found, unused-ignore]
+    from torch._dynamo.eval_frame import skip_code
+
+    hidden = torch.compiler.disable(hook)
+
+    def run(argument: Any) -> Any:
+        return hook(argument) if get_eval_frame_callback() is None else hidden(argument)
+
+    skip_code(run.__code__)
+    return run
 
 
 def is_tracing() -> bool:
