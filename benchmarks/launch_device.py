@@ -187,4 +187,5 @@ def stand_in(*, with_cupy: bool = False) -> Iterator[Callable[[], StandIn]]:
         for module in (cuda, pinned):
             stack.enter_context(patch.object(module, "torch", instead))
         stack.enter_context(patch.object(cuda, "cupy_or_none", lambda: CUPY if with_cupy else None))
+        stack.enter_context(patch.object(cuda, "raw_stream", lambda index: 0))
         yield StandIn

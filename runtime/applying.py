@@ -30,6 +30,7 @@ def apply(
     meter: Literal["first-steps", "always", "never"] = "first-steps",
     cap_bytes: int | None = None,
     host_limit_bytes: int | None = None,
+    nvtx: bool = False,
     device: Callable[[], Device] | None = None,
     force: bool = False,
 ) -> Session:
@@ -53,6 +54,7 @@ def apply(
     host_limit_bytes: on CUDA, the most pinned memory beside the planned, for steps that are not the planned one; by
         default three quarters of the host memory that is available when the first such value comes. Values that do not
         fit are kept. The spill file of the CPU device is limited by its disk.
+    nvtx: on CUDA, name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
@@ -97,7 +99,7 @@ def apply(
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
-        return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes)
+        return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
     return Session(
         plan, model, device or opened, on_divergence=DivergencePolicy(on_divergence), meter=meter, cap_bytes=cap_bytes

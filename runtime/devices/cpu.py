@@ -210,6 +210,7 @@ class CpuDevice:
 
     kind = "cpu"
     where = torch.device("cpu")
+    spans = False
 
     def __init__(self, directory: str | Path | None = None, *, throttle_bytes_per_s: float | None = None) -> None:
         self.compute = CallingThread()

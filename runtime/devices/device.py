@@ -44,6 +44,8 @@ class Device(Protocol):
 
     kind: str
     where: torch.device
+    spans: bool
+    """Whether what is queued is to be named (:meth:`span`), for a timeline."""
 
     @property
     def outward(self) -> Stream:

@@ -74,8 +74,10 @@ def open_device(
     spill_dir: str | Path | None = None,
     throttle_bytes_per_s: float | None = None,
     host_limit_bytes: int | None = None,
+    *,
+    spans: bool = False,
 ) -> Device:
-    """The device that runs on ``where``; ``spill_dir`` and the throttle are the CPU device's, the limit is CUDA's.
+    """The device that runs on ``where``; ``spill_dir`` and the throttle are the CPU device's, the rest is CUDA's.
 
     Raises ``SpillError`` when the spill directory cannot be used.
     """
@@ -83,4 +85,4 @@ def open_device(
         return CpuDevice(choose_spill_dir(spill_dir), throttle_bytes_per_s=throttle_bytes_per_s)
     from .cuda import CudaDevice
 
-    return CudaDevice(where, host_limit_bytes=host_limit_bytes)
+    return CudaDevice(where, host_limit_bytes=host_limit_bytes, spans=spans)

@@ -77,6 +77,7 @@ class Engine:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
+        self._index = -1 if device.where.index is None else device.where.index  # as tensors say it
         self.cursor = Cursor(on_idle)
         self.tape = Tape(device.kind)
         self.recorder = Recorder(self.tape)
@@ -219,7 +220,7 @@ class Engine:
     def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
         return (
             not is_plain(tensor, self.device.kind)  # Rule 2
-            or tensor.device != self.device.where
+            or tensor.get_device() != self._index
             or storage_key(tensor) in self.tape.static
             or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )

@@ -50,8 +50,7 @@ class Handle:
     @classmethod
     def first(cls, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:
         """Of the tensor that a value was made of, with which it shares what it holds."""
-        geometry = None if value.decision is Decision.KEEP else value.geometry
-        return cls(value.probe, value.version, geometry, value, lease, segment, ordinal)
+        return cls(value.probe, value.version, value.geometry, value, lease, segment, ordinal)
 
     @classmethod
     def another(cls, tensor: torch.Tensor, value: SavedValue, lease: Lease, segment: int, ordinal: int) -> Handle:

@@ -112,6 +112,8 @@ class HostTier:
         occupant = reference() if reference is not None else None
         if occupant is not None and occupant is not value and occupant.host_offset == offset:  # or its copy has failed
             return False
+        if not self._of_others:
+            return True
         others = (reference() for reference in self._of_others)
         end = offset + value.size_bytes
         return not any(

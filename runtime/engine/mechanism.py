@@ -5,6 +5,7 @@ It alone touches their storages. It decides nothing: what it does is asked of it
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -56,13 +57,14 @@ class Mechanism:
 
     def carry_out(self, actions: Actions) -> None:
         """What a point asks for, in order (rule 7)."""
-        for value in actions.queue_out:
+        queue_out, give_up, bring_back, rebuild, _ = actions
+        for value in queue_out:
             self.queue_out(value)
-        for value in actions.give_up:
+        for value in give_up:
             self.give_up(value)
-        for value in actions.bring_back:
+        for value in bring_back:
             self.bring_back(value)
-        for value in actions.rebuild:
+        for value in rebuild:
             self.rebuild(value)
 
     def queue_out(self, value: SavedValue) -> None:
@@ -71,7 +73,7 @@ class Mechanism:
             return
         assert value.storage is not None
         offset = self._host.place(value)
-        with self.device.span(f"swap out {value.name}"):
+        with self._named("swap out", value):
             value.is_copied(copy_out(self.device, value.storage, offset), offset)
         self.report.out_bytes += value.size_bytes
 
@@ -94,7 +96,7 @@ class Mechanism:
         """Starts its copy back, if it lies on the host alone."""
         if value.state is not State.ON_HOST:
             return
-        with self.device.span(f"prefetch {value.name}"):
+        with self._named("prefetch", value):
             storage, home = self.device.allocate(value.size_bytes), self.device.compute
             value.is_fetched(storage, home, copy_in(self.device, storage, value.host_offset))
         self.report.in_bytes += value.size_bytes
@@ -108,7 +110,7 @@ class Mechanism:
         if value.state is not State.TO_REPLAY:
             return
         start_s = time.perf_counter()
-        with self.device.span(f"replay {value.name}"), self.device.replaying():
+        with self._named("replay", value), self.device.replaying():
             self._rebuild(value, self)
         self.report.replay_s += time.perf_counter() - start_s
 
@@ -122,16 +124,25 @@ class Mechanism:
 
     def resident(self, value: SavedValue) -> torch.UntypedStorage:
         """The value's device storage, filled: waits for its copy, fetches it, or replays it."""
-        self.rebuild(value)
-        self.bring_back(value)
-        self.report.stall_s += value.arrived()
+        if value.state is State.TO_REPLAY:
+            self.rebuild(value)
+        elif value.state is State.ON_HOST:
+            self.bring_back(value)
+        if value.state is State.ARRIVING:
+            self.report.stall_s += value.arrived()
         assert value.storage is not None
         if value.home is not None:
             self.device.use(value.storage, value.home)
         return value.storage
 
+    def _named(self, what: str, value: SavedValue) -> contextlib.AbstractContextManager[None]:
+        return self.device.span(f"{what} {value.name}") if self.device.spans else _UNNAMED
+
     def _source(self, content: Content) -> torch.UntypedStorage:
         return self.resident(_saved(content))
+
+
+_UNNAMED = contextlib.nullcontext()
 
 
 def _saved(content: Content) -> SavedValue:

@@ -81,7 +81,8 @@ class SavedValue:
         self.probe = detached_alias(tensor) if decision is Decision.KEEP else version_probe(tensor)
         """Shares its version counter; of a value that is kept it is the first handle's tensor as well."""
         self.version = version_of(tensor)
-        self.geometry = Geometry.of(tensor)
+        self.geometry = None if decision is Decision.KEEP else Geometry.of(tensor)
+        """How its tensor lies on the storage; None where the probe is that tensor."""
         self.size_bytes = storage.nbytes()
         self.state = State.ON_DEVICE
         self.storage: torch.UntypedStorage | None = storage
@@ -103,7 +104,9 @@ class SavedValue:
         The profile knows that nobody wrote between the packs of a planned value. Without a plan only the very same part
         of the storage counts: chunks with version counters of their own may have been written unseen.
         """
-        return self.unwritten and (self.index is not None or self.geometry == Geometry.of(tensor))
+        if not self.unwritten:
+            return False
+        return self.index is not None or (self.geometry or Geometry.of(self.probe)) == Geometry.of(tensor)
 
     @property
     def waits_for_replay(self) -> bool:

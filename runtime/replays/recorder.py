@@ -49,8 +49,14 @@ class Recorder(ToggledMode):
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
     ) -> tuple[RecordedOp, list[StorageRecord]]:
         flat, spec = flatten(args, kwargs)
-        op = self.tape.next_op(func, [self._reference(x) if isinstance(x, torch.Tensor) else x for x in flat], spec)
-        op.usable = facts.trusted and not any(argument is _UNUSABLE for argument in op.arguments)
+        usable = facts.trusted
+        arguments = []
+        for leaf in flat:
+            if isinstance(leaf, torch.Tensor):
+                leaf = self._reference(leaf)
+                usable = usable and leaf is not _UNUSABLE
+            arguments.append(leaf)
+        op = self.tape.next_op(func, arguments, spec, usable=usable)
         op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
@@ -68,10 +74,9 @@ class Recorder(ToggledMode):
         return [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
 
     def _reference(self, leaf: torch.Tensor) -> Any:
-        if is_host_scalar(leaf, self._device_type):
-            return leaf.detach().clone()  # its number now; it may be another when a replay reads it
         if not is_plain(leaf, self._device_type):
-            return _UNUSABLE
+            # A number in host memory is taken now; it may be another when a replay reads it.
+            return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         version = version_of(leaf)
         record = self.tape.record_of(leaf)
         record.meet(version, self.tape.window)
@@ -83,11 +88,16 @@ class Recorder(ToggledMode):
             op.allocate_only(outputs)
         if written:
             self.tape.were_written(op, written)
+        if isinstance(outputs, torch.Tensor):
+            self._born(op, 0, outputs)
+            return
         for position, output in enumerate(outputs_of(outputs)):
-            if not isinstance(output, torch.Tensor) or not is_plain(output, self._device_type):
-                continue
-            if self.tape.known(output) is None:
-                self.tape.was_born(op, position, output)
+            if isinstance(output, torch.Tensor):
+                self._born(op, position, output)
+
+    def _born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
+        if is_plain(output, self._device_type) and self.tape.known(output) is None:
+            self.tape.was_born(op, position, output)
 
 
 _NONE: list[StorageRecord] = []

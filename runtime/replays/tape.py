@@ -280,10 +280,10 @@ class Tape:
         record.meet(version_of(tensor), window)
         return record
 
-    def next_op(self, func: Any, arguments: list[Any], spec: Layout) -> RecordedOp:
+    def next_op(self, func: Any, arguments: list[Any], spec: Layout, *, usable: bool) -> RecordedOp:
         """An op that is about to run, the next in order."""
         self._count += 1
-        return RecordedOp(self._count, func, arguments, spec, torch.is_grad_enabled())
+        return RecordedOp(self._count, func, arguments, spec, torch.is_grad_enabled(), usable)
 
     def was_born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
         """The op has borne the storage of its output at ``position``."""

@@ -142,6 +142,7 @@ class AdversarialDevice:
     """
 
     kind = "cpu"
+    spans = False
     where = torch.device("cpu")
 
     def __init__(self, clock: OpClock, *, failing_reads: int = 0, failing_writes: int = 0) -> None:

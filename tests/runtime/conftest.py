@@ -36,7 +36,7 @@ def adversarial_sessions() -> Iterator[None]:
     clock = OpClock()
     opened: list[AdversarialDevice] = []
 
-    def open_adversarial(*_: object) -> AdversarialDevice:
+    def open_adversarial(*_: object, **__: object) -> AdversarialDevice:
         opened.append(AdversarialDevice(clock))
         return opened[-1]
 

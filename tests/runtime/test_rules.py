@@ -19,6 +19,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.host_tier import HostTier
 from poochplan.runtime.engine.intervals import Intervals
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.tensors import storages, writes
 from tests.runtime import test_divergence, test_replay_limits, test_safety, test_user_code
@@ -77,7 +78,7 @@ class Exact:
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "views of one storage are one value": (
-        (Engine, "_pack", "not isinstance(value, SavedValue) or not value.stands_for(tensor)", "True"),
+        (Engine, "_pack", "not isinstance(known, SavedValue) or not known.stands_for(tensor)", "True"),
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
@@ -85,7 +86,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
-        (Handle, "__init__", "tensor.detach()", "tensor"),
+        (SavedValue, "__init__", "detached_alias(tensor)", "tensor"),
         test_user_code.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (

@@ -137,7 +137,7 @@ def _the_stack_is_as_it_was() -> Iterator[None]:
     yield
     left = _get_current_dispatch_mode_stack()
     for _ in left:
-        torch._C._pop_torch_dispatch_stack()  # or the tests after this one would fail too
+        torch._C._pop_torch_dispatch_stack(None)  # or the tests after this one would fail too
     assert left == []
 
 

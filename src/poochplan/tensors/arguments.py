@@ -5,6 +5,7 @@ Nearly all ops take tensors, numbers and lists of numbers. Only lists that hold 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,15 @@ Layout = Flat | pytree.TreeSpec
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
     """All leaves in order, and how they lay."""
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
-    if all(map(_is_leaf, leaves)):
-        return leaves, Flat(len(args), tuple(kwargs))
-    return pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if type(leaf) not in _LEAVES and not _is_leaf(leaf):
+            return pytree.tree_flatten((args, kwargs))
+    return leaves, Flat(len(args), tuple(kwargs)) if kwargs else _positional(len(args))
+
+
+@functools.cache
+def _positional(count: int) -> Flat:
+    return Flat(count, ())
 
 
 def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,6 +48,9 @@ def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[
 def outputs_of(outputs: Any) -> list[Any]:
     """The leaves of what an op returned."""
     return [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
+
+
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype, torch.device}
 
 
 def _is_leaf(argument: Any) -> bool:

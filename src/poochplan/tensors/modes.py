@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .torch_private import (
     TorchDispatchMode,
     call_attribute,
+    dispatch_hidden_from_compiler,
     hidden_from_compiler,
     in_backward,
     is_compiled,
@@ -39,6 +40,16 @@ class ToggledMode(TorchDispatchMode):
         super().__init__()
         self._pushed = False
         self._muted = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):
+            setattr(cls, "__torch_dispatch__", dispatch_hidden_from_compiler(vars(cls)["__torch_dispatch__"]))  # noqa: B010
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would wrap every __torch_dispatch__ in two calls that switch the compiler off and on; ours asks first.
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from .torch_private import (
@@ -27,7 +27,7 @@ class FakeMemory(FakeTensorMode):
     """
 
 
-class Geometry(NamedTuple):
+class Geometry(msgspec.Struct, frozen=True, gc=False):
     """How a tensor lies on its storage."""
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""

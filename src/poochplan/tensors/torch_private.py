@@ -47,6 +47,7 @@ __all__ = [
     "clear_cublas_workspaces",
     "covers_itself_once",
     "detached_alias",
+    "dispatch_hidden_from_compiler",
     "dispatch_keys",
     "gpu_sleep",
     "hidden_from_compiler",
@@ -63,11 +64,13 @@ __all__ = [
     "owned_parameters",
     "packet_of",
     "pytree",
+    "raw_stream",
     "schema_of",
     "sequence_number",
     "set_non_persistent_buffers",
     "storage_identity",
     "topmost_mode",
+    "unseen_by_modes",
     "version_of",
     "without_modes",
 ]
@@ -107,6 +110,14 @@ COO_PARTS = ("_indices", "_values")
 def topmost_mode(count: int) -> TorchDispatchMode:
     """The mode that sees an op first, of ``count`` of them."""
     return torch._C._get_dispatch_stack_at(count - 1)
+
+
+def unseen_by_modes() -> contextlib.AbstractContextManager[object]:
+    """:data:`without_modes`, which takes long, where there is a mode at all."""
+    return without_modes() if mode_count() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def packet_of(func: Any) -> Any:
@@ -234,18 +245,44 @@ def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     Where nothing compiled runs, which asks no more than one look at the compiler's callback, it is called as it is.
     ``torch.compiler.disable`` alone would switch the compiler off and on around each call.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+    if not _compiler_is_there():  # nothing is compiled, and importing it takes seconds
         return hook
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback  # type: ignore[import-not-found, unused-ignore]
-    from torch._dynamo.eval_frame import skip_code
-
     hidden = torch.compiler.disable(hook)
 
     def run(argument: Any) -> Any:
-        return hook(argument) if get_eval_frame_callback() is None else hidden(argument)
+        return hook(argument) if _compiler_callback() is None else hidden(argument)
 
-    skip_code(run.__code__)
+    _skip_code(run)
     return run
+
+
+def dispatch_hidden_from_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the ``__torch_dispatch__`` of a class of modes, in place of what torch wraps it in."""
+    hidden: Callable[..., Any] | None = None
+
+    def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal hidden
+        if _compiler_callback() is None:
+            return method(self, func, types, args, kwargs)
+        if hidden is None:
+            _skip_code(run)
+            hidden = torch.compiler.disable(method)
+        return hidden(self, func, types, args, kwargs)
+
+    return run
+
+
+_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def _compiler_is_there() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _skip_code(function: Any) -> None:
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def is_tracing() -> bool:
@@ -259,6 +296,11 @@ def is_tracing() -> bool:
 def clear_cublas_workspaces() -> None:
     """Gives back what cuBLAS holds between ops, which no tensor shows: so its bytes can be counted."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def raw_stream(index: int) -> int:
+    """The address of the current stream of a GPU: tells for the price of a number whether it is still the same one."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def gpu_sleep(cycles: int) -> None:
