@@ -44,7 +44,7 @@ def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord
     storages: dict[StorageRecord, torch.UntypedStorage] = {}
     extents: dict[StorageRecord, set[tuple[int, int]]] = {}
     for op in ops:
-        for view in op.views():
+        for view in op.reads:
             if _was_there(view, op, there):
                 storages[view.record] = there[view.record, view.generation]
                 extents.setdefault(view.record, set()).add(_extent(view.geometry))

@@ -40,7 +40,7 @@ from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import StorageRecord, Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
-from poochplan.tensors.storages import has_storage, is_plain, own_tensors, static_keys, storage_key
+from poochplan.tensors.storages import has_storage, is_plain, keys_of, own_tensors, storage_key
 from poochplan.tensors.torch_private import in_backward
 
 from .cursor import Cursor, Segment
@@ -112,8 +112,7 @@ class Engine:
         segment = self.cursor.begin()
         self.mechanism.report = segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
-            self.tape.static = static_keys(self._model, self.device.kind)
-            segment.gradient_bytes = self._gradient_bytes()
+            self._look_at_model(segment)
         self.tape.forget(in_use=self.cursor.holds_values)
         segment.left_over_bytes = self._left_over_bytes()
         with self._lock:
@@ -174,10 +173,14 @@ class Engine:
         except Diverged as reason:
             self._diverge(reason)
 
-    def _gradient_bytes(self) -> int:
-        gradients = (tensor.grad for tensor in own_tensors(self._model) if tensor.is_leaf)
-        plain = (grad for grad in gradients if grad is not None and has_storage(grad, self.device.kind))
-        return sum(grad.untyped_storage().nbytes() for grad in plain)
+    def _look_at_model(self, segment: Segment) -> None:
+        kind, static = self.device.kind, set[int]()
+        for tensor in own_tensors(self._model):
+            static.update(keys_of(tensor, kind))
+            grad = tensor.grad if tensor.is_leaf else None
+            if grad is not None and has_storage(grad, kind):
+                segment.gradient_bytes += grad.untyped_storage().nbytes()
+        self.tape.static = static
 
     def _left_over_bytes(self) -> int:
         if not self.cursor.holds_values:

@@ -37,6 +37,7 @@ class Closure:
         """Saved values that wait for a replay themselves and are brought back along the way."""
 
     def in_order(self) -> list[RecordedOp]:
+        """The ops as they ran."""
         return [self.ops[order] for order in sorted(self.ops)]
 
 
@@ -73,18 +74,20 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
         for op in writers:
             closure.ops[op.order] = op
             # Of the storage itself an op reads what the writers before it left: they run anyway.
-            pending += [(view.record, view.generation) for view in op.views() if view.record is not record]
+            pending += [(view.record, view.generation) for view in op.reads if view.record is not record]
     _check(closure)
     return closure
 
 
 def _check(closure: Closure) -> None:
     """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
-    if any(written not in closure.rebuilt for op in closure.ops.values() for written in op.writes):
-        raise NotReplayable("an op of the replay writes into something it does not own")
     for op in closure.ops.values():
-        for view in op.views():
-            if not view.still_there:
+        for written in op.writes:
+            if written not in closure.rebuilt:
+                raise NotReplayable("an op of the replay writes into something it does not own")
+    for op in closure.ops.values():
+        for view in op.reads:
+            if view.watch is not None and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 

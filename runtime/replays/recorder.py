@@ -50,13 +50,17 @@ class Recorder(ToggledMode):
     ) -> tuple[RecordedOp, list[StorageRecord]]:
         flat, spec = flatten(args, kwargs)
         usable = facts.trusted
-        arguments = []
+        arguments: list[Any] = []
+        reads: list[View] = []
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 leaf = self._reference(leaf)
-                usable = usable and leaf is not _UNUSABLE
+                if type(leaf) is View:
+                    reads.append(leaf)
+                elif leaf is _UNUSABLE:
+                    usable = False
             arguments.append(leaf)
-        op = self.tape.next_op(func, arguments, spec, usable=usable)
+        op = self.tape.next_op(func, tuple(arguments), tuple(reads), spec, usable=usable)
         op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
@@ -66,8 +70,12 @@ class Recorder(ToggledMode):
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[StorageRecord]:
         """What the op writes in place; completes what is known of it."""
         writes = writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
-        for position, tensor in writes.scratch.items():
-            op.arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+        if writes.scratch:
+            arguments = list(op.arguments)
+            for position, tensor in writes.scratch.items():
+                arguments[position] = Scratch(tuple(tensor.shape), tensor.dtype, tensor.device)
+            op.arguments = tuple(arguments)
+            op.reads = tuple(argument for argument in arguments if type(argument) is View)
         op.usable = op.usable and writes.repeatable
         if writes.overwritten is not None:
             op.overwrites = self.tape.record_of(writes.overwritten)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,38 +53,33 @@ def run_ops(
     ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
 ) -> dict[StorageRecord, torch.UntypedStorage]:
     """Runs the ops in order; returns the storages of the records in ``keep``. Temporaries go after their last use."""
-    last_use: dict[StorageRecord, int] = {}
-    for op in ops:
-        for view in op.views():
-            last_use[view.record] = op.order
+    last_use = {view.record: op.order for op in ops for view in op.reads}
     built: dict[StorageRecord, torch.UntypedStorage] = {}
-    # No graph comes of it: what goes in is detached.
-    with torch.autocast(device_type, enabled=False):
+    with contextlib.ExitStack() as stack:  # no graph comes of it: what goes in is detached
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        with_gradients = torch.is_grad_enabled()
         for op in ops:
-            with torch.set_grad_enabled(op.grad_enabled):
-                outputs = _call(op, there, built)
+            if op.grad_enabled is not with_gradients:
+                with_gradients = op.grad_enabled
+                stack.enter_context(torch.set_grad_enabled(with_gradients))
+            outputs = _call(op, there, built)
             for position, record in op.births:
                 if record in keep or last_use.get(record, 0) > op.order:
                     built[record] = outputs[position].untyped_storage()
             del outputs
-            for record in {view.record for view in op.views()}:
-                if last_use[record] == op.order and record not in keep:
-                    built.pop(record, None)
+            for view in op.reads:
+                if last_use[view.record] == op.order and view.record not in keep:
+                    built.pop(view.record, None)
     return built
 
 
 def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]) -> list[Any]:
-    def restore(argument: Any) -> Any:
-        if isinstance(argument, View):
-            # What the op writes is the replay's own, never a saved value.
-            owned = argument.record in op.writes
-            storage = None if owned else there.get((argument.record, argument.generation))
-            return argument.geometry.on(built[argument.record] if storage is None else storage)
-        if isinstance(argument, Scratch):
-            return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
-        return argument
-
-    args, kwargs = unflatten([restore(argument) for argument in op.arguments], op.spec)
+    arguments = [
+        _tensor(argument, op, there, built) if type(argument) is View or type(argument) is Scratch else argument
+        for argument in op.arguments
+    ]
+    args, kwargs = unflatten(arguments, op.spec)
     if op.generator is None or op.state is None:
         return outputs_of(op.func(*args, **kwargs))
     now = op.generator.get_state()
@@ -92,3 +88,14 @@ def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.Untype
         return outputs_of(op.func(*args, **kwargs))
     finally:
         op.generator.set_state(now)
+
+
+def _tensor(
+    argument: View | Scratch, op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]
+) -> torch.Tensor:
+    if isinstance(argument, Scratch):
+        return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
+    # What the op writes is the replay's own, never a saved value.
+    owned = argument.record in op.writes
+    storage = None if owned else there.get((argument.record, argument.generation))
+    return argument.geometry.on(built[argument.record] if storage is None else storage)

@@ -80,8 +80,10 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
 
     order: int
     func: Any
-    arguments: list[Any]
+    arguments: tuple[Any, ...]
     """Flat arguments, tensors as :class:`View`."""
+    reads: tuple[View, ...]
+    """Those of the arguments that are views."""
     spec: Layout
     grad_enabled: bool
     """Some kernels ask (oneDNN's LSTM returns its workspace only then)."""
@@ -103,10 +105,8 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
         """Turns an uninitialised allocation into one of the same geometry that reads no tensor (as ``empty_like``)."""
         options = {"dtype": output.dtype, "device": output.device}
         self.func = torch.ops.aten.empty_strided.default
-        self.arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
-
-    def views(self) -> list[View]:
-        return [argument for argument in self.arguments if type(argument) is View]
+        arguments, self.spec = flatten((list(output.shape), list(output.stride())), options)
+        self.arguments, self.reads = tuple(arguments), ()
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
@@ -280,10 +280,12 @@ class Tape:
         record.meet(version_of(tensor), window)
         return record
 
-    def next_op(self, func: Any, arguments: list[Any], spec: Layout, *, usable: bool) -> RecordedOp:
+    def next_op(
+        self, func: Any, arguments: tuple[Any, ...], reads: tuple[View, ...], spec: Layout, *, usable: bool
+    ) -> RecordedOp:
         """An op that is about to run, the next in order."""
         self._count += 1
-        return RecordedOp(self._count, func, arguments, spec, torch.is_grad_enabled(), usable)
+        return RecordedOp(self._count, func, arguments, reads, spec, torch.is_grad_enabled(), usable)
 
     def was_born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
         """The op has borne the storage of its output at ``position``."""

@@ -142,7 +142,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
-        (replay, "run_ops", "op.grad_enabled", "False"),
+        (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
         Exact("recurrent", REPLAY),
     ),
     "what was written where recording was off is another content": (

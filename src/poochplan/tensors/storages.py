@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
@@ -131,13 +131,14 @@ def is_host_scalar(tensor: torch.Tensor, device_type: str) -> bool:
 
 def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
     """Storage keys of the model's parameters and buffers: what no plan touches."""
-    keys: set[int] = set()
-    for tensor in own_tensors(model):
-        if is_plain(tensor, device_type):
-            keys.add(storage_key(tensor))
-        else:
-            keys.update(storage_key(part) for part in parts_of(tensor) if has_storage(part, device_type))
-    return keys
+    return {key for tensor in own_tensors(model) for key in keys_of(tensor, device_type)}
+
+
+def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
+    """Storage keys of a tensor, or of the parts that it is made of, as far as they lie on that device."""
+    if is_plain(tensor, device_type):
+        return (storage_key(tensor),)
+    return [storage_key(part) for part in parts_of(tensor) if has_storage(part, device_type)]
 
 
 def own_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
