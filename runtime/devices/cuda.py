@@ -77,7 +77,7 @@ class CudaDevice:
     kind = "cuda"
 
     def __init__(self, where: torch.device, *, host_limit_bytes: int | None = None) -> None:
-        self.where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+        self.where = _with_index(where)
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
         self._cupy = cupy = cupy_or_none()
@@ -198,9 +198,15 @@ class CudaDevice:
         self._host.free()
 
 
+def _with_index(where: torch.device) -> torch.device:
+    """``cuda`` is the current device: some calls want to be told which."""
+    return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
+
+
 @contextlib.contextmanager
 def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
     """Within the block the caching allocator takes no more than ``cap_bytes`` of the GPU: more is out of memory."""
+    where = _with_index(where)
     total_bytes = torch.cuda.get_device_properties(where).total_memory
     before = torch.cuda.get_per_process_memory_fraction(where)
     torch.cuda.empty_cache()

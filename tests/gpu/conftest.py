@@ -9,6 +9,30 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from tests.cuda_rules.machine import MACHINE, on_stand_in
+from tests.gpu.cases import WHERE
+
+ON_A_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_gpu() -> Iterator[None]:
+    """The machine's own, or where it has none the stand-in of ``tests/cuda_rules``."""
+    if ON_A_GPU or WHERE.type != "cuda":
+        yield
+        return
+    with on_stand_in():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_rule_was_broken() -> Iterator[None]:
+    """Of those that the stand-in watches."""
+    yield
+    if MACHINE:
+        violations, MACHINE[-1].violations[:] = list(MACHINE[-1].violations), []
+        assert violations == []
+
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
