@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from .rules import on_device
-from .streams import Mark, Stream
+from .rules import runs_backward, on_device
+from .streams import Stream
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -40,6 +40,7 @@ class DeviceThread:
                 return run(outputs, *args, **kwargs)  # backward within backward stays on its thread
             return self._call(lambda: run(outputs, *args, **kwargs), outputs)
 
+        runs_backward(run)
         patch.setattr(torch.autograd, "_engine_run_backward", on_the_thread)
         self.thread.start()
         try:
@@ -82,16 +83,15 @@ class DeviceThread:
     def _on_streams(self, outputs: Any, caller: Stream) -> Iterator[None]:
         """Each node on its forward's stream, behind those whose gradients it takes; the caller's waits for the last."""
         machine = self._machine
-        machine._thread.stream = caller
+        machine._thread.stream, machine._thread.backward = caller, True
         if len({stream for _, stream in machine.switches}) < 2:
             yield
             return
         used: set[Stream] = {caller}
-        waits: dict[Any, list[Mark]] = {}
-        root = caller.mark()
+        waits: dict[Any, set[Stream]] = {}
         handles: list[Any] = []
         for node in _nodes(outputs):
-            before, behind = self._hooks(node, waits, used, root)
+            before, behind = self._hooks(node, waits, used, caller)
             handles.append(node.register_prehook(before))
             handles.append(node.register_hook(behind))
         try:
@@ -103,7 +103,7 @@ class DeviceThread:
                 caller.wait_for(stream.mark())
 
     def _hooks(
-        self, node: Any, waits: dict[Any, list[Mark]], used: set[Stream], root: Mark
+        self, node: Any, waits: dict[Any, set[Stream]], used: set[Stream], caller: Stream
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         machine = self._machine
 
@@ -111,18 +111,17 @@ class DeviceThread:
             stream = self._stream_of(node)
             machine._thread.stream = stream
             used.add(stream)
-            for mark in waits.pop(node, [root]):
-                stream.wait_for(mark)
+            for other in waits.pop(node, {caller}) - {stream}:
+                stream.wait_for(other.mark())
             for gradient in gradients:
                 block = machine.memory.block_at(gradient.untyped_storage().data_ptr()) if on_device(gradient) else None
                 if block is not None and block.stream is not stream:
                     block.recorded.add(stream)
 
         def behind(*_: Any) -> None:
-            mark = machine.current.mark()
             for following, _ in node.next_functions:
                 if following is not None:
-                    waits.setdefault(following, []).append(mark)
+                    waits.setdefault(following, set()).add(machine.current)
 
         return before, behind
 

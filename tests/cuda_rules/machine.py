@@ -50,6 +50,11 @@ class Machine:
         """Of the calling thread."""
         return getattr(self._thread, "stream", self.default_stream)
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether the calling thread is the one that runs backward."""
+        return getattr(self._thread, "backward", False)
+
     def make_current(self, stream: Stream) -> None:
         self._thread.stream = stream
         self.switches.append((int(torch.autograd._get_sequence_nr()), stream))  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,30 @@ _UNINITIALISED = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empt
 _READS_BACK = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}
 """Ops that hold the host until their result is known."""
 _TAKES_HOST_TENSORS = {aten.set_, aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten.copy_}
+
+
+_CUDA = torch.device("cuda", 0)
+_BACKWARD: set[Any] = set()
+"""Code of the Python functions that call autograd's engine."""
+_MOST_FRAMES = 7
+"""Of one dispatch mode above this one, with what torch puts between."""
+
+
+def runs_backward(function: Any) -> None:
+    """What is asked for right below this function, the formulas of backward ask for."""
+    _BACKWARD.add(function.__code__)
+
+
+def _asked_by_a_formula() -> bool:
+    """Whether no Python asked for this op, but for the modes that it has passed."""
+    frame: Any = sys._getframe(2)
+    steps = 0
+    while frame is not None and steps < _MOST_FRAMES:
+        if frame.f_code in _BACKWARD:
+            return True
+        steps = 0 if frame.f_code.co_name == "__torch_dispatch__" else steps + 1
+        frame = frame.f_back
+    return False
 
 
 def on_device(tensor: Any) -> bool:
@@ -53,6 +78,8 @@ class Rules(TorchDispatchMode):
         there = [tensor for tensor in tensors if on_device(tensor)]
         asked = kwargs.get("device")
         packet = getattr(func, "_overloadpacket", func)
+        if asked is not None and asked.type == "cpu" and len(there) == len(tensors) and _asked_by_a_formula():
+            asked = kwargs["device"] = _CUDA  # the device of a tensor, which torch takes for the host
         if packet is aten.copy_ and self._is_transfer(args[0], args[1]):
             return self._transfer(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else 0)))
         if packet is aten._to_copy and there and asked is not None and asked.type == "cpu":
@@ -72,6 +99,8 @@ class Rules(TorchDispatchMode):
         if is_view:
             return func(*args, **kwargs)
         stream.catch_up()
+        if self._machine.runs_backward and torch._C._current_autograd_node() is None:
+            self._behind_all_before(stream, there)
         self._note(func, stream, there, [args[at] if isinstance(at, int) else kwargs.get(at) for at in written])
         if packet in _UNINITIALISED:
             return self._placed(self._unfilled(func, args, kwargs), stream, uninitialised=True)
@@ -111,6 +140,13 @@ class Rules(TorchDispatchMode):
                 what = f"{func} on stream {stream.number}"
                 self._machine.access(stream, work, address, what, writes=address in addresses)
         stream.op_runs(size_bytes)
+
+    def _behind_all_before(self, stream: Stream, there: list[torch.Tensor]) -> None:
+        """Autograd adds up gradients between nodes, and has streams wait for each other as that needs."""
+        for tensor in there:
+            block = self._machine.memory.block_at(tensor.untyped_storage().data_ptr())
+            if block is not None:
+                block.accesses.known_to(stream)
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random ops draw from the device's generator."""

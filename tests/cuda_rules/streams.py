@@ -150,6 +150,11 @@ class Accesses:
             self.read[stream.number] = (work, what)
         return found
 
+    def known_to(self, stream: Stream) -> None:
+        """What ``stream`` does next comes after all of them."""
+        for number, count in [work for work, _ in (*self.read.values(), *([self.written] if self.written else []))]:
+            join(stream.clock, {number: count})
+
     def unknown_to(self, stream: Stream) -> list[str]:
         """Accesses that what ``stream`` does next need not come after."""
         every: list[Any] = [*self.read.values(), *([self.written] if self.written is not None else [])]

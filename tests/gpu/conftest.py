@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from poochplan.profiler.link import measure
 from tests.cuda_rules.machine import MACHINE, on_stand_in
 from tests.gpu.cases import WHERE
 
@@ -21,7 +23,16 @@ def _a_gpu() -> Iterator[None]:
     if ON_A_GPU or WHERE.type != "cuda":
         yield
         return
-    with on_stand_in():
+    with on_stand_in(), small_measurements():
+        yield
+
+
+@contextlib.contextmanager
+def small_measurements() -> Iterator[None]:
+    """The link in sizes that a processor moves quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
+        patch.setattr(measure, "CUDA_PROBE", (64, 1 << 16))
         yield
 
 
