@@ -11,6 +11,7 @@ import torch
 from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
 from poochplan.runtime.devices.device import Event
 from poochplan.runtime.devices.pinned import PinnedMemory
+from poochplan.runtime.devices.pinned_tier import Part
 
 Interval = tuple[float, float]
 
@@ -85,10 +86,10 @@ class TimedCuda(CudaDevice):
         return TimedCompute(stream.stream, stream.seen, self._log)
 
     def _queue(
-        self, storage: torch.UntypedStorage, memory: PinnedMemory, offset: int, kind: int, stream: CudaStream
+        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
     ) -> None:
         begin = _mark(stream.stream)
-        super()._queue(storage, memory, offset, kind, stream)
+        super()._queue(storage, parts, kind, stream)
         if self._log.is_on:
             self._log.copies.append((begin, _mark(stream.stream)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from .attention import attend
+from .functional import attend, one_hot
 from .memory import is_on_device
 from .rules import on_device
 
@@ -85,5 +85,6 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     where = property(lambda storage: WHERE if is_on_device(storage) else storage_device.__get__(storage))
     patch.setattr(torch.UntypedStorage, "device", where)
     patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    patch.setattr(torch.nn.functional, "one_hot", one_hot)
     patch.setattr(torch.UntypedStorage, "clone", clone)
     patch.setattr(torch.amp.autocast_mode.autocast, "__init__", enter_autocast)

@@ -33,6 +33,7 @@ def small_measurements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
         patch.setattr(measure, "CUDA_PROBE", (64, 1 << 16))
+        patch.setattr(measure, "LARGEST_PAGEABLE_BYTES", 1 << 20)
         yield
 
 

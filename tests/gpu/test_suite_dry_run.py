@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import gpu_suite
 from benchmarks.gpu_overlap import overlap, shared_s, total_s, united
+from tests.gpu.cases import WHERE
 
 
 def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None:
@@ -22,7 +23,7 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
 
 def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
     def results(*more: str) -> dict:
-        assert gpu_suite.main(["--device", "cpu", "--tiny", "--out", str(tmp_path), *more]) == 0
+        assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--out", str(tmp_path), *more]) == 0
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
     found = results("--minutes", "30", "--tests", "any_decisions and embedding")

@@ -1,4 +1,7 @@
-"""Attention as CUDA has it: by plain ops, or by one kernel that draws its dropout itself."""
+"""Functions of torch that make tensors on the device of their arguments, which torch takes for the host.
+
+Attention is as CUDA has it: by plain ops, or by one kernel that draws its dropout itself.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +68,7 @@ def attend(query: Any, key: Any, value: Any, *, dropout_p: float = 0.0, is_causa
     if torch.backends.cuda.math_sdp_enabled():
         return plain(query, key, value, dropout_p, is_causal)[0]
     return _Fused.apply(query, key, value, dropout_p, is_causal)
+
+
+def one_hot(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).long()
