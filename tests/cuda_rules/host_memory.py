@@ -40,6 +40,7 @@ class HostMemory:
 
     def unpin(self, address: int) -> int:
         if address not in self.pinned:
+            self.violations.append("memory was given back that is not pinned")
             return NOT_REGISTERED
         size_bytes = self.pinned.pop(address)
         for key, (first, _) in list(self.pending.items()):
@@ -74,13 +75,14 @@ def cupy_module(memory: HostMemory, copy: Callable[[int, int, int, int, int], No
             if size_bytes > memory.most_bytes:
                 raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
             self._bytes = (ctypes.c_ubyte * size_bytes)()
-            self.ptr = ctypes.addressof(self._bytes)
-            status = memory.pin(self.ptr, size_bytes)
-            if status != 0:
+            address = ctypes.addressof(self._bytes)
+            if memory.pin(address, size_bytes) != 0:
                 raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+            self.ptr = address
 
         def __del__(self) -> None:
-            memory.unpin(getattr(self, "ptr", 0))
+            if hasattr(self, "ptr"):
+                memory.unpin(self.ptr)
 
     def attributes(address: int) -> types.SimpleNamespace:
         return types.SimpleNamespace(type=1 if memory.is_pinned(address) else 0)
