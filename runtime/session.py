@@ -184,6 +184,7 @@ class Session:
             self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
             stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
+            self._device.start_peaks()
             if self._meter_when != "never":
                 self._start_meter()
             self._state, self._thread = "open", threading.get_ident()
@@ -195,7 +196,6 @@ class Session:
         return any(value.decision is not Decision.KEEP for plan in self._plans for value in plan.values)
 
     def _start_meter(self) -> None:
-        self._device.start_peaks()
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._meter.watch(tensor)
         self._meter.switch_on()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
+from poochplan.errors import UsageError
 from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.tensors.storages import new_storage
 from poochplan.tensors.torch_private import without_modes
 
 from .device import Event, Stream
-from .pinned import PinnedMemory, cupy_or_none
+from .pinned import PinnedMemory, cupy_or_none, processors_near
 from .pinned_tier import Part, PinnedTier
+from .stopwatch import CudaStopwatch
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
@@ -42,13 +46,19 @@ class CudaStream:
         return 0.0
 
 
+class SeenStreams(set[torch.cuda.Stream]):
+    """The user's streams that values or copies of today may be of. Held by these alone: a stream of the user's that is
+    gone is not waited for ever after.
+    """
+
+
 @dataclass(frozen=True)
 class ComputeStream(CudaStream):
     """One of the user's streams. What it waits for all of them wait for: a buffer that is let go returns to the stream
     it was allocated on, which need not be the one that lets it go.
     """
 
-    seen: set[torch.cuda.Stream] = field(compare=False)
+    seen: SeenStreams = field(compare=False)
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
@@ -60,8 +70,9 @@ class ComputeStream(CudaStream):
 class CudaCopy:
     """One queued copy; ``error`` when there was no host memory for it."""
 
-    def __init__(self, error: OSError | None = None) -> None:
+    def __init__(self, seen: SeenStreams, error: OSError | None = None) -> None:
         self.error = error
+        self._seen = seen  # who waits for its end has all of these wait
 
 
 class CudaDevice:
@@ -81,19 +92,31 @@ class CudaDevice:
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
         self._cupy = cupy = cupy_or_none()
-        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy), limit_bytes=host_limit_bytes)
-        self._seen: set[torch.cuda.Stream] = set()
+        near = processors_near(self.where)
+        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
+        self._streams: weakref.ref[SeenStreams] | None = None
 
     @property
     def compute(self) -> ComputeStream:
-        stream = torch.cuda.current_stream(self.where)
-        self._seen.add(stream)
-        return ComputeStream(stream, self._seen)
+        stream, seen = torch.cuda.current_stream(self.where), self._seen()
+        seen.add(stream)
+        return ComputeStream(stream, seen)
+
+    def _seen(self) -> SeenStreams:
+        """Since anything was last alive that a stream was seen for."""
+        seen = self._streams() if self._streams is not None else None
+        if seen is None:
+            seen = SeenStreams()
+            self._streams = weakref.ref(seen)
+        return seen
+
+    def stopwatch(self) -> CudaStopwatch:
+        return CudaStopwatch(lambda: torch.cuda.current_stream(self.where))
 
     # -- storages and copies ----------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.where).untyped_storage()
+        return new_storage(size_bytes, self.where)
 
     def reserve_host(self, size_bytes: int) -> None:
         """Allocates the slab at its exact size."""
@@ -105,20 +128,21 @@ class CudaDevice:
             self._host.trim(size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
+        seen = self.compute.seen
         try:
             parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
-            return CudaCopy(error)
-        if len(self._seen) > 1:  # the value may be of another stream than the one that asks for its copy
-            for stream in tuple(self._seen):
+            return CudaCopy(seen, error)
+        if len(seen) > 1:  # the value may be of another stream than the one that asks for its copy
+            for stream in tuple(seen):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, parts, _TO_HOST, self.outward)
-        return CudaCopy()
+        return CudaCopy(seen)
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         parts = self._host.parts(host_offset, storage.nbytes())
         self._queue(storage, parts, _TO_DEVICE, self.inward)
-        return CudaCopy()
+        return CudaCopy(self.compute.seen)
 
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
@@ -159,7 +183,7 @@ class CudaDevice:
     def replaying(self) -> Iterator[None]:
         """Inputs may be of any stream of forward, and go back to it: all wait for each other before and after."""
         now = self.compute
-        others = [stream for stream in tuple(self._seen) if stream != now.stream]
+        others = [stream for stream in tuple(now.seen) if stream != now.stream]
         for stream in others:
             now.stream.wait_stream(stream)
         try:
@@ -201,6 +225,17 @@ class CudaDevice:
 def _with_index(where: torch.device) -> torch.device:
     """``cuda`` is the current device: some calls want to be told which."""
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
+
+
+def refuse_capture() -> None:
+    """Raises ``UsageError`` where the current stream records a CUDA graph: a graph keeps its addresses for good, and a
+    plan gives memory away and gets other.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; capture "
+            "it before the session or in session.away()"
+        )
 
 
 @contextlib.contextmanager

@@ -91,11 +91,10 @@ def let_go_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 def saved_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """The copy is asked for on the main stream, which knows nothing of the one that wrote the value."""
     side = torch.cuda.Stream(WHERE)
-    device.compute.record()
     with torch.cuda.stream(side):
-        storage = filled(device, 9)
-        device.compute.record()
+        storage, home = filled(device, 9), device.compute
     copy_out(device, storage, 0).wait()
+    del home
     torch.cuda.synchronize()
     return wrong_if_not(9, storage)
 
@@ -118,16 +117,29 @@ def used_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
 def replayed_from_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
     """What a replay reads was written on another stream, and is written there again right behind it."""
     side = torch.cuda.Stream(WHERE)
-    device.compute.record()
     with torch.cuda.stream(side):
-        device.compute.record()
-        there = filled(device, 3)
+        there, home = filled(device, 3), device.compute
     with device.replaying():
         again = on(there).clone()
+    assert home.stream == side
     with torch.cuda.stream(side):
         on(there).fill_(4)
     torch.cuda.synchronize()
     return wrong_if_not(3, again.untyped_storage())
+
+
+def replayed_in_vain(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A replay that raises has the streams wait for what it has queued all the same."""
+    side = torch.cuda.Stream(WHERE)
+    with torch.cuda.stream(side):
+        there, home = filled(device, 3), device.compute
+    with contextlib.suppress(KeyError), device.replaying():
+        on(there).clone()
+        raise KeyError
+    assert home.stream == side
+    with torch.cuda.stream(side):
+        on(there).fill_(4)
+    return []
 
 
 def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -179,6 +191,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     saved_on_another_stream,
     used_on_another_stream,
     replayed_from_another_stream,
+    replayed_in_vain,
     trimmed,
     left_open,
     given_back,

@@ -84,6 +84,7 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
         patch.setattr(torch.Tensor, name, thing)
     where = property(lambda storage: WHERE if is_on_device(storage) else storage_device.__get__(storage))
     patch.setattr(torch.UntypedStorage, "device", where)
+    patch.setattr(torch.UntypedStorage, "__repr__", lambda storage: f"<{storage.nbytes()} bytes on {storage.device}>")
     patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     patch.setattr(torch.nn.functional, "one_hot", one_hot)
     patch.setattr(torch.UntypedStorage, "clone", clone)

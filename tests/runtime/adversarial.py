@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from poochplan.runtime.devices.stopwatch import HostStopwatch
+
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
 
@@ -197,6 +199,9 @@ class AdversarialDevice:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):

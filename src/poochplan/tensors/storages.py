@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,19 @@ class Geometry(NamedTuple):
         with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
             return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
+    """A storage with undefined contents, also where deterministic algorithms fill new memory: it is overwritten whole."""
+    settings: Any = torch.utils.deterministic  # type: ignore[attr-defined]
+    fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
+    if fills:
+        settings.fill_uninitialized_memory = False
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=where).untyped_storage()
+    finally:
+        if fills:
+            settings.fill_uninitialized_memory = True
 
 
 def storage_key(tensor: torch.Tensor) -> int:
