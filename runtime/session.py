@@ -16,6 +16,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.devices.cuda import hard_cap, refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
@@ -78,7 +79,8 @@ def apply(
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
         The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. On
-        entering: there is a session on this thread, or one for this model.
+        entering: there is a session on this thread, or one for this model; or a part of it is compiled to CUDA graphs.
+        A step that is captured as a CUDA graph is such an error too.
     SpillError
         The spill directory cannot be used.
     """
@@ -160,14 +162,14 @@ class Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
+            if self._first.device == "cuda":
+                refuse_graphs(self.model)
             stack.enter_context(entered(self))
             stack.callback(self._let_go)
             if self._first.device == "cpu" and self._gives_anything_up:
                 self._held.enter_context(freed_memory_given_back())
             self._device = self._held.enter_context(closing(self._open_device()))
             if self._cap_bytes is not None:
-                from poochplan.runtime.devices.cuda import hard_cap
-
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self.engine = Engine(
                 self._given if isinstance(self._given, PlanSet) else self._given.instructions,
@@ -299,6 +301,8 @@ class Session:
             return
         if in_backward():  # a checkpoint of the user's runs forward again in backward
             return
+        if self._first.device == "cuda":
+            refuse_capture()
         is_new = not self.engine.holds_values or self.engine.backward_has_begun
         if is_new and not self._steps_are_announced:
             self._begin_step()

@@ -11,8 +11,9 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
-from poochplan.tensors.torch_private import without_modes
+from poochplan.tensors.torch_private import captures_graphs, without_modes
 
 from .device import Event, Stream
 from .pinned import PinnedMemory, cupy_or_none, processors_near
@@ -227,10 +228,21 @@ def _with_index(where: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
+# -- CUDA graphs: they keep their addresses for good, where a plan gives memory away and gets other -----------------
+
+
+def refuse_graphs(model: torch.nn.Module) -> None:
+    """Raises ``UsageError`` for a model of which compiled parts run as CUDA graphs."""
+    for path, module in compiled_modules(model).items():
+        if captures_graphs(module):
+            raise UsageError(
+                f"model: expected compiled modules without CUDA graphs, found {path or 'the model'} with "
+                'mode="reduce-overhead"; compile it with mode="default" or "max-autotune-no-cudagraphs"'
+            )
+
+
 def refuse_capture() -> None:
-    """Raises ``UsageError`` where the current stream records a CUDA graph: a graph keeps its addresses for good, and a
-    plan gives memory away and gets other.
-    """
+    """Raises ``UsageError`` where the current stream records a CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
         raise UsageError(
             "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; capture "

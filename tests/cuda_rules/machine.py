@@ -24,6 +24,11 @@ from .streams import COPY_BYTES_PER_S, COPY_S, CYCLES_PER_S, Host, Mark, Stream
 WHERE = torch.device("cuda", 0)
 
 
+FACTS = types.SimpleNamespace(
+    name="stand-in", total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+)
+
+
 class Machine:
     """One GPU, its host memory, and what was seen to go wrong (``violations``)."""
 
@@ -38,6 +43,9 @@ class Machine:
         """What deterministic mode has filled of new buffers."""
         self.pageable_copies = 0
         self.capturing = False
+        self.loads_lazily = False
+        """Whether the first launch of each kernel waits for all that is queued, as where modules are loaded lazily."""
+        self.loaded: set[Any] = set()
         self.ranges: list[str] = []
         self.switches: list[tuple[int, Stream]] = []
         """From which autograd node on which stream is current, in threads that run forward."""
@@ -66,6 +74,11 @@ class Machine:
             return True
         mark.stream.run_next()
         return False
+
+    def load(self, kernel: Any) -> None:
+        if self.loads_lazily and kernel not in self.loaded:
+            self.loaded.add(kernel)
+            self.synchronise()
 
     def synchronise(self) -> None:
         for stream in list(self.host.streams):
@@ -190,6 +203,15 @@ def _stream_block(stream: CudaStream | None) -> Iterator[None]:
         machine().make_current(before)
 
 
+@contextlib.contextmanager
+def _capture(*_: object) -> Iterator[None]:
+    machine().capturing = True
+    try:
+        yield
+    finally:
+        machine().capturing = False
+
+
 def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
     """``torch.cuda``, as far as anybody here asks."""
     memory = gpu.memory
@@ -215,6 +237,7 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
         "_sleep": lambda cycles: gpu.current.put(cycles / CYCLES_PER_S),
         "Event": Event,
         "Stream": CudaStream,
+        "CUDAGraph": object,
         "cudart": lambda: runtime,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: CudaStream(stream=gpu.current),
@@ -222,8 +245,9 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
         "device": lambda where: contextlib.nullcontext(),
         "device_count": lambda: 1,
         "empty_cache": memory.empty_cache,
+        "graph": _capture,
         "get_device_name": lambda device=None: "stand-in",
-        "get_device_properties": lambda device=None: types.SimpleNamespace(name="stand-in", total_memory=TOTAL_BYTES),
+        "get_device_properties": lambda device=None: FACTS,
         "get_per_process_memory_fraction": lambda device=None: memory.limit_bytes / TOTAL_BYTES,
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "host_memory_stats": lambda: {"allocated_bytes.current": 0},

@@ -110,6 +110,7 @@ def test_a_copy_out_waits_for_compute_and_the_host_waits_for_neither(device: Cud
 def test_compute_goes_on_beside_a_copy_that_nobody_waits_for(device: CudaDevice) -> None:
     device.reserve_host(64 * MIB)
     storage = device.allocate(64 * MIB)
+    torch.ones(1000, device=WHERE).sum()  # a kernel that is launched first is loaded first, behind all that is queued
     torch.cuda.synchronize()
     with torch.cuda.stream(device.outward.stream):
         torch.cuda._sleep(A_WHILE_CYCLES)
