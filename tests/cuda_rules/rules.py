@@ -98,7 +98,8 @@ class Rules(TorchDispatchMode):
         is_view, written = self._facts_of(func)
         if is_view:
             return func(*args, **kwargs)
-        self._machine.load(func)
+        if packet not in _UNINITIALISED and packet is not aten._local_scalar_dense:  # neither is a kernel
+            self._machine.load(func)
         stream.catch_up()
         if self._machine.runs_backward and torch._C._current_autograd_node() is None:
             self._behind_all_before(stream, there)
