@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Read by cuBLAS when it is first used; deterministic algorithms need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -15,6 +16,11 @@ from tests.cuda_rules.machine import MACHINE, on_stand_in
 from tests.gpu.cases import WHERE
 
 ON_A_GPU = torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    where = WHERE.type if WHERE.type != "cuda" else torch.cuda.get_device_name() if ON_A_GPU else "stand-in"
+    terminalreporter.write_line(f"GPU tests ran on: {where}")
 
 
 @pytest.fixture(autouse=True, scope="module")
