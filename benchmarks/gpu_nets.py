@@ -1,4 +1,4 @@
-"""The three networks of ``gpu_suite.py``: of a library where it is installed, else of ``networks.py`` or this file.
+"""The networks of ``gpu_suite.py``: of a library where it is installed, else of ``networks.py`` or this file.
 
 ``full`` takes some 10 to 20 GB in-core on a large GPU and 100 to 500 ms a step; ``tiny`` tries the code on a CPU.
 """
@@ -158,8 +158,25 @@ def gpt2(where: torch.device, tiny: bool) -> Net:
     return Net(Workload(model, step, make_optimizer("adamw", model, 3e-4)), list(model.h), "own")
 
 
+def gpt2_bf16(where: torch.device, tiny: bool) -> Net:
+    """GPT-2 under autocast: on a large GPU its ops take less than their launches in float32 would hide."""
+    net = gpt2(where, tiny)
+    step = net.workload.step
+
+    def cast() -> torch.Tensor:
+        with torch.autocast(where.type, torch.bfloat16):
+            return step()
+
+    return Net(Workload(net.workload.model, cast, net.workload.optimizer), net.blocks, net.source)
+
+
 def _classified(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: nn.functional.cross_entropy(model(inputs), labels)
 
 
-NETS: dict[str, Callable[[torch.device, bool], Net]] = {"resnet50": resnet50, "unet3d": unet3d, "gpt2": gpt2}
+NETS: dict[str, Callable[[torch.device, bool], Net]] = {
+    "resnet50": resnet50,
+    "gpt2-bf16": gpt2_bf16,
+    "unet3d": unet3d,
+    "gpt2": gpt2,
+}

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
+from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream, SeenStreams
 from poochplan.runtime.devices.device import Event
 from poochplan.runtime.devices.pinned import PinnedMemory
+from poochplan.runtime.devices.pinned_tier import Part
 
 Interval = tuple[float, float]
 
@@ -56,11 +57,12 @@ class Log:
     waits: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class TimedCompute(ComputeStream):
     """Marks each wait; an interval is as long as compute was held up by it."""
 
-    log: Log = field(compare=False)
+    def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams, log: Log) -> None:
+        super().__init__(stream, seen)
+        self.log = log
 
     def wait(self, event: Event) -> float:
         if not self.log.is_on:
@@ -85,10 +87,10 @@ class TimedCuda(CudaDevice):
         return TimedCompute(stream.stream, stream.seen, self._log)
 
     def _queue(
-        self, storage: torch.UntypedStorage, memory: PinnedMemory, offset: int, kind: int, stream: CudaStream
+        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
     ) -> None:
         begin = _mark(stream.stream)
-        super()._queue(storage, memory, offset, kind, stream)
+        super()._queue(storage, parts, kind, stream)
         if self._log.is_on:
             self._log.copies.append((begin, _mark(stream.stream)))
 

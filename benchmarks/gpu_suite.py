@@ -1,6 +1,7 @@
 """The GPU tests, and plans beside what else saves memory, on one GPU: step time, memory, exactness, overlap.
 
-For ResNet-50, a 3D U-Net and GPT-2: in-core; plans with a third and a fifth of the activation memory; swap-all with
+For ResNet-50, a 3D U-Net and GPT-2, this one also in bfloat16 (whose ops are short enough to show what launching
+them takes): in-core; plans with a third and a fifth of the activation memory; swap-all with
 prefetch; ``torch.utils.checkpoint`` around every block; ``save_on_cpu`` with pinned memory. An in-core block of steps
 runs before and after each, so that a device that gets slower or faster meanwhile tells on both. Results are written
 after every one of them, so that a time limit loses little.
@@ -27,7 +28,7 @@ from statistics import median
 from typing import Any
 
 # Read by torch's allocator and by cuBLAS when they are first used.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
@@ -38,6 +39,7 @@ import poochplan
 from benchmarks.facts import facts_of_run
 from benchmarks.gpu_nets import NETS, Net
 from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
+from benchmarks.gpu_page import page
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -54,6 +56,8 @@ LEAST_S = 20.0
 """Nothing is begun with less time than this left."""
 PLANS = {"a third": (3, "ilp"), "a fifth": (5, "ilp"), "swap-all": (3, "swap-all")}
 """Part of the activation memory that a plan may take, and its policy."""
+RAN_ON = "GPU tests ran on: "
+"""Begins the line in which they say so."""
 EXACT = ("a fifth",)
 """The plans that are compared bit by bit."""
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -90,6 +94,7 @@ class Suite:
         self.results["took_s"] = round(time.monotonic() - self.started_s, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+        self.path.with_suffix(".md").write_text(page(self.results))
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[bool]:
@@ -128,7 +133,7 @@ def device_facts(where: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": None if cupy is None else cupy.__version__,
-        "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"],
+        "allocator": os.environ["PYTORCH_ALLOC_CONF"],
     }
 
 
@@ -151,7 +156,11 @@ def run_tests(suite: Suite, keyword: str) -> None:
         except subprocess.TimeoutExpired:
             ended = "time limit"
     lines = log.read_text().splitlines() or ["no output"]
-    suite.results["tests"] = {"ended": ended, "summary": lines[-1]}
+    ran_on = next((line.removeprefix(RAN_ON) for line in lines if line.startswith(RAN_ON)), "unknown")
+    suite.results["tests"] = {"ended": ended, "summary": lines[-1], "ran_on": ran_on}
+    expected = suite.results["device"]["name"] if suite.where.type == "cuda" else suite.where.type
+    if ran_on != expected:
+        raise RuntimeError(f"GPU tests: expected them to run on {expected}, found {ran_on}; see {log}")
     if ended != "exit code 0":
         raise RuntimeError(f"GPU tests: {ended}: {lines[-1]}")
 
@@ -403,7 +412,9 @@ def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[s
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder for gpu-suite.json and gpu-tests.txt")
+    parser.add_argument(
+        "--out", required=True, help="folder for gpu-suite.md (to read), gpu-suite.json and gpu-tests.txt"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out, and named")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the code")
     parser.add_argument("--tiny", action="store_true", help="tiny networks: its figures mean nothing")

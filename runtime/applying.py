@@ -67,7 +67,8 @@ def apply(
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
         The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. On
-        entering: there is a session on this thread, or one for this model.
+        entering: there is a session on this thread, or one for this model; or a part of it is compiled to CUDA graphs.
+        A step that is captured as a CUDA graph is such an error too.
     SpillError
         The spill directory cannot be used.
     """

@@ -46,10 +46,10 @@ class StepReport(msgspec.Struct, kw_only=True):
     """Bytes copied to the host."""
     in_bytes: int = 0
     replay_s: float = 0.0
-    """Seconds spent in replays, waits for their inputs included."""
+    """Seconds spent in replays, waits for their inputs included. On CUDA, of the compute stream in metered steps."""
     replayed_values: int = 0
     stall_s: float = 0.0
-    """Seconds the compute stream waited for copies."""
+    """Seconds the compute stream waited for copies. On CUDA, in metered steps."""
     hooks_s: float = 0.0
     """Seconds of the calling thread in the hooks of autograd: all that moving, replaying and waiting took, and the
     hooks themselves."""

@@ -15,6 +15,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.devices.cuda import hard_cap, refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.drivers.follow import DivergencePolicy
@@ -80,14 +81,14 @@ class Session:
         if self._state != "new":
             raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
         with ExitStack() as stack:  # undone when one of these fails
+            if self._first.device == "cuda":
+                refuse_graphs(self.model)
             stack.enter_context(entered(self))
             stack.callback(self._let_go)
             if self._first.device == "cpu" and self._gives_anything_up:
                 self._held.enter_context(freed_memory_given_back())
             self._device = self._held.enter_context(closing(self._open_device()))
             if self._cap_bytes is not None:
-                from poochplan.runtime.devices.cuda import hard_cap
-
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             given = self._given if isinstance(self._given, PlanSet) else self._given.instructions
             self._chooser = Planned(given, self._on_divergence)
@@ -107,6 +108,7 @@ class Session:
             self._hooks = uncompiled_hooks(self.engine.pack, self.engine.unpack)
             stack.enter_context(self._hooks)
             stack.callback(self._meter.switch_off)
+            self._device.start_peaks()
             if self._meter_when != "never":
                 self._start_meter()
             self._state, self._thread = "open", threading.get_ident()
@@ -118,7 +120,7 @@ class Session:
         return any(value.decision is not Decision.KEEP for plan in self._plans for value in plan.values)
 
     def _start_meter(self) -> None:
-        self._device.start_peaks()
+        self.engine.mechanism.timed = True
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._meter.watch(tensor)
         self._meter.switch_on()
@@ -140,6 +142,7 @@ class Session:
     ) -> None:
         try:
             self.engine.end()
+            self.engine.mechanism.take_times()
             self._take_peak(self.engine.segment.report)
             self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
@@ -198,6 +201,7 @@ class Session:
             raise UsageError(
                 "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
             )
+        self.engine.mechanism.take_times()
         last = self.engine.segment.report
         self._take_peak(last)
         plan = self.plan
@@ -222,6 +226,8 @@ class Session:
             return
         if in_backward():  # a checkpoint of the user's runs forward again in backward
             return
+        if self._first.device == "cuda":
+            refuse_capture()
         if self.engine.cursor.forward_begins_one():
             self._begin_step()
             leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
@@ -249,6 +255,7 @@ class Session:
         is_settled = self._watch.is_settled(self._total.steps, segment.report.peak_bytes or 0, self.plan)
         if self._meter_when == "first-steps" and is_settled:
             self._meter.switch_off()
+            self.engine.mechanism.timed = False
 
     def _take_peak(self, stats: StepReport) -> None:
         if self._meter.is_on:

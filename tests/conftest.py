@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -37,8 +36,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    if not torch.cuda.is_available() and os.environ.get("POOCH_GPU_TESTS_DEVICE") != "cpu":
-        skip = pytest.mark.skip(reason="no CUDA device on this machine")
-        for item in items:
-            if item.get_closest_marker("gpu"):  # keywords hold the names of folders too
-                item.add_marker(skip)

@@ -27,6 +27,8 @@ CURVE_SIZES_BYTES = tuple(4**power << 16 for power in range(8))
 """64 KiB to 1 GiB, for a full curve."""
 LARGEST_PAGEABLE_BYTES = 256 << 20
 """Copies of pageable memory are measured up to here: they are there to compare, the runtime's are pinned."""
+CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
+"""What is computed beside copies: the side of two square matrices, and how many numbers go through a ReLU."""
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
 
@@ -216,7 +218,7 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int) -> float:
 
 def _probes(device: Device) -> list[Callable[[], object]]:
     """One op bound by arithmetic, one by memory; each takes about a millisecond or less."""
-    side, length = (512, 4 << 20) if device.kind == "cpu" else (4096, 64 << 20)
+    side, length = CPU_PROBE if device.kind == "cpu" else CUDA_PROBE
     left, right = torch.rand(2, side, side, device=device.where)
     field = torch.rand(length, device=device.where)
     return [lambda: left @ right, lambda: torch.relu(field)]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from poochplan.tensors.storages import new_storage
+
 from .device import Event, Stream
 from .spill import SpillFile, choose_spill_dir
 
@@ -236,7 +238,7 @@ class CpuDevice:
         self.file.cut(size_bytes)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.where).untyped_storage()
+        return new_storage(size_bytes, self.where)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
         return self.outward.copy(storage, host_offset)
@@ -252,6 +254,9 @@ class CpuDevice:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def stopwatch(self) -> None:
+        return None
 
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from poochplan.errors import UsageError
 from poochplan.runtime.run_report import MemoryPeaks
-from poochplan.tensors.torch_private import raw_stream, unseen_by_modes, without_modes
+from poochplan.tensors.modes import compiled_modules
+from poochplan.tensors.storages import new_storage
+from poochplan.tensors.torch_private import captures_graphs, raw_stream, unseen_by_modes, without_modes
 
 from .device import Event, Stream
-from .pinned import PinnedMemory, cupy_or_none
+from .pinned import PinnedMemory, cupy_or_none, processors_near
 from .pinned_tier import Part, PinnedTier
+from .stopwatch import CudaStopwatch
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
@@ -27,11 +32,18 @@ class CudaEvent:
         return bool(self.event.query())
 
 
-@dataclass(frozen=True)
 class CudaStream:
     """Waits are queued on the stream; the host is never held up."""
 
-    stream: torch.cuda.Stream
+    __slots__ = ("stream",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and (self.stream is other.stream or self.stream == other.stream)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.stream.record_event())
@@ -42,17 +54,26 @@ class CudaStream:
         return 0.0
 
 
-@dataclass(frozen=True)
+class SeenStreams(dict[int, torch.cuda.Stream]):
+    """The user's streams that values or copies of today may be of, by address. Held by these alone: a stream of the
+    user's that is gone is not waited for ever after.
+    """
+
+
 class ComputeStream(CudaStream):
     """One of the user's streams. What it waits for all of them wait for: a buffer that is let go returns to the stream
     it was allocated on, which need not be the one that lets it go.
     """
 
-    seen: set[torch.cuda.Stream] = field(compare=False)
+    __slots__ = ("seen",)
+
+    def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams) -> None:
+        super().__init__(stream)
+        self.seen = seen
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
-        for stream in tuple(self.seen):
+        for stream in tuple(self.seen.values()):
             stream.wait_event(event.event)
         return 0.0
 
@@ -60,11 +81,9 @@ class ComputeStream(CudaStream):
 class CudaCopy:
     """One queued copy; ``error`` when there was no host memory for it."""
 
-    def __init__(self, error: OSError | None = None) -> None:
+    def __init__(self, seen: SeenStreams, error: OSError | None = None) -> None:
         self.error = error
-
-
-_QUEUED = CudaCopy()
+        self._seen = seen  # who waits for its end has all of these wait
 
 
 class CudaDevice:
@@ -81,31 +100,39 @@ class CudaDevice:
     kind = "cuda"
 
     def __init__(self, where: torch.device, *, host_limit_bytes: int | None = None, spans: bool = False) -> None:
-        self.where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+        self.where = _with_index(where)
         self.spans = spans
         self._index = self.where.index
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
         self._cupy = cupy = cupy_or_none()
-        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy), limit_bytes=host_limit_bytes)
-        self._seen: set[torch.cuda.Stream] = set()
-        self._of_raw: dict[int, ComputeStream] = {}
-        """Streams that were met, by address: asking torch for the current one is many times as long."""
+        near = processors_near(self.where)
+        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
+        self._streams: weakref.ref[SeenStreams] | None = None
 
     @property
     def compute(self) -> ComputeStream:
-        raw = raw_stream(self._index)
-        known = self._of_raw.get(raw)
-        if known is None:
-            stream = torch.cuda.current_stream(self.where)
-            self._seen.add(stream)
-            known = self._of_raw[raw] = ComputeStream(stream, self._seen)
-        return known
+        seen, address = self._seen(), raw_stream(self._index)
+        stream = seen.get(address)
+        if stream is None:  # asking torch for it takes many times as long
+            stream = seen[address] = torch.cuda.current_stream(self.where)
+        return ComputeStream(stream, seen)
+
+    def _seen(self) -> SeenStreams:
+        """Since anything was last alive that a stream was seen for."""
+        seen = self._streams() if self._streams is not None else None
+        if seen is None:
+            seen = SeenStreams()
+            self._streams = weakref.ref(seen)
+        return seen
+
+    def stopwatch(self) -> CudaStopwatch:
+        return CudaStopwatch(lambda: torch.cuda.current_stream(self.where))
 
     # -- storages and copies ----------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.where).untyped_storage()
+        return new_storage(size_bytes, self.where)
 
     def reserve_host(self, size_bytes: int) -> None:
         """Allocates the slab at its exact size."""
@@ -117,20 +144,21 @@ class CudaDevice:
             self._host.trim(size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
+        seen = self.compute.seen
         try:
             parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
-            return CudaCopy(error)
-        if len(self._seen) > 1:  # the value may be of another stream than the one that asks for its copy
-            for stream in tuple(self._seen):
+            return CudaCopy(seen, error)
+        if len(seen) > 1:  # the value may be of another stream than the one that asks for its copy
+            for stream in tuple(seen.values()):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, parts, _TO_HOST, self.outward)
-        return _QUEUED
+        return CudaCopy(seen)
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         parts = self._host.parts(host_offset, storage.nbytes())
         self._queue(storage, parts, _TO_DEVICE, self.inward)
-        return _QUEUED
+        return CudaCopy(self.compute.seen)
 
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
@@ -171,7 +199,7 @@ class CudaDevice:
     def replaying(self) -> Iterator[None]:
         """Inputs may be of any stream of forward, and go back to it: all wait for each other before and after."""
         now = self.compute
-        others = [stream for stream in tuple(self._seen) if stream != now.stream]
+        others = [stream for stream in tuple(now.seen.values()) if stream != now.stream]
         for stream in others:
             now.stream.wait_stream(stream)
         try:
@@ -210,9 +238,37 @@ class CudaDevice:
         self._host.free()
 
 
+def _with_index(where: torch.device) -> torch.device:
+    """``cuda`` is the current device: some calls want to be told which."""
+    return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
+
+
+# -- CUDA graphs: they keep their addresses for good, where a plan gives memory away and gets other -----------------
+
+
+def refuse_graphs(model: torch.nn.Module) -> None:
+    """Raises ``UsageError`` for a model of which compiled parts run as CUDA graphs."""
+    for path, module in compiled_modules(model).items():
+        if captures_graphs(module):
+            raise UsageError(
+                f"model: expected compiled modules without CUDA graphs, found {path or 'the model'} with "
+                'mode="reduce-overhead"; compile it with mode="default" or "max-autotune-no-cudagraphs"'
+            )
+
+
+def refuse_capture() -> None:
+    """Raises ``UsageError`` where the current stream records a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "CUDA graph: expected steps that run op by op inside a session, found one that is being captured; capture "
+            "it before the session or in session.away()"
+        )
+
+
 @contextlib.contextmanager
 def hard_cap(where: torch.device, cap_bytes: int) -> Iterator[None]:
     """Within the block the caching allocator takes no more than ``cap_bytes`` of the GPU: more is out of memory."""
+    where = _with_index(where)
     total_bytes = torch.cuda.get_device_properties(where).total_memory
     before = torch.cuda.get_per_process_memory_fraction(where)
     torch.cuda.empty_cache()

@@ -13,6 +13,8 @@ import torch
 
 from poochplan.runtime.run_report import MemoryPeaks
 
+from .stopwatch import Stopwatch
+
 
 class Event(Protocol):
     """A place in a stream: all that was queued before it."""
@@ -88,6 +90,9 @@ class Device(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Names what is queued inside, for a timeline."""
+
+    def stopwatch(self) -> Stopwatch | None:
+        """Tells what the compute stream spends in waits, or in replays; None where that is the calling thread's time."""
 
     def synchronize(self) -> None:
         """Holds the calling thread until all that is queued has ended."""

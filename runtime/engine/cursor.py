@@ -4,7 +4,8 @@ A *segment* is what one plan is for: from a first save to the uses of what was s
 of several micro-batches is several. A segment begins
 
 * where the model is called, when nothing of the one before is held any more, or some of that has been used;
-* at a save, when no segment is open, or when the open one has been used and nothing of it is held any more;
+* at a save, when no segment is open, or when the open one has been used, or its forward has raised, and nothing of it
+  is held any more;
 * where the caller says so (``session.step()``); the model's calls begin none from then on.
 
 It ends where the next one begins, or with the step of an optimizer of the model's once something of it has been used.
@@ -103,7 +104,7 @@ class Cursor:
 
     def save_begins_one(self) -> bool:
         """Something is saved: whether a segment begins here."""
-        return not self.is_open or (self.segment.used and not self.holds_values)
+        return not self.is_open or ((self.segment.used or self.segment.raised) and not self.holds_values)
 
     def announced(self) -> None:
         """The caller says that one begins here, and will say so from now on."""

@@ -138,6 +138,7 @@ class Engine:
     def tell_end(self) -> None:
         """The last segment is over, and what its report says is final."""
         segment, driver, self._ended = self.segment, self._ended, None
+        self.mechanism.take_times()
         if segment.number:
             self._on_segment_end(segment)
         if driver is not None and segment.outcome is not None:

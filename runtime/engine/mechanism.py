@@ -14,6 +14,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.stopwatch import Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.drivers.driver import Actions
 from poochplan.runtime.replays.closure import Recipe
@@ -37,7 +38,8 @@ def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
 
 
 class Mechanism:
-    """State: the report of the step, in which it counts.
+    """State: the report of the step, in which it counts; and whether it times the compute stream where that is not the
+    calling thread (``timed``), by two events for each wait.
 
     ``copy_failed`` is told a value that the host did not take, which stays on the device.
     """
@@ -50,6 +52,8 @@ class Mechanism:
         copy_failed: Callable[[SavedValue, OSError], None],
     ) -> None:
         self.report = StepReport()
+        self.timed = False
+        self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
         self._host = host
         self._rebuild = rebuild
@@ -82,7 +86,8 @@ class Mechanism:
         if value.state not in (State.COPIED, State.ARRIVING):
             return
         assert value.out_copy is not None
-        self.report.stall_s += value.out_copy.wait()  # Rule 3
+        with self._times(self._stalls):
+            self.report.stall_s += value.out_copy.wait()  # Rule 3
         error = value.out_copy.error
         if error is not None:  # Rule 9
             offset = value.host_offset
@@ -110,9 +115,10 @@ class Mechanism:
         if value.state is not State.TO_REPLAY:
             return
         start_s = time.perf_counter()
-        with self._named("replay", value), self.device.replaying():
+        with self._times(self._replays), self._named("replay", value), self.device.replaying():
             self._rebuild(value, self)
-        self.report.replay_s += time.perf_counter() - start_s
+        if self._replays is None:
+            self.report.replay_s += time.perf_counter() - start_s
 
     def replay(self, value: SavedValue, run: Run) -> list[SavedValue]:
         """One replay, its ops run by ``run``; all that came back."""
@@ -129,20 +135,30 @@ class Mechanism:
         elif value.state is State.ON_HOST:
             self.bring_back(value)
         if value.state is State.ARRIVING:
-            self.report.stall_s += value.arrived()
+            with self._times(self._stalls):
+                self.report.stall_s += value.arrived()
         assert value.storage is not None
         if value.home is not None:
             self.device.use(value.storage, value.home)
         return value.storage
 
+    def take_times(self) -> None:
+        """Adds to the report what the compute stream has spent, as far as it has come; the rest comes another time."""
+        if self._stalls is not None and self._replays is not None:
+            self.report.stall_s += self._stalls.take()
+            self.report.replay_s += self._replays.take()
+
+    def _times(self, watch: Stopwatch | None) -> contextlib.AbstractContextManager[None]:
+        return watch.running() if watch is not None and self.timed else _NOTHING
+
     def _named(self, what: str, value: SavedValue) -> contextlib.AbstractContextManager[None]:
-        return self.device.span(f"{what} {value.name}") if self.device.spans else _UNNAMED
+        return self.device.span(f"{what} {value.name}") if self.device.spans else _NOTHING
 
     def _source(self, content: Content) -> torch.UntypedStorage:
         return self.resident(_saved(content))
 
 
-_UNNAMED = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 
 
 def _saved(content: Content) -> SavedValue:

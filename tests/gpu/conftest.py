@@ -1,13 +1,55 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Read by cuBLAS when it is first used; deterministic algorithms need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+
+from poochplan.profiler.link import measure
+from tests.cuda_rules.machine import MACHINE, on_stand_in
+from tests.gpu.cases import WHERE
+
+ON_A_GPU = torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    where = WHERE.type if WHERE.type != "cuda" else torch.cuda.get_device_name() if ON_A_GPU else "stand-in"
+    terminalreporter.write_line(f"GPU tests ran on: {where}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_gpu() -> Iterator[None]:
+    """The machine's own, or where it has none the stand-in of ``tests/cuda_rules``."""
+    if ON_A_GPU or WHERE.type != "cuda":
+        yield
+        return
+    with on_stand_in(), small_measurements():
+        yield
+
+
+@contextlib.contextmanager
+def small_measurements() -> Iterator[None]:
+    """The link in sizes that a processor moves quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
+        patch.setattr(measure, "CUDA_PROBE", (64, 1 << 16))
+        patch.setattr(measure, "LARGEST_PAGEABLE_BYTES", 1 << 20)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_rule_was_broken() -> Iterator[None]:
+    """Of those that the stand-in watches."""
+    yield
+    if MACHINE:
+        violations, MACHINE[-1].violations[:] = list(MACHINE[-1].violations), []
+        assert violations == []
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_suite
+from benchmarks.gpu_nets import NETS
 from benchmarks.gpu_overlap import overlap, shared_s, total_s, united
+from tests.depth import DEEP
+from tests.gpu.cases import WHERE
 
 
 def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None:
@@ -22,14 +25,15 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
 
 def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
     def results(*more: str) -> dict:
-        assert gpu_suite.main(["--device", "cpu", "--tiny", "--out", str(tmp_path), *more]) == 0
+        assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--out", str(tmp_path), *more]) == 0
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
-    found = results("--minutes", "30", "--tests", "any_decisions and embedding")
+    nets = list(NETS) if DEEP else ["gpt2-bf16", "resnet50"]
+    found = results("--minutes", "30", "--tests", "any_decisions and embedding", "--nets", *nets)
     assert found["failed"] == found["skipped"] == []
     assert "1 passed" in found["tests"]["summary"]
     ways = {"a third", "a fifth", "swap-all", "checkpoint", "save_on_cpu", "a fifth, deterministic"}
-    for net in ("resnet50", "unet3d", "gpt2"):
+    for net in nets:
         rows = {row["way"]: row for row in found["rows"] if row["net"] == net}
         assert rows.keys() == ways
         for label in ("a third", "a fifth"):
@@ -38,6 +42,22 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: P
             assert rows[label]["fallbacks"] == 0
         assert rows["a fifth, deterministic"]["bitwise_equal"] is True
         assert rows["a fifth, deterministic"]["fallbacks"] == 0
+    if WHERE.type == "cuda":
+        assert any(row.get("overlapped") is not None for row in found["rows"])
+    read = (tmp_path / "gpu-suite.md").read_text()
+    for line in (f"# GPU suite on {found['device']['name']}", f"* Commit: {found['commit']}", "## gpt2-bf16"):
+        assert line in read
+    assert "* Bit by bit, resnet50, a fifth, deterministic: equal" in read
     late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
     assert late["skipped"] == ["gpt2: profile"]
     assert late["rows"] == []
+    assert "* Left out, the time was up: gpt2: profile" in (tmp_path / "gpu-suite.md").read_text()
+
+
+def test_tests_that_ran_elsewhere_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "RAN_ON", "nobody says this: ")
+    arguments = ["--device", WHERE.type, "--tiny", "--tests", "nothing_of_this_name", "--minutes", "30"]
+    monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
+    assert gpu_suite.main([*arguments, "--out", str(tmp_path)]) == 1
+    read = (tmp_path / "gpu-suite.md").read_text()
+    assert "* **Failed**: GPU tests: RuntimeError: GPU tests: expected them to run on" in read

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
 
@@ -198,6 +199,9 @@ class AdversarialDevice:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def stopwatch(self) -> None:
+        return None
 
     def synchronize(self) -> None:
         for stream in (self.outward, self.inward):

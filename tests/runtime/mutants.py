@@ -16,8 +16,13 @@ from typing import Any
 
 WAITS = ("wait", "arrived")
 """Calls of these names wait."""
+CUDA_WAITS = ("wait", "wait_event", "wait_stream", "record_stream", "synchronize")
+"""The same, of CUDA's own streams; ``record_stream`` has the allocator wait."""
+GIVE_BACK = ("free", "trim", "cudaHostUnregister")
+"""Calls of these names give host memory back."""
 HELD = ("storage", "recipe")
 """Attributes that hold memory; ``= None`` lets it go. (A copy that was waited for holds none.)"""
+HELD_ON_THE_HOST = ("_owner", "_slab")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Mutant:
         """The mutant stands in for the original within the block, also where other modules have imported it."""
         original = self.owner.__dict__[self.name]
         space: dict[str, Any] = {}
-        exec(compile(self.tree, f"<mutant {self.label}>", "exec"), original.__globals__, space)
+        names = inspect.unwrap(original).__globals__
+        exec(compile(self.tree, f"<mutant {self.label}>", "exec"), names, space)
         places = [self.owner] if isinstance(self.owner, type) else _importers(original)
         for place in places:
             setattr(place, self.name, space[self.name])
@@ -59,13 +65,15 @@ def rewritten(owner: Any, name: str, old: str, new: str) -> Mutant:
     return Mutant(owner, name, f"{old!r} is {new!r}", line, ast.parse(source.replace(old, new)))
 
 
-def mutants_of(*modules: ModuleType) -> list[Mutant]:
-    """Every wait without it, every release before the function's first wait, and every release without it."""
+def mutants_of(*modules: ModuleType, calls: tuple[str, ...] = WAITS) -> list[Mutant]:
+    """Every wait (call of one of these names) without it, every release before the function's first wait, and every
+    release without it.
+    """
     found = []
     for module in modules:
         for owner, name, function in _functions(module):
             source = textwrap.dedent(inspect.getsource(function))
-            for change, what in _changes(ast.parse(source)):
+            for change, what in _changes(ast.parse(source), calls):
                 tree = ast.parse(source)
                 line = change(tree)
                 found.append(Mutant(owner, name, what, line, ast.fix_missing_locations(_undecorated(tree))))
@@ -80,26 +88,34 @@ def _functions(module: ModuleType) -> Iterator[tuple[Any, str, FunctionType]]:
             yield module, name, thing
         elif isinstance(thing, type):
             for inner, method in vars(thing).items():
-                if isinstance(method, FunctionType) and method.__module__ == module.__name__:
+                if isinstance(method, FunctionType) and _is_written_in(module, method):
                     yield thing, inner, method
+
+
+def _is_written_in(module: ModuleType, function: FunctionType) -> bool:
+    """Not inherited, and not made by ``dataclass``."""
+    return inspect.unwrap(function).__code__.co_filename == module.__file__
 
 
 Change = Callable[[ast.Module], int]
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[Change, str]]:
-    waits = [node for node in ast.walk(tree) if _is_wait(node)]
-    for index in range(len(waits)):
-        yield (lambda other, index=index: _without_wait(other, index)), "no wait"
+def _changes(tree: ast.Module, calls: tuple[str, ...]) -> Iterator[tuple[Change, str]]:
+    waits = [node for node in ast.walk(tree) if _is_call(node, calls)]
+    for index, wait in enumerate(waits):
+        assert isinstance(wait, ast.Call)
+        assert isinstance(wait.func, ast.Attribute)
+        what = "no wait" if wait.func.attr in WAITS else f"no {wait.func.attr}"
+        yield (lambda other, index=index: _without_call(other, index, calls)), what
     releases = [node for node in ast.walk(tree) if _is_release(node)]
     for index in range(len(releases)):
         yield (lambda other, index=index: _without_release(other, index)), "nothing let go"
-        if waits:
+        if waits and _held_by(releases[index]) in HELD:
             yield (lambda other, index=index: _release_first(other, index)), "let go before the wait"
 
 
-def _is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+def _is_call(node: ast.AST, names: tuple[str, ...] = WAITS) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
 
 
 def _is_release(node: ast.AST) -> bool:
@@ -107,13 +123,17 @@ def _is_release(node: ast.AST) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
         and node.value.value is None
-        and isinstance(node.targets[0], ast.Attribute)
-        and node.targets[0].attr in HELD
+        and _held_by(node) in (*HELD, *HELD_ON_THE_HOST)
     )
 
 
-def _without_wait(tree: ast.Module, index: int) -> int:
-    node = [node for node in ast.walk(tree) if _is_wait(node)][index]
+def _held_by(node: ast.AST) -> str:
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    return target.attr if isinstance(target, ast.Attribute) else ""
+
+
+def _without_call(tree: ast.Module, index: int, names: tuple[str, ...]) -> int:
+    node = [node for node in ast.walk(tree) if _is_call(node, names)][index]
     assert isinstance(node, ast.Call)
     # ``float()`` is 0.0: as if nothing had to be waited for.
     node.func, node.args = ast.Name("float", ast.Load()), []
@@ -141,13 +161,13 @@ def _release_first(tree: ast.Module, index: int) -> int:
 
 
 def _is_guard(statement: ast.stmt) -> bool:
-    return isinstance(statement, (ast.If, ast.Expr)) and not any(_is_wait(node) for node in ast.walk(statement))
+    return isinstance(statement, (ast.If, ast.Expr)) and not any(_is_call(node) for node in ast.walk(statement))
 
 
 def _undecorated(tree: ast.Module) -> ast.Module:
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert not function.decorator_list
+    assert all(ast.unparse(decorator) == "contextlib.contextmanager" for decorator in function.decorator_list)
     return tree
 
 

@@ -171,6 +171,6 @@ def grown_bytes(resident: list[int]) -> float:
 
 
 def allowed_bytes(resident: list[int]) -> float:
-    """Three times the spread between neighbouring rounds, or 128 KiB: one leaked value takes a page more."""
+    """Three times the spread between neighbouring rounds, or two of Python's arenas: a leaked value a round is more."""
     steps = [abs(later - earlier) for earlier, later in itertools.pairwise(resident)]
-    return max(128 << 10, 3 * statistics.median(steps))
+    return max(512 << 10, 3 * statistics.median(steps))

@@ -152,7 +152,7 @@ def fragmentation_text(memory: MemoryPeaks) -> str:
     text = f" ({memory.fragmentation:.0%} fragmentation)"
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if memory.fragmentation > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
-        return f"{text}; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to have less"
+        return f"{text}; set PYTORCH_ALLOC_CONF=expandable_segments:True to have less"
     return text
 
 

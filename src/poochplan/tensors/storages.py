@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -43,6 +44,19 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
+    """A storage with undefined contents, also where deterministic algorithms fill new memory: all of it is written."""
+    settings: Any = torch.utils.deterministic
+    fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
+    if fills:
+        settings.fill_uninitialized_memory = False
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=where).untyped_storage()
+    finally:
+        if fills:
+            settings.fill_uninitialized_memory = True
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "backward_node",
     "call_attribute",
+    "captures_graphs",
     "clear_cublas_workspaces",
     "covers_itself_once",
     "detached_alias",
@@ -232,6 +233,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
     wrapped = getattr(module, "_orig_mod", None) is not None
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def captures_graphs(module: torch.nn.Module) -> bool:
+    """Whether a compiled module runs as CUDA graphs (``mode="reduce-overhead"``, or the option of that name)."""
+    compiled = module if getattr(module, "_orig_mod", None) is not None else module._compiled_call_impl
+    settings = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool(settings and settings.get("triton.cudagraphs"))
 
 
 def call_attribute(module: torch.nn.Module) -> str:

@@ -1,0 +1,310 @@
+"""The machine: one simulated GPU, and the names of ``torch.cuda`` that stand for it within a block."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import tensors
+from .backward import DeviceThread
+from .host_memory import CudaRuntime, HostMemory, cupy_module
+from .memory import TOTAL_BYTES, DeviceMemory, is_device_address
+from .rules import Rules
+from .streams import COPY_BYTES_PER_S, COPY_S, CYCLES_PER_S, Host, Mark, Stream
+
+WHERE = torch.device("cuda", 0)
+
+
+FACTS = types.SimpleNamespace(
+    name="stand-in", total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+)
+
+
+class Machine:
+    """One GPU, its host memory, and what was seen to go wrong (``violations``)."""
+
+    def __init__(self) -> None:
+        self.host = Host()
+        self.violations = self.host.violations
+        self.memory = DeviceMemory(self.host)
+        self.host_memory = HostMemory(self.violations)
+        self.default_stream = Stream(self.host)
+        self.generator = torch.Generator()
+        self.filled_bytes = 0
+        """What deterministic mode has filled of new buffers."""
+        self.pageable_copies = 0
+        self.capturing = False
+        self.loads_lazily = False
+        """Whether the first launch of each kernel waits for all that is queued, as where modules are loaded lazily."""
+        self.loaded: set[Any] = set()
+        self.ranges: list[str] = []
+        self.switches: list[tuple[int, Stream]] = []
+        """From which autograd node on which stream is current, in threads that run forward."""
+        self._thread = threading.local()
+
+    # -- streams ----------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Stream:
+        """Of the calling thread."""
+        return getattr(self._thread, "stream", self.default_stream)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether the calling thread is the one that runs backward."""
+        return getattr(self._thread, "backward", False)
+
+    def make_current(self, stream: Stream) -> None:
+        self._thread.stream = stream
+        self.switches.append((int(torch.autograd._get_sequence_nr()), stream))  # type: ignore[attr-defined]
+
+    def poll(self, mark: Mark) -> bool:
+        """Whether the host sees that the mark has been passed. Time goes by while it looks."""
+        if mark.has_run:
+            self.host.learns(mark)
+            return True
+        mark.stream.run_next()
+        return False
+
+    def load(self, kernel: Any) -> None:
+        if self.loads_lazily and kernel not in self.loaded:
+            self.loaded.add(kernel)
+            self.synchronise()
+
+    def synchronise(self) -> None:
+        for stream in list(self.host.streams):
+            stream.synchronise()
+
+    # -- accesses and copies ----------------------------------------------------------------------------------
+
+    def access(
+        self, stream: Stream, work: tuple[int, int], address: int, what: str, *, writes: bool, of: str = ""
+    ) -> None:
+        block = self.memory.block_at(address)
+        if block is not None:
+            found = block.accesses.note(stream, work, what, writes=writes)
+            self.violations += [f"{one} ({block.size_bytes} bytes{of})" for one in found]
+
+    def queue_copy(self, to: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Between the device and pinned memory."""
+        out = is_device_address(source)
+        on_device, on_host = (source, to) if out else (to, source)
+        if not self.host_memory.is_pinned(on_host):
+            raise RuntimeError("the stand-in copies between the device and pinned memory")
+        what = f"a copy {'out' if out else 'in'} on stream {stream.number}"
+        self.access(stream, stream.begins(), on_device, what, writes=not out)
+        pending = self.host_memory.pending
+        key = id(object())
+        while key in pending:
+            key += 1
+        pending[key] = (on_host, size_bytes)
+
+        def run() -> None:
+            if pending.pop(key, None) is not None:
+                ctypes.memmove(to, source, size_bytes)
+
+        stream.put(COPY_S + size_bytes / COPY_BYTES_PER_S, run)
+
+    def copy_asynchronously(self, to: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
+        """CuPy's."""
+        assert (kind == 2) is is_device_address(source), "the kind of copy is not that of its addresses"
+        self.queue_copy(to, source, size_bytes, next(one for one in self.host.streams if one.number == stream))
+
+
+MACHINE: list[Machine] = []
+"""The one that stands for CUDA now, if any."""
+
+
+def machine() -> Machine:
+    return MACHINE[-1]
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._timed = enable_timing
+        self._mark: Mark | None = None
+
+    def record(self, stream: CudaStream | None = None) -> None:
+        self._mark = (stream._stream if stream is not None else machine().current).mark()
+
+    def wait(self, stream: CudaStream | None = None) -> None:
+        if self._mark is not None:
+            (stream._stream if stream is not None else machine().current).wait_for(self._mark)
+
+    def query(self) -> bool:
+        return self._mark is None or machine().poll(self._mark)
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            self._mark.stream.run_until(self._mark)
+            machine().host.learns(self._mark)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._timed and end._timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._mark is None or end._mark is None or not (self._mark.has_run and end._mark.has_run):
+            raise RuntimeError("CUDA error: device not ready")
+        return (end._mark.at_s - self._mark.at_s) * 1e3
+
+
+class CudaStream:
+    """``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream: Stream | None = None) -> None:
+        self._stream = Stream(machine().host) if stream is None else stream
+        self.device, self.device_index = WHERE, 0
+
+    @property
+    def cuda_stream(self) -> int:
+        return self._stream.number
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: CudaStream) -> None:
+        self.wait_event(other.record_event())
+
+    def query(self) -> bool:
+        return machine().poll(self._stream.mark())
+
+    def synchronize(self) -> None:
+        self._stream.synchronise()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and self._stream is other._stream
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
+
+
+@contextlib.contextmanager
+def _stream_block(stream: CudaStream | None) -> Iterator[None]:
+    before = machine().current
+    machine().make_current(before if stream is None else stream._stream)
+    try:
+        yield
+    finally:
+        machine().make_current(before)
+
+
+@contextlib.contextmanager
+def _capture(*_: object) -> Iterator[None]:
+    machine().capturing = True
+    try:
+        yield
+    finally:
+        machine().capturing = False
+
+
+def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
+    """``torch.cuda``, as far as anybody here asks."""
+    memory = gpu.memory
+
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        index = device if isinstance(device, int) or device is None else torch.device(device).index
+        if isinstance(device, torch.device) and index is None:
+            raise ValueError("Expected a torch.device with a specified index or an integer, but got:cuda")
+        memory.limit_bytes = int(fraction * TOTAL_BYTES)
+
+    def start_peaks(device: Any = None) -> None:
+        memory.peak_allocated_bytes, memory.peak_reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
+
+    def stats(device: Any = None) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": memory.allocated_bytes,
+            "allocated_bytes.all.peak": memory.peak_allocated_bytes,
+        }
+
+    return {
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+        "_sleep": lambda cycles: gpu.current.put(cycles / CYCLES_PER_S),
+        "Event": Event,
+        "Stream": CudaStream,
+        "CUDAGraph": object,
+        "cudart": lambda: runtime,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: CudaStream(stream=gpu.current),
+        "default_generators": (gpu.generator,),
+        "device": lambda where: contextlib.nullcontext(),
+        "device_count": lambda: 1,
+        "empty_cache": memory.empty_cache,
+        "graph": _capture,
+        "get_device_name": lambda device=None: "stand-in",
+        "get_device_properties": lambda device=None: FACTS,
+        "get_per_process_memory_fraction": lambda device=None: memory.limit_bytes / TOTAL_BYTES,
+        "get_rng_state": lambda device=None: gpu.generator.get_state(),
+        "host_memory_stats": lambda: {"allocated_bytes.current": 0},
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: gpu.capturing,
+        "is_initialized": lambda: True,
+        "manual_seed_all": gpu.generator.manual_seed,
+        "max_memory_allocated": lambda device=None: memory.peak_allocated_bytes,
+        "max_memory_reserved": lambda device=None: memory.peak_reserved_bytes,
+        "memory_allocated": lambda device=None: memory.allocated_bytes,
+        "memory_reserved": lambda device=None: memory.reserved_bytes,
+        "memory_stats": stats,
+        "nvtx": types.SimpleNamespace(range_push=gpu.ranges.append, range_pop=gpu.ranges.pop),
+        "reset_peak_memory_stats": start_peaks,
+        "set_per_process_memory_fraction": set_fraction,
+        "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
+        "stream": _stream_block,
+        "synchronize": lambda device=None: gpu.synchronise(),
+    }
+
+
+def _survive_disabled_modes(patch: pytest.MonkeyPatch, rules: Rules) -> None:
+    """A GPU stays one where no dispatch mode is on."""
+
+    @contextlib.contextmanager
+    def without_others() -> Iterator[None]:
+        with _disable_current_modes(), rules:
+            yield
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("poochplan", "tests", "benchmarks")):
+            for key, thing in list(vars(module).items()):
+                if thing is _disable_current_modes and name != __name__:
+                    patch.setattr(module, key, without_others)
+
+
+@contextlib.contextmanager
+def on_stand_in(*, cupy: bool = True) -> Iterator[Machine]:
+    """Within the block there is a GPU. Nothing that a test left on it outlives the block usefully."""
+    gpu = Machine()
+    rules = Rules(gpu)
+    thread = DeviceThread(gpu)
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        for name, thing in _names(gpu, CudaRuntime(gpu.host_memory)).items():
+            patch.setattr(torch.cuda, name, thing)
+        for name, thing in (("get_rng_state", torch.cuda.get_rng_state), ("set_rng_state", torch.cuda.set_rng_state)):
+            patch.setattr(f"torch.cuda.random.{name}", thing)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", gpu.memory.empty_cache, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.current.number, raising=False)
+        if cupy:
+            patch.setitem(sys.modules, "cupy", cupy_module(gpu.host_memory, gpu.copy_asynchronously))
+        else:
+            patch.setitem(sys.modules, "cupy", None)
+        tensors.patch(patch, gpu)
+        _survive_disabled_modes(patch, rules)
+        MACHINE.append(gpu)
+        stack.callback(MACHINE.pop)
+        stack.enter_context(thread.running(patch))
+        stack.enter_context(rules)
+        yield gpu

@@ -1,0 +1,152 @@
+"""Device memory: one range of addresses, and a caching allocator that hands freed blocks out at once."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from .streams import Accesses, Host, Mark, Stream
+
+TOTAL_BYTES = 16 << 30
+"""What the simulated GPU has."""
+POISON = 0xFF
+"""A byte that makes every floating-point type NaN, and an integer -1."""
+_POISONED_BYTES = 8 << 20
+_UNIT_BYTES = 512
+_ADDRESSES_BYTES = 256 << 30
+_NO_RESERVE = 0x4000  # ``MAP_NORESERVE``, which Python names from 3.13 on
+_MAP = mmap.mmap(-1, _ADDRESSES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+_FIRST = ctypes.addressof(ctypes.c_ubyte.from_buffer(_MAP))
+_EMPTY: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+"""Device storages of no bytes, by identity: no address tells of these."""
+_top = 0
+
+
+def is_device_address(pointer: int) -> bool:
+    return _FIRST <= pointer < _FIRST + _ADDRESSES_BYTES
+
+
+def is_on_device(storage: torch.UntypedStorage) -> bool:
+    return is_device_address(storage.data_ptr()) or storage._cdata in _EMPTY
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory that one storage after another has."""
+
+    address: int
+    room_bytes: int
+    size_bytes: int = 0
+    stream: Stream | None = None
+    recorded: set[Stream] = field(default_factory=set)
+    accesses: Accesses = field(default_factory=Accesses)
+
+
+class DeviceMemory:
+    """The caching allocator. Freed blocks go back to the stream they were allocated on, and wait for those recorded."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._blocks: dict[int, Block] = {}
+        self._addresses: list[int] = []
+        self._cached: list[Block] = []
+        self._deferred: list[tuple[Block, list[Mark]]] = []
+        self.limit_bytes = TOTAL_BYTES
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.emptied = 0
+
+    def allocate(self, size_bytes: int, stream: Stream) -> torch.UntypedStorage:
+        """A storage on ``stream``; poisoned by a write of that stream's."""
+        if size_bytes == 0:
+            return _without_bytes()
+        wanted_bytes = -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
+        self._take_back()
+        block = self._cached_block(wanted_bytes, stream) or self._new_block(wanted_bytes, stream)
+        block.size_bytes = wanted_bytes
+        self.allocated_bytes += wanted_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        stream.catch_up()
+        ctypes.memset(block.address, POISON, min(size_bytes, _POISONED_BYTES))
+        memory = (ctypes.c_ubyte * size_bytes).from_address(block.address)
+        weakref.finalize(memory, self._free, block).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def block_at(self, address: int) -> Block | None:
+        """The block of this allocator's that the address is in; None for one of an earlier machine."""
+        index = bisect.bisect_right(self._addresses, address) - 1
+        block = self._blocks[self._addresses[index]] if index >= 0 else None
+        return block if block is not None and address < block.address + block.room_bytes else None
+
+    def empty_cache(self) -> None:
+        """Gives back what nobody has, as ``cudaFree`` does: when the device has nothing left to do."""
+        for stream in list(self._host.streams):
+            stream.synchronise()
+        self._take_back()
+        self.emptied += 1
+        for block in self._cached:
+            self.reserved_bytes -= block.room_bytes
+            self._addresses.remove(block.address)
+            del self._blocks[block.address]
+            pages = -(-(block.address - _FIRST) // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (block.address - _FIRST + block.room_bytes - pages) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0:
+                _MAP.madvise(mmap.MADV_DONTNEED, pages, length)
+        self._cached = []
+
+    def _cached_block(self, wanted_bytes: int, stream: Stream) -> Block | None:
+        for index in reversed(range(len(self._cached))):  # the one freed last
+            block = self._cached[index]
+            if block.stream is stream and wanted_bytes <= block.room_bytes <= 2 * wanted_bytes:
+                return self._cached.pop(index)
+        return None
+
+    def _new_block(self, wanted_bytes: int, stream: Stream) -> Block:
+        global _top
+        if self.reserved_bytes + wanted_bytes > self.limit_bytes:
+            self.empty_cache()
+        if self.reserved_bytes + wanted_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {wanted_bytes} bytes.")
+        block = Block(_FIRST + _top, wanted_bytes, stream=stream)
+        _top += wanted_bytes
+        assert _top <= _ADDRESSES_BYTES, "the stand-in has run out of addresses"
+        self._blocks[block.address] = block
+        self._addresses.append(block.address)  # addresses only grow
+        self.reserved_bytes += wanted_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return block
+
+    def _free(self, block: Block) -> None:
+        self.allocated_bytes -= block.size_bytes
+        assert block.stream is not None
+        known = block.recorded | {block.stream}
+        for what in block.accesses.unknown_to(block.stream):
+            if what.startswith("a copy") and len(known) == 1:
+                self._host.violations.append(f"{block.size_bytes} bytes were let go beside {what}")
+        marks = [stream.mark() for stream in block.recorded]
+        block.recorded = set()
+        if marks:
+            self._deferred.append((block, marks))
+        else:
+            self._cached.append(block)
+
+    def _take_back(self) -> None:
+        """Blocks whose recorded streams have got where they were when it was freed."""
+        for block, marks in list(self._deferred):
+            if all(mark.has_run for mark in marks):
+                for mark in marks:
+                    self._host.learns(mark)
+                self._deferred.remove((block, marks))
+                self._cached.append(block)
+
+
+def _without_bytes() -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(0)
+    key = storage._cdata
+    _EMPTY[key] = weakref.ref(storage, lambda _: _EMPTY.pop(key, None))
+    return storage

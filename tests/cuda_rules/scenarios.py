@@ -1,0 +1,217 @@
+"""What the CUDA device goes through on the stand-in, each in a few copies; tells what was wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from poochplan.runtime.devices import transfers
+from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
+from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
+from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
+from poochplan.runtime.devices.transfers import Copy
+from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+
+SIZE = 4096
+Scenario = Callable[[Machine, CudaDevice], list[str]]
+
+
+def copy_out(device: CudaDevice, storage: torch.UntypedStorage, offset: int) -> Copy:
+    return transfers.copy_out(device, storage, offset)  # looked up now: a mutant may stand there
+
+
+def copy_in(device: CudaDevice, storage: torch.UntypedStorage, offset: int) -> Copy:
+    return transfers.copy_in(device, storage, offset)
+
+
+def filled(device: CudaDevice, number: int) -> torch.UntypedStorage:
+    storage = device.allocate(SIZE)
+    on(storage).fill_(number)
+    return storage
+
+
+def on(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=WHERE).set_(storage)
+
+
+def overwrite() -> None:
+    """Whoever gets the block writes into it."""
+    for _ in range(3):
+        torch.full((SIZE,), 255, dtype=torch.uint8, device=WHERE)
+
+
+def wrong_if_not(number: int, storage: torch.UntypedStorage) -> list[str]:
+    return [] if bool((on(storage) == number).all()) else [f"other bytes than {number} came back"]
+
+
+def swapped(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Out, let go, overwritten, and back."""
+    found = []
+    for number in range(3):
+        copy_out(device, filled(device, number), number * SIZE).wait()
+        overwrite()
+    for number in range(3):
+        back = device.allocate(SIZE)
+        copy_in(device, back, number * SIZE).wait()
+        found += wrong_if_not(number, back)
+    return found
+
+
+def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A copy that was waited for holds no memory."""
+    copy = copy_out(device, filled(device, 1), 0)
+    before = gpu.memory.allocated_bytes
+    copy.wait()
+    return [] if gpu.memory.allocated_bytes == before - SIZE else ["a copy holds what it has copied"]
+
+
+def dropped(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Copies that nobody waits for and that alone hold their storages."""
+    for copy in (copy_out, copy_in):
+        copy(device, filled(device, 1), 0)
+        overwrite()
+    return []
+
+
+def let_go_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
+    side = torch.cuda.Stream(WHERE)
+    copy = copy_out(device, filled(device, 7), 0)
+    with torch.cuda.stream(side):
+        copy.wait()
+    del copy
+    overwrite()
+    back = device.allocate(SIZE)
+    copy_in(device, back, 0).wait()
+    return wrong_if_not(7, back)
+
+
+def saved_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
+    """The copy is asked for on the main stream, which knows nothing of the one that wrote the value."""
+    side = torch.cuda.Stream(WHERE)
+    with torch.cuda.stream(side):
+        storage, home = filled(device, 9), device.compute
+    copy_out(device, storage, 0).wait()
+    del home
+    torch.cuda.synchronize()
+    return wrong_if_not(9, storage)
+
+
+def used_on_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A value came back on the main stream, an op of another one reads it, and its buffer is taken at once."""
+    side = torch.cuda.Stream(WHERE)
+    copy_out(device, filled(device, 5), 0).wait()
+    back, home = device.allocate(SIZE), device.compute
+    copy_in(device, back, 0).wait()
+    with torch.cuda.stream(side):
+        device.use(back, home)
+        read = on(back).clone()
+    del back
+    overwrite()
+    torch.cuda.synchronize()
+    return wrong_if_not(5, read.untyped_storage())
+
+
+def replayed_from_another_stream(gpu: Machine, device: CudaDevice) -> list[str]:
+    """What a replay reads was written on another stream, and is written there again right behind it."""
+    side = torch.cuda.Stream(WHERE)
+    with torch.cuda.stream(side):
+        there, home = filled(device, 3), device.compute
+    with device.replaying():
+        again = on(there).clone()
+    assert home.stream == side
+    with torch.cuda.stream(side):
+        on(there).fill_(4)
+    torch.cuda.synchronize()
+    return wrong_if_not(3, again.untyped_storage())
+
+
+def replayed_in_vain(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A replay that raises has the streams wait for what it has queued all the same."""
+    side = torch.cuda.Stream(WHERE)
+    with torch.cuda.stream(side):
+        there, home = filled(device, 3), device.compute
+    with contextlib.suppress(KeyError), device.replaying():
+        on(there).clone()
+        raise KeyError
+    assert home.stream == side
+    with torch.cuda.stream(side):
+        on(there).fill_(4)
+    return []
+
+
+def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Pages are given back while a copy of a dead value is queued, and those in use are not."""
+    torch.cuda._sleep(1000)
+    kept = copy_out(device, filled(device, 2), 4 * SIZE)
+    copy_out(device, filled(device, 1), 4 * SIZE + PAGE_BYTES)
+    device.trim_host(4 * SIZE + PAGE_BYTES)
+    found = [] if device._host.behind_bytes == PAGE_BYTES else ["the last page was not given back"]
+    kept.wait()
+    back = device.allocate(SIZE)
+    copy_in(device, back, 4 * SIZE).wait()
+    return [*found, *wrong_if_not(2, back)]
+
+
+def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
+    """The device is closed over copies that are queued, and twice."""
+    copies = [copy(device, filled(device, 1), offset) for copy, offset in ((copy_out, 0), (copy_in, SIZE))]
+    device.close()
+    device.close()
+    for copy in copies:
+        copy.wait()
+    still = [f"{size_bytes} bytes are still pinned" for size_bytes in gpu.host_memory.pinned.values()]
+    return [*still, *(["a slab that was given back is still there"] if device._host.slab_bytes else [])]
+
+
+def given_back(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Pinned memory goes with ``free``, though somebody still knows it."""
+    before = len(gpu.host_memory.pinned)
+    memory = PinnedMemory(SIZE, cupy_or_none())
+    memory.free()
+    memory.free()
+    return [] if len(gpu.host_memory.pinned) == before else ["it is still pinned"]
+
+
+def capped(gpu: Machine, device: CudaDevice) -> list[str]:
+    before = gpu.memory.limit_bytes
+    with contextlib.suppress(torch.OutOfMemoryError), hard_cap(torch.device("cuda"), 1 << 20):
+        torch.empty(2 << 20, device=WHERE)
+        return ["more than the cap was to be had"]
+    return [] if gpu.memory.limit_bytes == before else ["the cap is still there"]
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    swapped,
+    waited_for,
+    dropped,
+    let_go_on_another_stream,
+    saved_on_another_stream,
+    used_on_another_stream,
+    replayed_from_another_stream,
+    replayed_in_vain,
+    trimmed,
+    left_open,
+    given_back,
+    capped,
+)
+
+
+def complaints(scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iterator[str]:
+    """Of each scenario, with copies by CuPy and by torch."""
+    for cupy in (True, False):
+        for scenario in scenarios:
+            with on_stand_in(cupy=cupy) as gpu, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    device = CudaDevice(WHERE)
+                    device.reserve_host(4 * SIZE)
+                    found = scenario(gpu, device)
+                    device.close()
+                except Exception as error:
+                    found = [repr(error)]
+                found += gpu.violations
+                found += ["memory is still pinned"] if gpu.host_memory.pinned else []
+            yield from (f"{scenario.__name__}: {one}" for one in found)

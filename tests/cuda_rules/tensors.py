@@ -1,0 +1,91 @@
+"""What tensors say of themselves while the stand-in is there: their device, and what reads them past the dispatcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from .functional import attend, one_hot
+from .memory import is_on_device
+from .rules import on_device
+
+if TYPE_CHECKING:
+    from .machine import CudaStream, Machine
+
+WHERE = torch.device("cuda", 0)
+
+
+def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Puts these in the place of the methods of ``torch.Tensor``."""
+    before = {name: getattr(torch.Tensor, name) for name in ("device", "is_cuda", "to", "tolist", "numpy")}
+    storage_clone = torch.UntypedStorage.clone
+    storage_device = torch.UntypedStorage.device
+    autocast = torch.amp.autocast_mode.autocast.__init__
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        return WHERE if on_device(tensor) else before["device"].__get__(tensor)
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        copy = kwargs.pop("copy", False)
+        memory_format = kwargs.get("memory_format")
+        where, dtype, non_blocking, parsed_format = torch._C._nn._parse_to(*args, **kwargs)
+        memory_format = parsed_format or memory_format or torch.preserve_format
+        where = tensor.device if where is None else where
+        if where.type == tensor.device.type and where.type != "cuda":
+            return before["to"](tensor, *args, copy=copy, **kwargs)
+        dtype = dtype or tensor.dtype
+        if where.type == tensor.device.type and dtype == tensor.dtype and not copy:
+            same = memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
+            if same:
+                return tensor
+        where = WHERE if where.type == "cuda" else where
+        return torch.ops.aten._to_copy.default(
+            tensor, dtype=dtype, device=where, non_blocking=non_blocking, memory_format=memory_format
+        )
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        return before["tolist"](to(tensor, "cpu"))
+
+    def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if on_device(tensor) and not force:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+        return before["numpy"](to(tensor, "cpu"), force=force)
+
+    def record_stream(tensor: torch.Tensor, stream: CudaStream) -> None:
+        block = machine.memory.block_at(tensor.untyped_storage().data_ptr())
+        if block is not None and block.stream is not stream._stream:
+            block.recorded.add(stream._stream)
+
+    def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if not is_on_device(storage):
+            return storage_clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=WHERE).set_(storage).clone().untyped_storage()
+
+    def enter_autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    found = {
+        "device": property(device),
+        "is_cuda": property(on_device),
+        "to": to,
+        "cuda": lambda tensor, device=None, **options: to(tensor, WHERE),
+        "cpu": lambda tensor: to(tensor, "cpu"),
+        "get_device": lambda tensor: 0 if on_device(tensor) else -1,
+        "tolist": tolist,
+        "numpy": numpy,
+        "record_stream": record_stream,
+        "is_pinned": lambda tensor, *_: machine.host_memory.is_pinned(tensor.data_ptr()),
+    }
+    for name, thing in found.items():
+        patch.setattr(torch.Tensor, name, thing)
+    where = property(lambda storage: WHERE if is_on_device(storage) else storage_device.__get__(storage))
+    patch.setattr(torch.UntypedStorage, "device", where)
+    patch.setattr(torch.UntypedStorage, "__repr__", lambda storage: f"<{storage.nbytes()} bytes on {storage.device}>")
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    patch.setattr(torch.nn.functional, "one_hot", one_hot)
+    patch.setattr(torch.UntypedStorage, "clone", clone)
+    patch.setattr(torch.amp.autocast_mode.autocast, "__init__", enter_autocast)

@@ -1,0 +1,150 @@
+"""Pinned memory: near the GPU, in no child of a fork, refused before it is touched; and where the driver refuses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.runtime.devices import pinned
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, processors_near
+from poochplan.runtime.devices.transfers import copy_out
+from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.gpu.cases import CASES
+from tests.gpu.test_cuda_device import test_compute_goes_on_beside_a_copy_that_nobody_waits_for as goes_on
+from tests.runtime.random_plans import random_plan
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu() -> Iterator[Machine]:
+    with on_stand_in(cupy=False) as machine:
+        yield machine
+        assert machine.violations == []
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a machine whose second node has the processors 0 and 64, and the stand-in's GPU."""
+    (tmp_path / "pci" / "0000:3b:00.0").mkdir(parents=True)
+    (tmp_path / "pci" / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    (tmp_path / "nodes" / "node1").mkdir(parents=True)
+    (tmp_path / "nodes" / "node1" / "cpulist").write_text("0-0,64\n")
+    monkeypatch.setattr(pinned, "PCI_DEVICES", tmp_path / "pci")
+    monkeypatch.setattr(pinned, "NODES", tmp_path / "nodes")
+    return tmp_path
+
+
+def test_without_cupy_memory_is_registered(gpu: Machine) -> None:
+    assert cupy_or_none() is None
+    memory = PinnedMemory(MIB, None)
+    assert gpu.host_memory.pinned == {memory.pointer: MIB}
+    assert memory.pointer % 4096 == 0
+    memory.free()
+    assert gpu.host_memory.pinned == {}
+
+
+def test_the_driver_refuses_and_the_device_goes_on(gpu: Machine) -> None:
+    gpu.host_memory.most_bytes = MIB
+    with pytest.raises(OSError, match="2097152 bytes of host memory could not be pinned: CUDA error 2"):
+        PinnedMemory(2 * MIB, None)
+    device = CudaDevice(WHERE)
+    with pytest.raises(OSError, match="could not be pinned"):
+        device.reserve_host(2 * MIB)
+    refused = copy_out(device, device.allocate(MIB), 0)
+    refused.wait()
+    assert refused.error is not None
+    device.close()
+
+
+def test_a_session_whose_slab_is_refused_keeps_its_values_and_is_exact(gpu: Machine) -> None:
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    gpu.host_memory.most_bytes = 1
+    gradients = []
+    for is_planned in (False, True):
+        model, step, _ = case.fresh()
+        if is_planned:
+            with pytest.warns(RuntimeWarning, match="could not be pinned|cannot be written"):
+                with poochplan.apply(plan, model) as session:
+                    step().backward()
+            assert session.report().last_step.fallback_kinds.keys() == {"host tier"}
+        else:
+            step().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("cupy", [True, False])
+def test_more_than_is_left_is_refused_before_a_page_is_touched(cupy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: MIB)
+    with on_stand_in(cupy=cupy) as gpu:
+        monkeypatch.setattr(pinned, "_mapped", None)
+        with pytest.raises(OSError, match="2097152 bytes of host memory could not be pinned: 1048576 are left"):
+            PinnedMemory(2 * MIB, cupy_or_none())
+        assert gpu.host_memory.pinned == {}
+
+
+def test_a_child_of_a_fork_has_no_part_in_it(gpu: Machine) -> None:
+    memory = PinnedMemory(4 * MIB, None)
+    assert _is_mapped(memory.pointer)
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if _is_mapped(memory.pointer) else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    memory.free()
+
+
+def _is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
+
+
+def test_it_is_touched_on_the_node_of_the_gpu_and_the_caller_stays_where_it_was(
+    gpu: Machine, sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[int]] = []
+    set_affinity = os.sched_setaffinity
+
+    def noted(process: int, processors: set[int]) -> None:
+        asked.append(set(processors))
+        set_affinity(process, processors)
+
+    before = os.sched_getaffinity(0)
+    first = min(before)
+    (sysfs / "nodes" / "node1" / "cpulist").write_text(f"{first}-{first},100000\n")
+    assert processors_near(WHERE) == {first}
+    monkeypatch.setattr(os, "sched_setaffinity", noted)
+    device = CudaDevice(WHERE)
+    device.reserve_host(MIB)
+    device.close()
+    assert {first} in asked
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_system_that_does_not_tell_the_node_leaves_it_open(gpu: Machine, sysfs: Path) -> None:
+    (sysfs / "pci" / "0000:3b:00.0" / "numa_node").write_text("-1\n")
+    assert processors_near(WHERE) == frozenset()
+    (sysfs / "pci" / "0000:3b:00.0" / "numa_node").unlink()
+    assert processors_near(WHERE) == frozenset()
+
+
+def test_every_page_is_touched_by_some_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_LEAST_BYTES_A_THREAD", 4096)
+    size_bytes = 5 * 4096 + 17
+    whole = torch.ones(size_bytes, dtype=torch.uint8)
+    pinned._touch(whole.data_ptr(), size_bytes, frozenset(os.sched_getaffinity(0)))
+    assert not whole.any()
+
+
+def test_the_gpu_tests_hold_where_kernels_are_loaded_lazily(gpu: Machine) -> None:
+    gpu.loads_lazily = True
+    device = CudaDevice(WHERE)
+    goes_on(device)
+    device.close()
