@@ -1,0 +1,184 @@
+"""A random program under plans, on two devices: bitwise as in-core, and never above what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.runtime.session import Session
+from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
+
+from .drawing import LEAVES_SOMETHING, PLAIN, SAME_STEP, Feature, Program
+from .network import Running
+from .training import Snapshot, differences, train
+
+DEVICES = ("cpu", "adversarial")
+WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
+"""What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
+PLANS = 4
+KINDS = {
+    "wrong gradients": ("gradient ",),
+    "wrong parameters": ("parameter ",),
+    "wrong buffers": ("buffer ",),
+    "wrong generator states": ("generator",),
+    "wrong losses or states": ("loss ", "state "),
+    "peaks above the prediction": ("peak ",),
+    "errors": ("raises ", "not prepared"),
+}
+"""Kinds of problems by what they begin with; the adversarial device tells of its own: copies that were not waited for."""
+EVALUATIONS = 20
+TIGHT = 0.1
+"""The planner's budget: so much of the way from the smallest to the in-core peak."""
+LIMIT = "an input of the replay was written in place since it was read"
+"""Documented: so ends a step that writes a buffer once more than the profiled one did, where a replay reads it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan, and the most bytes that the first step and the later ones take; None where it cannot be followed."""
+
+    name: str
+    plan: Plan
+    first_peak_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass
+class Outcome:
+    """What the trial of one program has found."""
+
+    problems: list[str] = field(default_factory=list)
+    """Each begins with its kind: see :data:`KINDS`."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
+    """The plans of a program, and what its steps give in-core."""
+    with _quietly():
+        running = Running(program)
+        profile = poochplan.profile(
+            running.step, model=running.model, optimizer=running.optimizer, iterations=1, link=LINK
+        )
+        weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
+        problem = build_problem(profile)
+        plans = [_random(profile, problem, program.seed + index, some) for index, some in enumerate(weights)]
+        smallest = smallest_budget(profile)
+        budget_bytes = smallest + int(TIGHT * max(0, profile.in_core_peak_bytes - smallest))
+        plan = poochplan.plan(profile, budget_bytes, evaluations=EVALUATIONS)
+        promised = plan.prediction
+        plans.append(Tried("planner", plan, promised.first_step_peak_bytes, promised.peak_bytes))
+        return plans, train(Running(program))
+
+
+def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tuple[int, int, int]) -> Tried:
+    plan = random_plan(profile, seed, weights)
+    schedule, name = schedule_of(plan, problem), "random {}/{}/{}".format(*weights)
+    if any(
+        decision is Decision.RECOMPUTE and replay is None  # an input of it will be gone: swapped, with a fallback
+        for decision, replay in zip(schedule.decisions, problem.replay.replays, strict=True)
+    ):
+        return Tried(name, plan, None, None)
+    foreseen = simulate(problem, schedule)
+    return Tried(name, plan, foreseen.first_step_peak_bytes, foreseen.peak_bytes)
+
+
+def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
+    """Every plan of the program on every device."""
+    outcome = Outcome(counts=Counter({"programs": 1}))
+    try:
+        plans, reference = prepared(program)
+    except Exception as error:
+        outcome.problems.append(f"not prepared: {error!r} [{program}]")
+        return outcome
+    for tried in plans:
+        for device in devices:
+            found = under(program, tried, reference, device)
+            outcome.counts += found.counts
+            outcome.problems += [f"{problem} [{program}, {tried.name}, {device}]" for problem in found.problems]
+    return outcome
+
+
+def under(program: Program, tried: Tried, reference: list[Snapshot], device: str) -> Outcome:
+    """All steps of a program under one plan on one device."""
+    outcome = Outcome(counts=Counter({"runs": 1}))
+    running = Running(program)
+    with _quietly(), _session(tried.plan, running, device, outcome) as session:
+
+        def judge(index: int, event: str) -> None:
+            outcome.counts["steps"] += 1
+            _judge_step(outcome, program, session, tried, index, event)
+
+        try:
+            seen = train(running, judge)
+        except Exception as error:
+            _judge_error(outcome, program, error)
+            return outcome
+    outcome.problems += [f"{difference}; steps {program.events}" for difference in differences(reference, seen)]
+    return outcome
+
+
+def _judge_step(outcome: Outcome, program: Program, session: Session, tried: Tried, index: int, event: str) -> None:
+    last = session.report().last_step
+    outcome.counts["replayed values"] += last.replayed_values
+    outcome.counts["swapped bytes"] += last.out_bytes
+    if last.fallbacks:
+        outcome.counts["steps with fallbacks"] += 1
+        return
+    before = program.events[index - 1] if index else PLAIN
+    if event not in SAME_STEP or before in LEAVES_SOMETHING or last.peak_bytes is None:
+        return
+    predicted = tried.peak_bytes if index else tried.first_peak_bytes
+    if predicted is None:
+        return
+    outcome.counts["peaks compared"] += 1
+    outcome.counts["peaks as predicted"] += last.peak_bytes == predicted
+    if last.peak_bytes > predicted:
+        outcome.problems.append(f"peak {last.peak_bytes} of step {index} is above the predicted {predicted}")
+
+
+def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
+    may = Feature.BUFFERS in program.features and Feature.DIVERGES in program.features
+    if may and LIMIT in str(error):
+        outcome.counts["runs ended by the documented limit"] += 1
+    else:
+        outcome.problems.append(f"raises {error!r}; steps {program.events}")
+
+
+@contextlib.contextmanager
+def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Iterator[Session]:
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            yield stack.enter_context(poochplan.apply(plan, running.model, meter="always"))
+            return
+        clock = stack.enter_context(OpClock())
+        adversary = AdversarialDevice(clock)
+        yield stack.enter_context(poochplan.apply(plan, running.model, meter="always", device=lambda: adversary))
+        stack.close()
+    outcome.problems += adversary.violations
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def warm_up(program: Program) -> None:
+    """What a process does once (imports, caches) is done, and left alone by later collections."""
+    with _quietly():
+        train(Running(program))
+    gc.collect()
+    gc.freeze()
