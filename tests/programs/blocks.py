@@ -96,6 +96,10 @@ def _attention(self: OneLinear, hidden: Tensor) -> Tensor:
     return hidden + mixed.transpose(0, 1).reshape(hidden.shape)
 
 
+def _recurrent(self: OneLinear, hidden: Tensor) -> Tensor:
+    return self.linear(self.inner(hidden.unsqueeze(0))[0].squeeze(0)).tanh()
+
+
 def _convolution(self: OneLinear, hidden: Tensor) -> Tensor:
     images = self.linear(hidden).view(hidden.shape[0], 1, 4, -1)
     return self.inner(images).relu().mean(1).reshape(hidden.shape)
@@ -188,6 +192,7 @@ def bare_block(kind: str, width: int, others: list[nn.Linear]) -> nn.Module:
         "linear": (_through, 1, lambda: None),
         "attention": (_attention, 3, lambda: None),
         "normalised": (_through, 1, lambda: nn.LayerNorm(width)),
+        "recurrent": (_recurrent, 1, lambda: nn.LSTM(width, width, batch_first=True)),
         "convolution": (_convolution, 1, lambda: nn.Conv2d(1, 3, 3, padding=1)),
         "chunked": (_chunked, 2, lambda: None),
         "transposed": (_transposed, 1, lambda: None),

@@ -34,7 +34,7 @@ class Feature(StrEnum):
 
 CHANCE = 0.34
 """Of each feature."""
-PLAIN_BLOCKS = ("linear", "attention", "normalised", "convolution")
+PLAIN_BLOCKS = ("linear", "attention", "normalised", "convolution", "recurrent")
 BLOCKS: dict[Feature, tuple[str, ...]] = {
     Feature.VIEWS: ("chunked", "transposed", "interleaved", "windowed"),
     Feature.IN_PLACE: ("activated in place", "filled", "scattered", "written through a view", "gru cell"),
@@ -66,13 +66,20 @@ EVENTS: dict[Feature, tuple[str, ...]] = {
         "an evaluation between",
         "autocast switched",
         "no backward",
+        "two steps at once",
     ),
 }
 """Steps that are not as the profiled one."""
+MORE_EVENTS = {Feature.IN_PLACE: "a saved tensor written", Feature.AUTOCAST: "backward inside autocast"}
+"""And those that a program with the feature may have."""
 SAME_STEP = (PLAIN, "an evaluation between")
 """Those whose own forward and backward are all the same the profiled ones."""
-LEAVES_SOMETHING = ("backward hook raises",)
+FOLLOWED = (*SAME_STEP, "two backwards", "backward inside autocast")
+"""Those that follow the plan, whatever came before: the second of two backwards has no points of its own."""
+LEAVES_SOMETHING = ("backward hook raises", "a saved tensor written")
 """Behind these autograd holds a part of the abandoned graph in the next step, in-core as under a plan."""
+ABANDONED = (*LEAVES_SOMETHING, "forward raises", "forward hook raises", "no backward")
+"""Behind these a step that saves something before its model is called counts as a part of the abandoned one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class Program:
     """Batches are slices of one data set."""
     keeps_whole: bool
     """The state kept is all of the hidden tensor, not a copy of its mean."""
+    checkpoints_model: bool
+    """The model is called within a checkpoint, which is not reentrant."""
 
     def __str__(self) -> str:
         return f"program {self.seed} ({', '.join(sorted(self.features))})"
@@ -117,6 +126,7 @@ def draw(seed: int) -> Program:
     if Feature.SHARED in features:  # the tied block takes the weights of a linear one
         blocks.insert(chance.randint(0, len(blocks)), Block("linear"))
     special = [chance.choice(some) for feature, some in EVENTS.items() if feature in features]
+    special += [event for feature, event in MORE_EVENTS.items() if feature in features and chance.random() < 0.35]
     chance.shuffle(special)
     between = (PLAIN,) if len(special) > 1 and chance.random() < 0.5 else ()
     return Program(
@@ -129,6 +139,7 @@ def draw(seed: int) -> Program:
         optimizer=chance.choice(("sgd", "momentum", "adamw")),
         sliced=chance.random() < 0.3,
         keeps_whole=chance.random() < 0.5,
+        checkpoints_model=Feature.CHECKPOINT in features and chance.random() < 0.3,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .blocks import Tensor, bare_block, wrapped
 from .drawing import Feature, Program
@@ -73,7 +74,10 @@ class Running:
         else:
             momentum = 0.9 if program.optimizer == "momentum" else 0.0
             self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum)
-        self.state: Tensor | None = None
+        self.state = torch.zeros((program.rows, program.width) if program.keeps_whole else program.width)
+        self.holds_hidden = False
+        self.hidden: Tensor | None = None
+        """What the model gave last, in a step that asks for it."""
         self.losses: list[Tensor] = []
         self.loss: Tensor | None = None
         """Of the last step, unless it was abandoned."""
@@ -101,19 +105,25 @@ class Running:
             self.losses = self._losses()
         return torch.stack(self.losses).sum() if len(self.losses) > 1 else self.losses[0]
 
+    def _called(self, *inputs: Tensor, **keywords: Tensor) -> Tensor:
+        if not self.program.checkpoints_model:
+            return self.model(*inputs, **keywords)
+        found: Tensor = checkpoint(self.model, *inputs, use_reentrant=False, **keywords)
+        return found
+
     def _losses(self) -> list[Tensor]:
         features, (batch, other, scale) = self.program.features, self.batch
         inputs = (batch, other) if Feature.SEVERAL_INPUTS in features else (batch,)
         keywords = {"scale": scale} if Feature.SEVERAL_INPUTS in features else {}
-        hidden = self.model(*inputs, **keywords)
+        hidden = self._called(*inputs, **keywords)
         if self.keeps_state:
-            if self.state is not None:
-                hidden = hidden + 0.1 * (self.state.mean(0) if self.state.dim() == 2 else self.state)
+            hidden = hidden + 0.1 * (self.state.mean(0) if self.program.keeps_whole else self.state)
             self.state = hidden.detach() if self.program.keeps_whole else hidden.detach().mean(0)
         labels = torch.arange(batch.shape[0]) % CLASSES
+        self.hidden = hidden if self.holds_hidden else None
         losses = [F.cross_entropy(self.model.head(hidden).float(), labels)]
         if Feature.SEVERAL_FORWARDS in features:
-            again = self.model(scale, **keywords)
+            again = self._called(scale, **keywords)
             losses[0] = losses[0] + (hidden - again).float().square().mean()
         if Feature.SEVERAL_LOSSES in features:
             losses.append(hidden.float().abs().mean() + hidden.float().exp().mean() * 0.01)

@@ -8,9 +8,13 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from poochplan.errors import SpillError
+
 from .drawing import PLAIN
 from .network import AskedTo, Running
 
+WRITES, WRITTEN = "a saved tensor written", "modified by an inplace operation"
+MOST_LOST = 4
 Snapshot = dict[str, torch.Tensor | None]
 AfterStep = Callable[[int, str], None]
 
@@ -33,12 +37,14 @@ def _one_step(running: Running, event: str) -> None:
     try:
         _forward_and_backward(running, event)
         running.optimizer.step()
-    except AskedTo:
+    except (AskedTo, RuntimeError) as error:
+        if not isinstance(error, AskedTo) and not (event == WRITES and WRITTEN in str(error)):
+            raise
         running.loss = None
     finally:
         running.autocast, running.keeps_state, running.model.order = usual
         running.model.fails_at = running.model.gradient_fails_at = None
-        running.losses = []
+        running.losses, running.hidden, running.holds_hidden = [], None, False
         if event != PLAIN:
             gc.collect()  # what an exception has left in a cycle is no part of the next step
 
@@ -53,10 +59,18 @@ def _forward_and_backward(running: Running, event: str) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    if event == WRITES and running.hidden is not None:
+        with torch.no_grad():
+            running.hidden.mul_(2)
+    elif event == "two steps at once":
+        running.step().backward()  # type: ignore[no-untyped-call]
     if event == "two backwards":
         first = running.losses[0] if len(running.losses) > 1 else loss
         first.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         running.losses[-1].backward()  # type: ignore[no-untyped-call]
+    elif event == "backward inside autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()  # type: ignore[no-untyped-call]
     elif event != "no backward":
         loss.backward()  # type: ignore[no-untyped-call]
     running.loss = loss.detach()
@@ -70,6 +84,8 @@ def _make_ready(running: Running, event: str) -> None:
         model.fails_at = middle
     elif event == "backward hook raises":
         model.gradient_fails_at = middle
+    elif event == WRITES:
+        running.holds_hidden = not running.autocast  # under it a copy is saved
     elif event in ("smaller batch", "larger batch"):
         running.keeps_state = False
         running.batch = [
@@ -91,6 +107,21 @@ def _make_ready(running: Running, event: str) -> None:
 
 def _raise(*_: object) -> None:
     raise AskedTo("in a hook of forward")
+
+
+def first_step(running: Running) -> list[Snapshot]:
+    """The first step, its backward again where a value was lost: without checkpoints that gives the same."""
+    torch.manual_seed(running.program.seed + 1)
+    loss = running.loss = running.step()
+    for _ in range(MOST_LOST):
+        running.optimizer.zero_grad(set_to_none=True)
+        try:
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            break
+        except SpillError:
+            continue
+    running.optimizer.step()
+    return [snapshot(running)]
 
 
 def snapshot(running: Running) -> Snapshot:

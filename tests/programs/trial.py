@@ -15,16 +15,19 @@ from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
 
-from .drawing import LEAVES_SOMETHING, PLAIN, SAME_STEP, Feature, Program
+from .drawing import ABANDONED, FOLLOWED, LEAVES_SOMETHING, PLAIN, SAME_STEP, Feature, Program
 from .network import Running
-from .training import Snapshot, differences, train
+from .training import Snapshot, differences, first_step, train
 
+FAILING = "failing"
 DEVICES = ("cpu", "adversarial")
+"""And the adversarial one whose first copies fail, for the first step under one plan."""
 WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
 """What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
 PLANS = 4
@@ -35,9 +38,10 @@ KINDS = {
     "wrong generator states": ("generator",),
     "wrong losses or states": ("loss ", "state "),
     "peaks above the prediction": ("peak ",),
+    "steps that do not follow the plan": ("does not follow",),
     "errors": ("raises ", "not prepared"),
 }
-"""Kinds of problems by what they begin with; the adversarial device tells of its own: copies that were not waited for."""
+"""Kinds of problems by what they begin with; the adversarial device has its own: unsafe copies."""
 EVALUATIONS = 20
 TIGHT = 0.1
 """The planner's budget: so much of the way from the smallest to the in-core peak."""
@@ -107,12 +111,16 @@ def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
             found = under(program, tried, reference, device)
             outcome.counts += found.counts
             outcome.problems += [f"{problem} [{program}, {tried.name}, {device}]" for problem in found.problems]
+    failing = under(program, plans[0], reference, FAILING)
+    outcome.problems += [f"{problem} [{program}, {plans[0].name}, {FAILING}]" for problem in failing.problems]
     return outcome
 
 
 def under(program: Program, tried: Tried, reference: list[Snapshot], device: str) -> Outcome:
     """All steps of a program under one plan on one device."""
     outcome = Outcome(counts=Counter({"runs": 1}))
+    if device == FAILING and {Feature.CHECKPOINT, Feature.REENTRANT} & program.features:
+        return Outcome()  # a second backward would run forward once more
     running = Running(program)
     with _quietly(), _session(tried.plan, running, device, outcome) as session:
 
@@ -121,11 +129,13 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
             _judge_step(outcome, program, session, tried, index, event)
 
         try:
-            seen = train(running, judge)
+            seen = first_step(running) if device == FAILING else train(running, judge)
         except Exception as error:
             _judge_error(outcome, program, error)
             return outcome
-    outcome.problems += [f"{difference}; steps {program.events}" for difference in differences(reference, seen)]
+    outcome.problems += [
+        f"{difference}; steps {program.events}" for difference in differences(reference[: len(seen)], seen)
+    ]
     return outcome
 
 
@@ -135,7 +145,10 @@ def _judge_step(outcome: Outcome, program: Program, session: Session, tried: Tri
     outcome.counts["swapped bytes"] += last.out_bytes
     if last.fallbacks:
         outcome.counts["steps with fallbacks"] += 1
+        if FallbackKind.DIVERGED in last.fallback_kinds and _follows(program, index):
+            outcome.problems.append(f"does not follow: step {index}, {event}: {last.fallback_reasons}")
         return
+    outcome.counts["steps that followed"] += 1
     before = program.events[index - 1] if index else PLAIN
     if event not in SAME_STEP or before in LEAVES_SOMETHING or last.peak_bytes is None:
         return
@@ -146,6 +159,14 @@ def _judge_step(outcome: Outcome, program: Program, session: Session, tried: Tri
     outcome.counts["peaks as predicted"] += last.peak_bytes == predicted
     if last.peak_bytes > predicted:
         outcome.problems.append(f"peak {last.peak_bytes} of step {index} is above the predicted {predicted}")
+
+
+def _follows(program: Program, index: int) -> bool:
+    """Whether a step is the planned one, for the runtime's clock."""
+    event, before = program.events[index], program.events[index - 1] if index else PLAIN
+    if program.checkpoints_model and before in ABANDONED:
+        return False
+    return event in FOLLOWED and not (event == "two backwards" and Feature.SEVERAL_LOSSES in program.features)
 
 
 def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
@@ -163,7 +184,8 @@ def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Ite
             yield stack.enter_context(poochplan.apply(plan, running.model, meter="always"))
             return
         clock = stack.enter_context(OpClock())
-        adversary = AdversarialDevice(clock)
+        faults = {"failing_reads": 1, "failing_writes": 2} if device == FAILING else {}
+        adversary = AdversarialDevice(clock, **faults)
         yield stack.enter_context(poochplan.apply(plan, running.model, meter="always", device=lambda: adversary))
         stack.close()
     outcome.problems += adversary.violations
