@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from tests.runtime.mutants import Mutant, rewritten
@@ -50,11 +49,3 @@ def _first_problem(one: Ready) -> str:
             if problems:
                 return problems[0]
     return ""
-
-
-@functools.cache
-def ready_programs(count: int) -> tuple[Ready, ...]:
-    """Those of the first seeds."""
-    from .drawing import draw
-
-    return tuple(ready(draw(seed)) for seed in range(count))

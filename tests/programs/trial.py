@@ -30,7 +30,6 @@ DEVICES = ("cpu", "adversarial")
 """And the adversarial one whose first copies fail, for the first step under one plan."""
 WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
 """What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
-PLANS = 4
 KINDS = {
     "wrong gradients": ("gradient ",),
     "wrong parameters": ("parameter ",),
