@@ -122,12 +122,8 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
         return Outcome()  # a second backward would run forward once more
     running = Running(program)
     with _quietly(), _session(tried.plan, running, device, outcome) as session:
-
-        def judge(index: int, event: str) -> None:
-            outcome.counts["steps"] += 1
-            _judge_step(outcome, program, session, tried, index, event)
-
         try:
+            judge = _Judge(outcome, program, session, tried)
             seen = first_step(running) if device == FAILING else train(running, judge)
         except Exception as error:
             _judge_error(outcome, program, error)
@@ -138,26 +134,40 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
     return outcome
 
 
-def _judge_step(outcome: Outcome, program: Program, session: Session, tried: Tried, index: int, event: str) -> None:
-    last = session.report().last_step
-    outcome.counts["replayed values"] += last.replayed_values
-    outcome.counts["swapped bytes"] += last.out_bytes
-    if last.fallbacks:
-        outcome.counts["steps with fallbacks"] += 1
-        if FallbackKind.DIVERGED in last.fallback_kinds and _follows(program, index):
-            outcome.problems.append(f"does not follow: step {index}, {event}: {last.fallback_reasons}")
-        return
-    outcome.counts["steps that followed"] += 1
-    before = program.events[index - 1] if index else PLAIN
-    if event not in SAME_STEP or before in LEAVES_SOMETHING or last.peak_bytes is None:
-        return
-    predicted = tried.peak_bytes if index else tried.first_peak_bytes
-    if predicted is None:
-        return
-    outcome.counts["peaks compared"] += 1
-    outcome.counts["peaks as predicted"] += last.peak_bytes == predicted
-    if last.peak_bytes > predicted:
-        outcome.problems.append(f"peak {last.peak_bytes} of step {index} is above the predicted {predicted}")
+class _Judge:
+    """Told of each step when it has ended; notes what it counts and what is wrong with it."""
+
+    def __init__(self, outcome: Outcome, program: Program, session: Session, tried: Tried) -> None:
+        self._outcome, self._program, self._session, self._tried = outcome, program, session, tried
+        self._steps = 0
+
+    def __call__(self, index: int, event: str) -> None:
+        counts, report = self._outcome.counts, self._session.report()
+        last, new_steps = report.last_step, report.total.steps - self._steps
+        self._steps = report.total.steps
+        counts["steps"] += 1
+        counts["replayed values"] += last.replayed_values
+        counts["swapped bytes"] += last.out_bytes
+        follows = _follows(self._program, index)
+        if follows and new_steps != 1:
+            self._outcome.problems.append(f"does not follow: step {index}, {event}, counts as {new_steps}")
+        if last.fallbacks:
+            counts["steps with fallbacks"] += 1
+            if follows and FallbackKind.DIVERGED in last.fallback_kinds:
+                self._outcome.problems.append(f"does not follow: step {index}, {event}: {last.fallback_reasons}")
+        else:
+            counts["steps that followed"] += 1
+            self._compare_peak(index, event, last.peak_bytes)
+
+    def _compare_peak(self, index: int, event: str, peak_bytes: int | None) -> None:
+        before = self._program.events[index - 1] if index else PLAIN
+        predicted = self._tried.peak_bytes if index else self._tried.first_peak_bytes
+        if event not in SAME_STEP or before in LEAVES_SOMETHING or peak_bytes is None or predicted is None:
+            return
+        self._outcome.counts["peaks compared"] += 1
+        self._outcome.counts["peaks as predicted"] += peak_bytes == predicted
+        if peak_bytes > predicted:
+            self._outcome.problems.append(f"peak {peak_bytes} of step {index} is above the predicted {predicted}")
 
 
 def _follows(program: Program, index: int) -> bool:
