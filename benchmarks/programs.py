@@ -86,13 +86,12 @@ def run_mutants(seeds: range) -> dict[str, Any]:
             print(
                 f"{group}: {name}: {'not caught' if seed is None else f'program {seed}: {problem[:100]}'}", flush=True
             )
-    groups = {row["group"] for row in rows}
     summary = {
         group: {
             "mutants": sum(row["group"] == group for row in rows),
             "caught": sum(row["group"] == group and row["caught_by_seed"] is not None for row in rows),
         }
-        for group in sorted(groups)
+        for group in all_mutants()
     }
     print(summary)
     return {"programs": len(programs), "summary": summary, "mutants": rows}
