@@ -1,0 +1,121 @@
+"""Random training programs under plans: bitwise as in-core, and never above the predicted peak.
+
+``tests/programs`` draws a program from each seed: views, writes in place, several forwards, two backwards, hooks,
+autocast, checkpoint inside, exceptions, buffers, kept state, steps other than the profiled one. Each is profiled once
+and run under four plans (three random, the planner's own near the smallest budget) on the CPU device and on the
+adversarial one. After every step all gradients, parameters, buffers and generator states are compared with in-core
+training; the metered peak of each followed step is compared with the predicted one.
+
+With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
+and of the rules in ``test_rules.py``), and it is told which program notices first.
+
+    python -m benchmarks.programs -o benchmarks/results/programs.json          # 1,000 programs, some 20 minutes
+    python -m benchmarks.programs -o benchmarks/results/programs.json          # goes on where it was stopped
+    python -m benchmarks.programs --seeds 44:45                                # one program
+    python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from benchmarks.facts import facts_of_run, write_results
+from tests.programs.drawing import draw
+from tests.programs.mutated import all_mutants, caught_by, ready
+from tests.programs.trial import KINDS, Outcome, trial, warm_up
+
+SAVE_EVERY = 20
+
+
+def kind_of(problem: str) -> str:
+    return next((kind for kind, starts in KINDS.items() if problem.startswith(starts)), "copies not waited for")
+
+
+def run_programs(seeds: range, output: str | None, facts: dict[str, Any]) -> dict[str, Any]:
+    """Tries the programs; writes what was found every now and then, and begins where such a file ends."""
+    found = _begun(seeds, output, facts)
+    counts, features = Counter(found["counts"]), Counter(found["features"])
+    for seed in range(found["next_seed"], seeds.stop):
+        program, start_s = draw(seed), time.perf_counter()
+        outcome: Outcome = trial(program)
+        counts += outcome.counts
+        features.update(map(str, program.features))
+        for problem in outcome.problems:
+            print(problem, flush=True)
+        found["problems"] += outcome.problems
+        found["seconds"] = round(found["seconds"] + time.perf_counter() - start_s, 1)
+        found |= {"next_seed": seed + 1, "counts": dict(counts), "features": dict(features)}
+        found["wrong"] = dict.fromkeys(KINDS, 0) | Counter(map(kind_of, found["problems"]))
+        if (seed + 1) % SAVE_EVERY == 0 or seed + 1 == seeds.stop:
+            write_results(output, found)
+            print(f"{seed + 1 - seeds.start} programs, {len(found['problems'])} problems", file=sys.stderr, flush=True)
+    return found
+
+
+def _begun(seeds: range, output: str | None, facts: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds, if it is of the same commit and seeds."""
+    fresh = {"first_seed": seeds.start, "next_seed": seeds.start, "seconds": 0.0}
+    path = Path(output) if output else None
+    if path is not None and path.exists():
+        held: dict[str, Any] = json.loads(path.read_text())
+        if (held["commit"], held["first_seed"]) == (facts["commit"], seeds.start) and held["next_seed"] < seeds.stop:
+            return held
+    return facts | fresh | {"wrong": {}, "counts": {}, "features": {}, "problems": []}
+
+
+def run_mutants(seeds: range) -> dict[str, Any]:
+    """Which program notices each mutant first, of each group."""
+    programs = [ready(draw(seed)) for seed in seeds]
+    print(f"{len(programs)} programs are ready", file=sys.stderr, flush=True)
+    rows = []
+    for group, mutants in all_mutants().items():
+        for name, mutant in mutants.items():
+            seed, problem = caught_by(mutant, programs)
+            rows.append({"group": group, "mutant": name, "caught_by_seed": seed, "because": problem})
+            print(
+                f"{group}: {name}: {'not caught' if seed is None else f'program {seed}: {problem[:100]}'}", flush=True
+            )
+    summary = {
+        group: {
+            "mutants": sum(row["group"] == group for row in rows),
+            "caught": sum(row["group"] == group and row["caught_by_seed"] is not None for row in rows),
+        }
+        for group in all_mutants()
+    }
+    print(summary)
+    return {"programs": len(programs), "summary": summary, "mutants": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", help="FIRST:END (default: 0:1000; with --mutants 0:40)")
+    parser.add_argument("--mutants", action="store_true", help="which programs notice a broken runtime")
+    parser.add_argument("-o", "--output", help="the results as JSON; a run that was stopped goes on from it")
+    arguments = parser.parse_args()
+    first, end = map(int, (arguments.seeds or ("0:40" if arguments.mutants else "0:1000")).split(":"))
+    torch.set_num_threads(1)
+    warm_up(draw(first))
+    facts = facts_of_run(arguments)
+    if arguments.mutants:
+        write_results(arguments.output, facts | run_mutants(range(first, end)))
+        return 0
+    found = run_programs(range(first, end), arguments.output, facts)
+    print(json.dumps({"wrong": found["wrong"], "counts": found["counts"], "seconds": found["seconds"]}))
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

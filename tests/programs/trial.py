@@ -1,0 +1,215 @@
+"""A random program under plans, on two devices: bitwise as in-core, and never above what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.session import Session
+from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
+
+from .drawing import ABANDONED, FOLLOWED, LEAVES_SOMETHING, PLAIN, SAME_STEP, Feature, Program
+from .network import Running
+from .training import Snapshot, differences, first_step, train
+
+FAILING = "failing"
+DEVICES = ("cpu", "adversarial")
+"""And the adversarial one whose first copies fail, for the first step under one plan."""
+WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
+"""What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
+KINDS = {
+    "wrong gradients": ("gradient ",),
+    "wrong parameters": ("parameter ",),
+    "wrong buffers": ("buffer ",),
+    "wrong generator states": ("generator",),
+    "wrong losses or states": ("loss ", "state "),
+    "peaks above the prediction": ("peak ",),
+    "steps that do not follow the plan": ("does not follow",),
+    "errors": ("raises ", "not prepared"),
+}
+"""Kinds of problems by what they begin with; the adversarial device has its own: unsafe copies."""
+EVALUATIONS = 20
+TIGHT = 0.1
+"""The planner's budget: so much of the way from the smallest to the in-core peak."""
+LIMIT = "an input of the replay was written in place since it was read"
+"""Documented: so ends a step that writes a buffer once more than the profiled one did, where a replay reads it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan, and the most bytes that the first step and the later ones take; None where it cannot be followed."""
+
+    name: str
+    plan: Plan
+    first_peak_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass
+class Outcome:
+    """What the trial of one program has found."""
+
+    problems: list[str] = field(default_factory=list)
+    """Each begins with its kind: see :data:`KINDS`."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
+    """The plans of a program, and what its steps give in-core."""
+    with _quietly():
+        running = Running(program)
+        profile = poochplan.profile(
+            running.step, model=running.model, optimizer=running.optimizer, iterations=1, link=LINK
+        )
+        weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
+        problem = build_problem(profile)
+        plans = [_random(profile, problem, program.seed + index, some) for index, some in enumerate(weights)]
+        smallest = smallest_budget(profile)
+        budget_bytes = smallest + int(TIGHT * max(0, profile.in_core_peak_bytes - smallest))
+        plan = poochplan.plan(profile, budget_bytes, evaluations=EVALUATIONS)
+        promised = plan.prediction
+        plans.append(Tried("planner", plan, promised.first_step_peak_bytes, promised.peak_bytes))
+        return plans, train(Running(program))
+
+
+def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tuple[int, int, int]) -> Tried:
+    plan = random_plan(profile, seed, weights)
+    schedule, name = schedule_of(plan, problem), "random {}/{}/{}".format(*weights)
+    if any(
+        decision is Decision.RECOMPUTE and replay is None  # an input of it will be gone: swapped, with a fallback
+        for decision, replay in zip(schedule.decisions, problem.replay.replays, strict=True)
+    ):
+        return Tried(name, plan, None, None)
+    foreseen = simulate(problem, schedule)
+    return Tried(name, plan, foreseen.first_step_peak_bytes, foreseen.peak_bytes)
+
+
+def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
+    """Every plan of the program on every device."""
+    outcome = Outcome(counts=Counter({"programs": 1}))
+    try:
+        plans, reference = prepared(program)
+    except Exception as error:
+        outcome.problems.append(f"not prepared: {error!r} [{program}]")
+        return outcome
+    for tried in plans:
+        for device in devices:
+            found = under(program, tried, reference, device)
+            outcome.counts += found.counts
+            outcome.problems += [f"{problem} [{program}, {tried.name}, {device}]" for problem in found.problems]
+    failing = under(program, plans[0], reference, FAILING)
+    outcome.problems += [f"{problem} [{program}, {plans[0].name}, {FAILING}]" for problem in failing.problems]
+    return outcome
+
+
+def under(program: Program, tried: Tried, reference: list[Snapshot], device: str) -> Outcome:
+    """All steps of a program under one plan on one device."""
+    outcome = Outcome(counts=Counter({"runs": 1}))
+    if device == FAILING and {Feature.CHECKPOINT, Feature.REENTRANT} & program.features:
+        return Outcome()  # a second backward would run forward once more
+    running = Running(program)
+    with _quietly(), _session(tried.plan, running, device, outcome) as session:
+        try:
+            judge = _Judge(outcome, program, session, tried)
+            seen = first_step(running) if device == FAILING else train(running, judge)
+        except Exception as error:
+            _judge_error(outcome, program, error)
+            return outcome
+    outcome.problems += [
+        f"{difference}; steps {program.events}" for difference in differences(reference[: len(seen)], seen)
+    ]
+    return outcome
+
+
+class _Judge:
+    """Told of each step when it has ended; notes what it counts and what is wrong with it."""
+
+    def __init__(self, outcome: Outcome, program: Program, session: Session, tried: Tried) -> None:
+        self._outcome, self._program, self._session, self._tried = outcome, program, session, tried
+        self._steps = 0
+
+    def __call__(self, index: int, event: str) -> None:
+        counts, report = self._outcome.counts, self._session.report()
+        last, new_steps = report.last_step, report.total.steps - self._steps
+        self._steps = report.total.steps
+        counts["steps"] += 1
+        counts["replayed values"] += last.replayed_values
+        counts["swapped bytes"] += last.out_bytes
+        follows = _follows(self._program, index)
+        if follows and new_steps != 1:
+            self._outcome.problems.append(f"does not follow: step {index}, {event}, counts as {new_steps}")
+        if last.fallbacks:
+            counts["steps with fallbacks"] += 1
+            if follows and FallbackKind.DIVERGED in last.fallback_kinds:
+                self._outcome.problems.append(f"does not follow: step {index}, {event}: {last.fallback_reasons}")
+        else:
+            counts["steps that followed"] += 1
+            self._compare_peak(index, event, last.peak_bytes)
+
+    def _compare_peak(self, index: int, event: str, peak_bytes: int | None) -> None:
+        before = self._program.events[index - 1] if index else PLAIN
+        predicted = self._tried.peak_bytes if index else self._tried.first_peak_bytes
+        if event not in SAME_STEP or before in LEAVES_SOMETHING or peak_bytes is None or predicted is None:
+            return
+        self._outcome.counts["peaks compared"] += 1
+        self._outcome.counts["peaks as predicted"] += peak_bytes == predicted
+        if peak_bytes > predicted:
+            self._outcome.problems.append(f"peak {peak_bytes} of step {index} is above the predicted {predicted}")
+
+
+def _follows(program: Program, index: int) -> bool:
+    """Whether a step is the planned one, for the runtime's clock."""
+    event, before = program.events[index], program.events[index - 1] if index else PLAIN
+    if program.checkpoints_model and before in ABANDONED:
+        return False
+    return event in FOLLOWED and not (event == "two backwards" and Feature.SEVERAL_LOSSES in program.features)
+
+
+def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
+    may = Feature.BUFFERS in program.features and Feature.DIVERGES in program.features
+    if may and LIMIT in str(error):
+        outcome.counts["runs ended by the documented limit"] += 1
+    else:
+        outcome.problems.append(f"raises {error!r}; steps {program.events}")
+
+
+@contextlib.contextmanager
+def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Iterator[Session]:
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            yield stack.enter_context(poochplan.apply(plan, running.model, meter="always"))
+            return
+        clock = stack.enter_context(OpClock())
+        faults = {"failing_reads": 1, "failing_writes": 2} if device == FAILING else {}
+        adversary = AdversarialDevice(clock, **faults)
+        yield stack.enter_context(poochplan.apply(plan, running.model, meter="always", device=lambda: adversary))
+        stack.close()
+    outcome.problems += adversary.violations
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def warm_up(program: Program) -> None:
+    """What a process does once (imports, caches) is done, and left alone by later collections."""
+    with _quietly():
+        train(Running(program))
+    gc.collect()
+    gc.freeze()
