@@ -58,7 +58,7 @@ class _Greedy:
         self.given, self.problem, self.style = given, given.problem, style
         self.wish = list(given.wish())
         self.memory: Ints = self._memory_of(self.wish)
-        self.step_s = self.problem.step_s
+        self.step_s = self.problem.keep_all_s
         self.cost_s = {
             **{(value, Decision.SWAP): LEAST_COST * self._alone_s((value, Decision.SWAP)) for value in given.movable},
             **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 
+from .arrays import Ints
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -57,6 +59,7 @@ class ReplayGraph:
     value_writers: tuple[tuple[int, ...], ...]
     """Per value: the forward ops that create or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
+    _recorded: dict[int, Ints] = field(default_factory=dict, repr=False)
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
         """What has to be recorded so that ``ops`` can be replayed: they, and every other writer of their temporaries.
@@ -67,6 +70,15 @@ class ReplayGraph:
         wanted = set(ops)
         temporaries = {value for op in wanted for value in self.op_temporaries[op]}
         return wanted.union(*(self.value_writers[value] for value in temporaries))
+
+    def recorded_ops(self, value: int) -> Ints:
+        """What has to be recorded so that a replay of one saved value, which has one, can run."""
+        found = self._recorded.get(value)
+        if found is None:
+            replay = self.replays[value]
+            assert replay is not None
+            found = self._recorded[value] = ints(sorted(self.to_record(replay.ops)))
+        return found
 
     def merged(self, targets: tuple[int, ...]) -> MergedReplay:
         """The replay that brings back ``targets`` (sorted, all replayable) together; shared ops run once."""

@@ -53,8 +53,8 @@ def try_change(problem: Problem, policy: str, wish: Sequence[Decision], budget_b
 
 
 def can_gain(problem: Problem, candidate: Candidate, budget_bytes: int) -> bool:
-    """Whether there is anything to gain: time beyond the in-core step, or bytes over the budget."""
-    is_slower = candidate.simulation.step_s > problem.step_s * (1 + MIN_GAIN)
+    """Whether there is anything to gain: time beyond the step that keeps all, or bytes over the budget."""
+    is_slower = candidate.simulation.step_s > problem.keep_all_s * (1 + MIN_GAIN)
     return is_slower or candidate.peak_bytes > budget_bytes
 
 

@@ -15,23 +15,28 @@ from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import fit
 from tests.depth import seeds, tries
 from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.planner.random_profiles import random_profile
+from tests.planner.random_profiles import random_profile, with_random_thread
 from tests.planner.time_checker import WrongTime, check_times, times_of
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
 EVALUATIONS = 200
-TIMES = ("step_s", "stall_s", "replay_s", "interference_s")
+TIMES = ("step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
 
 
 def random_step(seed: int) -> Profile:
-    """A random step that has something to plan; the copies of every third are held to a rate."""
+    """A random step that has something to plan; the copies of every third are held to a rate, and of every second it is
+    known what the launching thread takes.
+    """
     while True:
         profile = random_profile(seed, 20)
         if any(point.kind is PointKind.USE for point in profile.points):
             break
         seed += 1_000_003
     throttle = 0.5 * profile.link.outward.bandwidth_bytes_per_s if seed % 3 == 0 else None
-    return msgspec.structs.replace(profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle))
+    profile = msgspec.structs.replace(
+        profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle)
+    )
+    return with_random_thread(profile, seed) if seed % 2 else profile
 
 
 def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
