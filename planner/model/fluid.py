@@ -98,8 +98,8 @@ class FluidModel:
         """The same for each copy out, and for each copy back."""
         self.record_s = 0.0 if lane is None else lane.record_s
         self.replay_time = [
-            0.0 if r is None else (r.seconds + self.replay_op_s * len(r.ops)) / self.time_unit_s
-            for r in problem.replay.replays
+            0.0 if replay is None else problem.replay_seconds(value) / self.time_unit_s
+            for value, replay in enumerate(problem.replay.replays)
         ]
         self.all_bytes = sum(self.resident) or 1.0
         copies_s = sum(problem.out_seconds(v) + problem.in_seconds(v) for v in self.request.candidates)

@@ -124,9 +124,7 @@ class _Greedy:
         value, decision = move
         if decision is Decision.SWAP:
             return self.problem.out_seconds(value) + self.problem.in_seconds(value)
-        replay = self.problem.replay.replays[value]
-        assert replay is not None
-        return max(replay.seconds, 1e-12)
+        return max(self.problem.replay_seconds(value), 1e-12)
 
     def _with(self, moves: Moves) -> list[Decision]:
         wish = list(self.wish)

@@ -134,6 +134,13 @@ class Problem:
         """Seconds of a value's copy back, alone on the link."""
         return self.link.in_seconds(int(self.size_bytes[value]))
 
+    def replay_seconds(self, value: int) -> float:
+        """Seconds of the compute stream for a value's own replay; it has one."""
+        replay = self.replay.replays[value]
+        assert replay is not None
+        on_compute_s = self.lane.replay_s if self.lane is not None and self.lane.is_compute else 0.0
+        return replay.seconds + on_compute_s * len(replay.ops)
+
     def layer_at(self, tick: int) -> str:
         """Layer of the op at a tick, or of the value packed or unpacked there."""
         index = int(np.searchsorted(self.op_ticks, tick))

@@ -72,7 +72,6 @@ def _is_better(found: Candidate, best: Candidate, budget_bytes: int) -> bool:
 
 
 def _cost(problem: Problem, decision: Decision, value: int) -> float:
-    replay = problem.replay.replays[value]
-    if decision is Decision.RECOMPUTE and replay is not None:
-        return replay.seconds
+    if decision is Decision.RECOMPUTE and problem.replay.replays[value] is not None:
+        return problem.replay_seconds(value)
     return problem.out_seconds(value) if decision is Decision.SWAP else 0.0
