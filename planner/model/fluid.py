@@ -122,6 +122,12 @@ class FluidModel:
         back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0
         return (self.out_s + back_s) / self.time_unit_s
 
+    def recording_time(self, value: int) -> float:
+        """What recording for a value's replay takes, as if it shared no op and no window with others."""
+        if not self.record_s or self.problem.replay.replays[value] is None:
+            return 0.0
+        return self.record_s * len(self.problem.replay.recorded_ops(value)) / self.time_unit_s
+
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own need; None when there is none."""
         found = None

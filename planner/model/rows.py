@@ -40,9 +40,8 @@ def _add_decisions(model: FluidModel) -> None:
             out_s, in_s = problem.out_seconds(value), problem.in_seconds(value)
             slowed_s = out_s * link.interference_out / (1 + link.interference_out)
             slowed_s += in_s * link.interference_in / (1 + link.interference_in)
-            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s
-            swap_cost += model.swap_time(value)
-            recompute_cost = SWAP_PREFERENCE * model.replay_time[value] + _recording_time(model, value)
+            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s + model.swap_time(value)
+            recompute_cost = SWAP_PREFERENCE * model.replay_time[value] + model.recording_time(value)
         model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
         replay = problem.replay.replays[value]
         if replay is not None:
@@ -56,13 +55,6 @@ def _add_decisions(model: FluidModel) -> None:
     if request.host_bytes is not None:
         host = [(column, model.moved[value]) for value, column in model.swap.items()]
         linear.row(host, high=request.host_bytes / model.unit)
-
-
-def _recording_time(model: FluidModel, value: int) -> float:
-    """What recording for a value's replay takes, as if it shared no op and no window with others."""
-    if not model.record_s or model.problem.replay.replays[value] is None:
-        return 0.0
-    return model.record_s * len(model.problem.replay.recorded_ops(value)) / model.time_unit_s
 
 
 # -- replays before their own need ------------------------------------------------------------------------------------
