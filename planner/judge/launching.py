@@ -36,8 +36,8 @@ class Thread:
     def take(self, seconds: float) -> None:
         """The runtime's own work at a point."""
 
-    def replay(self, ops: tuple[int, ...], seconds: float, label: str) -> None:
-        """Runs recomputed ops, ``seconds`` together."""
+    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
+        """Runs the ops that bring ``targets`` back, ``seconds`` together."""
         self.streams.replay(seconds, label)
 
     def finish(self) -> None:
@@ -59,7 +59,7 @@ class ComputingThread(Thread):
     def take(self, seconds: float) -> None:
         self.streams.spend(seconds)
 
-    def replay(self, ops: tuple[int, ...], seconds: float, label: str) -> None:
+    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
         self.streams.replay(seconds, label)
         self.streams.spend(self._replay_s * len(ops))
 
@@ -76,37 +76,38 @@ class AheadThread(Thread):
     ) -> None:
         super().__init__(problem, streams)
         self._lane, self._op_seconds, self._point_ops = lane, problem.replay.op_seconds, problem.point_ops
-        self._at_op = lane.before_op_s if recorded is None else lane.before_op_s + lane.record_s * recorded
-        """The thread's time at each op's points; that of its launch is later by what recording it takes."""
-        self._launched = self._at_op[:-1] if recorded is None else self._at_op[:-1] + lane.record_s * np.diff(recorded)
-        self._behind = self._launched - self.work_before_op_s[:-1]
-        self._most_behind = self._between(points)
-        self._op = 0
+        at_op = lane.before_op_s if recorded is None else lane.before_op_s + lane.record_s * recorded
+        launched = at_op[:-1] if recorded is None else at_op[:-1] + lane.record_s * np.diff(recorded)
+        work, count = self.work_before_op_s, len(launched)
+        self._behind: Floats = launched - work[:-1]
+        """Per op: by how much the thread comes to it later than a device would that never waits."""
+        self._stops = sorted({0, count, *(problem.point_ops[point] for point in points)})
+        """The ops before which the thread stops, at ``points``."""
+        self._work_at: list[float] = work[self._stops].tolist()
+        self._thread_at: list[float] = at_op[self._stops].tolist()
+        self._most_behind: list[float] = np.maximum.reduceat(self._behind, self._stops[:-1]).tolist() if count else []
+        """Per stop: the most of ``_behind`` up to the next one."""
+        self._stop = 0
         self._taken_s = 0.0
 
-    def _between(self, points: Sequence[int]) -> dict[int, float]:
-        """Per op at which a stretch begins: the most by which the thread is behind an op of it."""
-        count = len(self._behind)
-        begins = sorted({0, *(self._point_ops[point] for point in points)})
-        begins = [op for op in begins if op < count]
-        if not begins:
-            return {}
-        return dict(zip(begins, np.maximum.reduceat(self._behind, begins).tolist(), strict=True))
-
     def reach(self, point: int) -> None:
-        self._run_to(self._point_ops[point])
+        if self._point_ops[point] > self._stops[self._stop]:
+            self._run_on()
+        self.streams.wait_until(self._now_s())
 
     def finish(self) -> None:
-        self._run_to(len(self._behind))
+        if self._stop < len(self._stops) - 1:
+            self._run_on()
+        self.streams.wait_until(self._now_s())
 
     def take(self, seconds: float) -> None:
         self._taken_s += seconds
         self.streams.wait_until(self._now_s())
 
-    def replay(self, ops: tuple[int, ...], seconds: float, label: str) -> None:
+    def replay(self, targets: tuple[int, ...], ops: tuple[int, ...], seconds: float, label: str) -> None:
         streams, lane = self.streams, self._lane
         start_s = self._now_s()
-        launch_s, behind_s = lane.replay_of(ops, self._op_seconds)
+        launch_s, behind_s = lane.replay_of(targets, ops, self._op_seconds)
         idle_s = start_s + behind_s - streams.now_s
         if idle_s <= 0.0:
             streams.replay(seconds, label)
@@ -121,29 +122,28 @@ class AheadThread(Thread):
         self._taken_s += launch_s
 
     def _now_s(self) -> float:
-        return float(self._at_op[self._op]) + self._taken_s
+        return self._thread_at[self._stop] + self._taken_s
 
-    def _run_to(self, end: int) -> None:
-        streams, begin = self.streams, self._op
-        if end > begin:
-            work = self.work_before_op_s
-            idle_s = self._taken_s + self._most_behind[begin] + float(work[begin]) - streams.now_s
-            if idle_s <= 0.0:
-                streams.compute(float(work[end] - work[begin]))
-            else:
-                self._run_waiting(begin, end)
-            self._op, self.done_s = end, float(work[end])
-        streams.wait_until(self._now_s())
+    def _run_on(self) -> None:
+        """To the next stop."""
+        streams, stop = self.streams, self._stop
+        work_s = self._work_at[stop + 1] - self._work_at[stop]
+        if self._taken_s + self._most_behind[stop] + self._work_at[stop] <= streams.now_s:
+            streams.compute(work_s)
+        else:
+            self._run_waiting(self._stops[stop], self._stops[stop + 1])
+        self._stop += 1
+        self.done_s = self._work_at[self._stop]
 
     def _run_waiting(self, begin: int, end: int) -> None:
         """Ops of which one at least waits for its launch; one after another while copies slow them."""
         streams, work = self.streams, self.work_before_op_s
         for op in range(begin, end):
             if streams.is_undisturbed and not streams.trace:
-                behind_s = self._taken_s + float(self._behind[op:end].max()) + float(work[op]) - streams.now_s
-                streams.compute_between_waits(float(work[end] - work[op]), max(0.0, behind_s))
+                idle_s = self._taken_s + float(self._behind[op:end].max()) + float(work[op]) - streams.now_s
+                streams.compute_between_waits(float(work[end] - work[op]), max(0.0, idle_s))
                 return
-            streams.wait_until(float(self._launched[op]) + self._taken_s)
+            streams.wait_until(self._taken_s + float(self._behind[op] + work[op]))
             streams.compute(self._op_seconds[op])
 
 

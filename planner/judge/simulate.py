@@ -273,7 +273,8 @@ def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Tim
             streams.queue_in(value, in_seconds[value], problem.names[value])
         elif what is _Do.REPLAY:
             run = walk.replays[value]
-            thread.replay(run.ops, run.seconds, ", ".join(problem.names[target] for target in run.targets))
+            label = ", ".join(problem.names[target] for target in run.targets) if trace else ""
+            thread.replay(run.targets, run.ops, run.seconds, label)
         else:
             is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
             (streams.wait_out if is_out else streams.wait_in)(value, problem.names[value])

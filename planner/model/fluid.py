@@ -126,7 +126,7 @@ class FluidModel:
         """What recording for a value's replay takes, as if it shared no op and no window with others."""
         if not self.record_s or self.problem.replay.replays[value] is None:
             return 0.0
-        return self.record_s * len(self.problem.replay.recorded_ops(value)) / self.time_unit_s
+        return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
 
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own need; None when there is none."""

@@ -52,16 +52,20 @@ class HostLane:
         lead_s = float((self.before_op_s[:-1] - work_before_op_s[:-1]).max())
         return max(step_s + max(0.0, lead_s), float(self.before_op_s[-1]))
 
-    def replay_of(self, ops: tuple[int, ...], op_seconds: tuple[float, ...]) -> tuple[float, float]:
-        """Seconds in which the thread launches a replay of ``ops``, and the most by which it is behind them."""
-        found = self._replays.get(ops)
+    def replay_of(
+        self, targets: tuple[int, ...], ops: tuple[int, ...], op_seconds: tuple[float, ...]
+    ) -> tuple[float, float]:
+        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the most by which it comes
+        to one of them later than a device would that never waits.
+        """
+        found = self._replays.get(targets)
         if found is None:
             launches = [float(self.launch_s[op]) for op in ops]
             before = [0.0, *accumulate(launches)]
             work = [0.0, *accumulate(op_seconds[op] for op in ops)]
             own = [self.replay_s * (position + 1) for position in range(len(ops))]
             behind = max((before[i] + own[i] - work[i] for i in range(len(ops))), default=0.0)
-            found = self._replays[ops] = before[-1] + self.replay_s * len(ops), behind
+            found = self._replays[targets] = before[-1] + self.replay_s * len(ops), behind
         return found
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
-
-from .arrays import Ints
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class ReplayGraph:
     value_writers: tuple[tuple[int, ...], ...]
     """Per value: the forward ops that create or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
-    _recorded: dict[int, Ints] = field(default_factory=dict, repr=False)
 
     def to_record(self, ops: Iterable[int]) -> set[int]:
         """What has to be recorded so that ``ops`` can be replayed: they, and every other writer of their temporaries.
@@ -71,14 +72,19 @@ class ReplayGraph:
         temporaries = {value for op in wanted for value in self.op_temporaries[op]}
         return wanted.union(*(self.value_writers[value] for value in temporaries))
 
-    def recorded_ops(self, value: int) -> Ints:
-        """What has to be recorded so that a replay of one saved value, which has one, can run."""
-        found = self._recorded.get(value)
-        if found is None:
-            replay = self.replays[value]
-            assert replay is not None
-            found = self._recorded[value] = ints(sorted(self.to_record(replay.ops)))
-        return found
+    def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
+        """All that has to be recorded so that replays of these saved values, which have one, can run; ascending."""
+        together = np.bitwise_or.reduce(self._recorded_bits[values], axis=0)
+        return np.flatnonzero(np.unpackbits(together, count=len(self.op_seconds)))
+
+    @cached_property
+    def _recorded_bits(self) -> NDArray[np.uint8]:
+        """The same for each value: a row of bits, one an op."""
+        needed = np.zeros((len(self.replays), len(self.op_seconds)), dtype=bool)
+        for value, replay in enumerate(self.replays):
+            if replay is not None:
+                needed[value, list(self.to_record(replay.ops))] = True
+        return np.packbits(needed, axis=1)
 
     def merged(self, targets: tuple[int, ...]) -> MergedReplay:
         """The replay that brings back ``targets`` (sorted, all replayable) together; shared ops run once."""

@@ -39,16 +39,9 @@ def recording_for(needed_ops: Iterable[int], save_ops: Sequence[int]) -> Recordi
 
 def recording_of(problem: Problem, decisions: Sequence[Decision]) -> Recording:
     """Windows that hold all that replays of the recomputed values need recorded."""
-    replays = problem.replay
-    needed = [
-        replays.recorded_ops(value)
-        for value, decision in enumerate(decisions)
-        if decision is Decision.RECOMPUTE and replays.replays[value] is not None
-    ]
-    is_needed = np.zeros(len(replays.op_seconds), dtype=bool)
-    if needed:
-        is_needed[np.concatenate(needed)] = True
-    return _windows(np.flatnonzero(is_needed), problem.save_op_array)
+    recompute, replays = Decision.RECOMPUTE, problem.replay.replays
+    chosen = [value for value, decision in enumerate(decisions) if decision is recompute and replays[value] is not None]
+    return _windows(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else NOTHING_RECORDED
 
 
 def _windows(ops: Ints, save_ops: Ints) -> Recording:
