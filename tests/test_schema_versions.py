@@ -28,6 +28,9 @@ def test_a_profile_of_version_1_loads_and_is_planned_from() -> None:
     assert (profile.workload, len(profile.ops), profile.in_core_peak_bytes) == ("small", 59, 3514880)
     assert plan(profile, profile.in_core_peak_bytes).prediction.peak_bytes <= profile.in_core_peak_bytes
     assert smallest_budget(profile) == 1678848
+    assert profile.runtime is not None
+    assert profile.runtime.handle_s > 0
+    assert (profile.runtime.launch_s, profile.runtime.replay_s, profile.runtime.unmeasured) == (0.0, 0.0, ())
 
 
 def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path) -> None:
