@@ -64,14 +64,14 @@ def row_of(
         peak_bytes = metered_peak_bytes(workload)
     decisions = [str(value.decision) for value in plan.values]
     promised, wall = plan.prediction, found["planned_over_plain"]["wall"]
-    ratio = 1 + promised.expected_overhead
+    ratio = 1 + promised.overhead
     return {
         "model": name,
         "budget_share": share,
         "budget_bytes": plan.budget_bytes,
         "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
         "swapped_bytes": promised.out_bytes,
-        "predicted_step_s": round(promised.expected_step_s, 5),
+        "predicted_step_s": round(promised.step_s, 5),
         "of_that_runtime_s": round(promised.runtime_s, 5),
         "predicted_ratio": round(ratio, 5),
         "measured_over_predicted": round(wall["median_ratio"] / ratio, 5),

@@ -8,7 +8,6 @@ from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Sol
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.arena.blocks import arena_of
 from poochplan.planner.judge.candidate import Candidate
-from poochplan.planner.judge.host_time import runtime_seconds
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.search.optimise import Optimum
 
@@ -61,7 +60,7 @@ def write_plan(
 def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
     optimum = found.optimum
     solution = optimum.solution if optimum else None
-    bound_s = optimum.bound_s if optimum else problem.step_s if found.policy == KEEP_ALL else None
+    bound_s = optimum.bound_s if optimum else problem.keep_all_s if found.policy == KEEP_ALL else None
     # The simulator adds in another order than the bound: a step cannot be shorter than the bound by more than rounding.
     gap = max(0.0, found.best.simulation.step_s / bound_s - 1) if bound_s else None
     return Solve(
@@ -85,13 +84,13 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         peak_bytes=simulation.peak_bytes,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
         in_core_peak_bytes=profile.in_core_peak_bytes,
-        in_core_step_s=problem.step_s,
+        in_core_step_s=problem.in_core_s,
         step_s=simulation.step_s,
-        overhead=simulation.step_s / problem.step_s - 1 if problem.step_s > 0 else 0.0,
+        overhead=simulation.step_s / problem.in_core_s - 1 if problem.in_core_s > 0 else 0.0,
         stall_s=simulation.stall_s,
         replay_s=simulation.replay_s,
         interference_s=simulation.interference_s,
-        runtime_s=runtime_seconds(profile, problem, best.schedule),
+        runtime_s=simulation.runtime_s,
         out_bytes=simulation.out_bytes,
         in_bytes=simulation.in_bytes,
         host_bytes=host_bytes,

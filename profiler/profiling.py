@@ -14,7 +14,7 @@ import torch
 
 from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes
+from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes, runtime_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
@@ -127,7 +127,8 @@ def profile(
         else:
             profile = _profile_fitting(runner, where, mode, options)
         if roofline is None and profile.runtime is None:
-            profile = msgspec.structs.replace(profile, runtime=runtime_cost(where.type, torch.get_num_threads()))
+            profile = msgspec.structs.replace(profile, runtime=runtime_cost(where, torch.get_num_threads()))
+    profile = msgspec.structs.replace(profile, notes=(*profile.notes, *runtime_notes(profile.runtime)))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
     return profile

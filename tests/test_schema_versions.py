@@ -28,6 +28,9 @@ def test_a_profile_of_version_1_loads_and_is_planned_from() -> None:
     assert (profile.workload, len(profile.ops), profile.in_core_peak_bytes) == ("small", 59, 3514880)
     assert plan(profile, profile.in_core_peak_bytes).prediction.peak_bytes <= profile.in_core_peak_bytes
     assert smallest_budget(profile) == 1678848
+    assert profile.runtime is not None
+    assert profile.runtime.handle_s > 0
+    assert (profile.runtime.launch_s, profile.runtime.replay_s, profile.runtime.unmeasured) == (0.0, 0.0, ())
 
 
 def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path) -> None:
@@ -40,6 +43,16 @@ def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path
     assert (what_to_do.values, what_to_do.schedule) == (loaded.values, loaded.schedule)
     assert (what_to_do.handles, what_to_do.uses) == (loaded.handles, loaded.uses)
     assert what_to_do.record_from_start == loaded.record_from_start
+
+
+def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside(tmp_path: Path) -> None:
+    on_disk = msgspec.json.decode((DATA / "plan-v1.json").read_bytes())["prediction"]
+    found = Plan.load(DATA / "plan-v1.json").prediction
+    assert on_disk["runtime_s"] > 0
+    assert found.step_s == on_disk["step_s"] + on_disk["runtime_s"]
+    assert found.overhead == found.step_s / found.in_core_step_s - 1
+    again = Plan.load(Plan.load(DATA / "plan-v1.json").save(tmp_path / "plan.json"))
+    assert again.prediction == found
 
 
 def test_a_reader_takes_every_version_up_to_its_own(tmp_path: Path) -> None:

@@ -87,4 +87,7 @@ def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:
         replay = problem.replay.replays[value]
         if decision is Decision.RECOMPUTE and replay is not None and problem.first_use_point[value] >= 0:
             ops.update(replay.ops)
-    return problem.step_s + sum(problem.replay.op_seconds[op] for op in sorted(ops))
+    added_s = sum(problem.replay.op_seconds[op] for op in sorted(ops))
+    if problem.lane is not None and problem.lane.is_compute:
+        added_s += problem.lane.replay_s * len(ops)
+    return max(problem.step_s + added_s, problem.keep_all_s)

@@ -21,6 +21,7 @@ from poochplan.planner.problem.needs import claim_for_never_replayed, replay_clo
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 
+from .launching import recorded_before, thread_for
 from .streams import Span, Streams
 
 
@@ -51,6 +52,8 @@ class Simulation:
     """Seconds lost because compute runs slower beside copies."""
     out_bytes: int
     in_bytes: int
+    runtime_s: float = 0.0
+    """Seconds the runtime itself takes of the compute stream, or has it wait for launches."""
     waits: tuple[Wait, ...] = ()
     """Where the compute stream waits, in order."""
     trace: tuple[Span, ...] = ()
@@ -75,6 +78,7 @@ class ReplayRun:
     targets: tuple[int, ...]
     peak_bytes: int
     seconds: float
+    ops: tuple[int, ...] = ()
 
 
 def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
@@ -82,23 +86,26 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
     walk = Walk(problem, schedule)
     memory = _memory(problem, walk)
     peak_tick = int(np.argmax(memory))
-    streams, waits, tick_start_s = _time(problem, walk, trace)
+    timed = _time(problem, schedule, walk, trace)
+    streams = timed.streams
     replay_s = sum(run.seconds for run in walk.replays)
+    added_s = streams.runtime_s + timed.recording_s
     return Simulation(
         peak_bytes=int(memory[peak_tick]),
         first_step_peak_bytes=int((memory - problem.first_step_less_bytes).max()),
         peak_tick=peak_tick,
         peak_layer=problem.layer_at(peak_tick),
         memory_bytes=memory,
-        step_s=problem.step_s + replay_s + streams.stall_s + streams.interference_s,
+        step_s=problem.step_s + replay_s + streams.stall_s + streams.interference_s + added_s,
         stall_s=streams.stall_s,
         replay_s=replay_s,
         interference_s=streams.interference_s,
         out_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_out),
         in_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_in),
-        waits=waits,
+        runtime_s=problem.step_s - problem.in_core_s + added_s,
+        waits=timed.waits,
         trace=tuple(sorted(streams.spans, key=lambda span: span.start_s)),
-        tick_start_s=tick_start_s,
+        tick_start_s=timed.tick_start_s,
     )
 
 
@@ -191,7 +198,7 @@ class Walk:
             for source in replay.inputs:
                 self.claim[source] = max(self.claim[source], tick)
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
-        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds))
+        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds, merged.ops))
 
 
 def lives(problem: Problem, walk: Walk) -> tuple[Ints, Ints, Ints]:
@@ -236,42 +243,57 @@ def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: 
             live += brought_back
 
 
-def _time(problem: Problem, walk: Walk, trace: bool) -> tuple[Streams, tuple[Wait, ...], Floats]:
-    streams = Streams(problem.link, trace)
-    work = problem.point_work_list
+class _Timed(NamedTuple):
+    streams: Streams
+    recording_s: float
+    """Of the compute stream's work."""
+    waits: tuple[Wait, ...]
+    tick_start_s: Floats
+
+
+def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Timed:
+    streams, lane = Streams(problem.link, trace), problem.lane
+    recorded = recorded_before(problem, schedule)
+    thread = thread_for(problem, streams, recorded, [point for point, _, _ in walk.commands])
     out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}
     in_seconds = {value: problem.in_seconds(value) for value in walk.copied_in}
     waits: list[Wait] = []
-    done_s = 0.0
+    here = -1
     for point, what, value in walk.commands:
-        if work[point] > done_s:
-            streams.compute(work[point] - done_s)
-            done_s = work[point]
+        if point != here:
+            thread.reach(point)
+            here = point
         if what is _Do.OUT:
+            if lane is not None:
+                thread.take(lane.out_s)
             streams.queue_out(value, out_seconds[value], problem.names[value])
         elif what is _Do.IN:
+            if lane is not None:
+                thread.take(lane.fetch_s)
             streams.queue_in(value, in_seconds[value], problem.names[value])
         elif what is _Do.REPLAY:
             run = walk.replays[value]
-            streams.replay(run.seconds, ", ".join(problem.names[target] for target in run.targets))
+            label = ", ".join(problem.names[target] for target in run.targets) if trace else ""
+            thread.replay(run.targets, run.ops, run.seconds, label)
         else:
             is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
             (streams.wait_out if is_out else streams.wait_in)(value, problem.names[value])
             if streams.stall_s > stalled_s:
                 waits.append(Wait(point, value, is_out, streams.stall_s - stalled_s))
         if trace:
-            streams.mark(int(problem.point_ticks[point]), done_s)
-    streams.compute(problem.step_s - done_s)
-    return streams, tuple(waits), _tick_starts(problem, streams) if trace else np.zeros(0)
+            streams.mark(int(problem.point_ticks[point]), thread.done_s)
+    thread.finish()
+    starts = _tick_starts(problem, streams, thread.work_before_op_s) if trace else np.zeros(0)
+    return _Timed(streams, thread.recording_s, tuple(waits), starts)
 
 
-def _tick_starts(problem: Problem, streams: Streams) -> Floats:
+def _tick_starts(problem: Problem, streams: Streams, work_before_op_s: Floats) -> Floats:
     """Wall time at which each tick begins."""
     work = np.zeros(problem.tick_count)
-    work[problem.op_ticks] = problem.work_before_op_s[:-1]
-    work[problem.point_ticks] = problem.point_work_s
+    work[problem.op_ticks] = work_before_op_s[:-1]
+    work[problem.point_ticks] = work_before_op_s[list(problem.point_ops)]
     starts = np.zeros(problem.tick_count)
-    marks = [(-1, 0.0, 0.0), *streams.marks, (problem.tick_count, problem.step_s, streams.now_s)]
+    marks = [(-1, 0.0, 0.0), *streams.marks, (problem.tick_count, float(work_before_op_s[-1]), streams.now_s)]
     for (tick, work_s, wall_s), (next_tick, _, _) in pairwise(marks):
         # Between two marks the compute stream never waits, so wall time is a function of work done.
         inside = [(w, t) for w, t in streams.progress if work_s < w and t > wall_s]

@@ -15,6 +15,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     STALL = "stall"
     REPLAY = "replay"
+    RUNTIME = "runtime"
     OUT = "out"
     IN = "in"
 
@@ -59,7 +60,8 @@ class Streams:
 
     def __init__(self, link: Link, trace: bool) -> None:
         self.link, self.trace = link, trace
-        self.now_s = self.stall_s = self.interference_s = 0.0
+        self.now_s = self.stall_s = self.interference_s = self.runtime_s = 0.0
+        self._slows = link.interference_out > 0.0 or link.interference_in > 0.0
         self.spans: list[Span] = []
         self.marks: list[tuple[int, float, float]] = []
         """(tick, work done, wall time) after each point at which something was done."""
@@ -79,6 +81,35 @@ class Streams:
         start_s = self.now_s
         self._run(work_s, counts=False)
         self._span(Lane.REPLAY, label, start_s)
+
+    def spend(self, work_s: float) -> None:
+        """Runs the runtime's own work, slowed by the copies as all else."""
+        start_s = self.now_s
+        if self._out.current < 0 and self._in.current < 0:
+            self.now_s += work_s
+        else:
+            self._run(work_s, counts=False)
+        self.runtime_s += work_s
+        self._span(Lane.RUNTIME, "", start_s)
+
+    def wait_until(self, wall_s: float) -> None:
+        """Nothing is launched before ``wall_s``."""
+        if wall_s <= self.now_s:
+            return
+        start_s = self.now_s
+        self.runtime_s += wall_s - start_s
+        self._pass(wall_s - start_s)
+        self._span(Lane.RUNTIME, "", start_s)
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether what runs now is not slowed until another copy is queued."""
+        return not self._slows or (self._out.current < 0 and self._in.current < 0)
+
+    def compute_between_waits(self, work_s: float, idle_s: float) -> None:
+        """Both together while :attr:`is_undisturbed`: what is computed, and the waits for launches in between."""
+        self.runtime_s += idle_s
+        self._pass(work_s + idle_s)
 
     def queue_out(self, value: int, seconds: float, label: str) -> None:
         self._out.add(value, seconds, label, self.now_s)
@@ -114,6 +145,10 @@ class Streams:
                 self._work_s += done_s
                 if self.trace:
                     self.progress.append((self._work_s, self.now_s))
+
+    def _pass(self, left_s: float) -> None:
+        while left_s > 0.0:
+            left_s -= self._advance(left_s)
 
     def _wait(self, queue: _Queue, value: int, label: str) -> None:
         start_s = self.now_s

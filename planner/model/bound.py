@@ -32,7 +32,7 @@ SAFETY = 1e-6
 
 
 def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits) -> float:
-    """Seconds: the bound of the LP for ``budget_bytes``; the in-core step where the solver proves nothing in time.
+    """Seconds: the bound of the LP for ``budget_bytes``; the step that keeps all where nothing is proven in time.
 
     The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
     """
@@ -57,7 +57,7 @@ def integral_bound(
     absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
     scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
-    return max(problem.step_s, _bound_of(model, found) - SAFETY * problem.step_s)
+    return max(problem.keep_all_s, _bound_of(model, found) - SAFETY * problem.step_s)
 
 
 def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> FluidModel:
@@ -68,7 +68,7 @@ def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> 
 def _bound_of(model: FluidModel, found: LinearSolution) -> float:
     # Above ``longest`` the columns' upper bounds could cut off a plan.
     added = 0.0 if found.bound is None else min(max(0.0, found.bound), model.longest)
-    return model.problem.step_s + added * model.time_unit_s
+    return max(model.problem.keep_all_s, model.problem.step_s + added * model.time_unit_s)
 
 
 class Proof:

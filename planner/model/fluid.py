@@ -91,9 +91,19 @@ class FluidModel:
         """Per value: scaled bytes that a copy of it is counted with."""
         self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
         self.save_slot = [slots.of_point[p] for p in problem.save_points]
-        self.replay_time = [0.0 if r is None else r.seconds / self.time_unit_s for r in problem.replay.replays]
+        lane = problem.lane if problem.lane is not None and problem.lane.is_compute else None
+        self.replay_op_s = 0.0 if lane is None else lane.replay_s
+        """Seconds of the compute stream for each replayed op beside the op itself."""
+        self.out_s, self.fetch_s = (0.0, 0.0) if lane is None else (lane.out_s, lane.fetch_s)
+        """The same for each copy out, and for each copy back."""
+        self.record_s = 0.0 if lane is None else lane.record_s
+        self.replay_time = [
+            0.0 if replay is None else problem.replay_seconds(value) / self.time_unit_s
+            for value, replay in enumerate(problem.replay.replays)
+        ]
         self.all_bytes = sum(self.resident) or 1.0
         copies_s = sum(problem.out_seconds(v) + problem.in_seconds(v) for v in self.request.candidates)
+        copies_s += (self.out_s + self.fetch_s) * len(self.request.candidates) + self.record_s * len(problem.op_ticks)
         self.longest = copies_s / self.time_unit_s + sum(self.replay_time) + 1.0
         """More time than any useful plan adds: an upper bound for the columns."""
         self.out_rate, self.in_rate = _rates(self)
@@ -102,6 +112,21 @@ class FluidModel:
     @property
     def is_bound(self) -> bool:
         return self.request.purpose is Purpose.BOUND
+
+    def op_time(self, op: int) -> float:
+        """What a replay of one op takes."""
+        return (self.problem.replay.op_seconds[op] + self.replay_op_s) / self.time_unit_s
+
+    def swap_time(self, value: int) -> float:
+        """What a swap of a value takes of the compute stream, beside its copies."""
+        back_s = self.fetch_s if self.use_slot[value] < self.slots.count else 0.0
+        return (self.out_s + back_s) / self.time_unit_s
+
+    def recording_time(self, value: int) -> float:
+        """What recording for a value's replay takes, as if it shared no op and no window with others."""
+        if not self.record_s or self.problem.replay.replays[value] is None:
+            return 0.0
+        return self.record_s * len(self.problem.replay.recorded_for([value])) / self.time_unit_s
 
     def replayed_by(self, value: int, slot: int) -> int | None:
         """Column "recomputed by the end of ``slot``'s points" before the value's own need; None when there is none."""

@@ -40,8 +40,8 @@ def _add_decisions(model: FluidModel) -> None:
             out_s, in_s = problem.out_seconds(value), problem.in_seconds(value)
             slowed_s = out_s * link.interference_out / (1 + link.interference_out)
             slowed_s += in_s * link.interference_in / (1 + link.interference_in)
-            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s
-            recompute_cost = SWAP_PREFERENCE * model.replay_time[value]
+            swap_cost = (slowed_s + SWAP_PREFERENCE * (out_s + in_s)) / model.time_unit_s + model.swap_time(value)
+            recompute_cost = SWAP_PREFERENCE * model.replay_time[value] + model.recording_time(value)
         model.swap[value] = linear.column(1.0, cost=swap_cost, integer=True)
         replay = problem.replay.replays[value]
         if replay is not None:
@@ -239,8 +239,8 @@ def _add_time(model: FluidModel) -> None:
             terms.append((idle, -1.0))
         model.linear.row(terms, low=0, high=0)
         idle, since = now, slot + 1
-    if shared_ops:
-        _add_shared_ops(model, own, shared_ops)
+    if shared_ops or model.out_s or model.fetch_s:
+        _add_totals(model, own, shared_ops)
 
 
 def _replay_jumps(model: FluidModel, own: list[float]) -> dict[int, list[Term]]:
@@ -277,24 +277,30 @@ def _replay_costs(model: FluidModel) -> tuple[list[float], dict[int, list[int]]]
     own = list(model.replay_time)
     for op, values in shared.items():
         for value in values:
-            own[value] -= problem.replay.op_seconds[op] / model.time_unit_s
+            own[value] -= model.op_time(op)
     return [max(0.0, seconds) for seconds in own], shared
 
 
-def _add_shared_ops(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
-    """All the time added is at least that of all replays, an op that several replays share counted once."""
+def _add_totals(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
+    """All the time added is at least that of all replays, an op that several replays share counted once; and, where the
+    thread is the compute stream, that of all swaps besides."""
     linear = model.linear
     groups = dict[tuple[int, ...], float]()
     for op, values in shared_ops.items():
         key = tuple(values)
-        groups[key] = groups.get(key, 0.0) + model.problem.replay.op_seconds[op] / model.time_unit_s
-    terms: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
+        groups[key] = groups.get(key, 0.0) + model.op_time(op)
+    replays: list[Term] = []
     for value, column in model.recompute.items():
         if model.use_slot[value] < model.slots.count:
-            terms.append((column, -own[value]))
+            replays.append((column, -own[value]))
     for users, seconds in groups.items():
         is_run = linear.column(1.0)
         for value in users:
             linear.row([(is_run, 1.0), (model.recompute[value], -1.0)], low=0)
-        terms.append((is_run, -seconds))
-    linear.row(terms, low=0)
+        replays.append((is_run, -seconds))
+    in_backward: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
+    if shared_ops:
+        linear.row([*in_backward, *replays], low=0)
+    if model.out_s or model.fetch_s:
+        swaps: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
+        linear.row([*((extra, 1.0) for extra in model.extra), *replays, *swaps], low=0)

@@ -58,7 +58,7 @@ class _Greedy:
         self.given, self.problem, self.style = given, given.problem, style
         self.wish = list(given.wish())
         self.memory: Ints = self._memory_of(self.wish)
-        self.step_s = self.problem.step_s
+        self.step_s = self.problem.keep_all_s
         self.cost_s = {
             **{(value, Decision.SWAP): LEAST_COST * self._alone_s((value, Decision.SWAP)) for value in given.movable},
             **{(v, Decision.RECOMPUTE): self._alone_s((v, Decision.RECOMPUTE)) for v in sorted(given.replayable)},
@@ -124,9 +124,7 @@ class _Greedy:
         value, decision = move
         if decision is Decision.SWAP:
             return self.problem.out_seconds(value) + self.problem.in_seconds(value)
-        replay = self.problem.replay.replays[value]
-        assert replay is not None
-        return max(replay.seconds, 1e-12)
+        return max(self.problem.replay_seconds(value), 1e-12)
 
     def _with(self, moves: Moves) -> list[Decision]:
         wish = list(self.wish)

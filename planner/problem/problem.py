@@ -15,6 +15,7 @@ from poochplan.formats.occupancy import born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
 
 from .arrays import Floats, Ints
+from .lane import HostLane, build_lane
 from .replays import ReplayGraph, build_replay_graph
 from .validate import check_profile
 
@@ -27,10 +28,11 @@ class Problem:
     op_ticks: Ints
     op_layers: tuple[str, ...]
     work_before_op_s: Floats
-    """Compute seconds before each op, in-core; one entry more than ops, the last is the whole step."""
+    """Seconds of the compute stream before each op when everything is kept; one entry more than ops, the last is the
+    whole step. On the CPU the handles' seconds are in them (``lane``)."""
     point_ticks: Ints
     point_work_s: Floats
-    """Compute seconds before each point, in-core."""
+    """The same before each point."""
     point_ops: tuple[int, ...]
     """Ops completed before each point."""
     point_is_save: tuple[bool, ...]
@@ -64,6 +66,10 @@ class Problem:
     first_step_less_bytes: Ints
     """How much less is live at each tick of the first step, before the optimizer has state."""
     link: Link
+    in_core_s: float
+    """Seconds of the in-core step: without a session, and so without handles."""
+    lane: HostLane | None = None
+    """The launching thread; None where the profile does not say what it takes."""
 
     @cached_property
     def point_tick_list(self) -> list[int]:
@@ -74,6 +80,16 @@ class Problem:
     def point_work_list(self) -> list[float]:
         """``point_work_s`` for code that reads one at a time."""
         return list(map(float, self.point_work_s))
+
+    @cached_property
+    def point_op_array(self) -> Ints:
+        """``point_ops`` for code that reads all at once."""
+        return np.array(self.point_ops, dtype=np.int64)
+
+    @cached_property
+    def save_op_array(self) -> Ints:
+        """Ops completed before each save point."""
+        return self.point_op_array[list(self.save_points)]
 
     @cached_property
     def save_ticks(self) -> list[int]:
@@ -102,8 +118,13 @@ class Problem:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the in-core step."""
+        """Seconds of the compute stream when everything is kept."""
         return float(self.work_before_op_s[-1])
+
+    @cached_property
+    def keep_all_s(self) -> float:
+        """Seconds of the step that keeps everything; no plan's step is shorter."""
+        return self.step_s if self.lane is None else self.lane.keep_all_s(self.work_before_op_s)
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
@@ -112,6 +133,13 @@ class Problem:
     def in_seconds(self, value: int) -> float:
         """Seconds of a value's copy back, alone on the link."""
         return self.link.in_seconds(int(self.size_bytes[value]))
+
+    def replay_seconds(self, value: int) -> float:
+        """Seconds of the compute stream for a value's own replay; it has one."""
+        replay = self.replay.replays[value]
+        assert replay is not None
+        on_compute_s = self.lane.replay_s if self.lane is not None and self.lane.is_compute else 0.0
+        return replay.seconds + on_compute_s * len(replay.ops)
 
     def layer_at(self, tick: int) -> str:
         """Layer of the op at a tick, or of the value packed or unpacked there."""
@@ -144,6 +172,9 @@ def build_problem(profile: Profile) -> Problem:
     first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
     values = [profile.values[value] for value in value_of]
     work = np.concatenate(([0.0], np.cumsum([op.duration_s for op in profile.ops])))
+    in_core_s, lane = float(work[-1]), build_lane(profile)
+    if lane is not None and lane.is_compute:
+        work = work + lane.before_op_s
     point_ops = tuple(point.op for point in profile.points)
     save_tick = point_ticks[list(save_points)]
     return Problem(
@@ -176,6 +207,8 @@ def build_problem(profile: Profile) -> Problem:
         base_bytes=live_bytes(profile, [value for value, saved in enumerate(saved_of) if saved < 0]),
         first_step_less_bytes=_first_step_less_bytes(profile),
         link=profile.link,
+        in_core_s=in_core_s,
+        lane=lane,
     )
 
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
@@ -67,6 +71,20 @@ class ReplayGraph:
         wanted = set(ops)
         temporaries = {value for op in wanted for value in self.op_temporaries[op]}
         return wanted.union(*(self.value_writers[value] for value in temporaries))
+
+    def recorded_for(self, values: Sequence[int]) -> NDArray[np.int64]:
+        """All that has to be recorded so that replays of these saved values, which have one, can run; ascending."""
+        together = np.bitwise_or.reduce(self._recorded_bits[values], axis=0)
+        return np.flatnonzero(np.unpackbits(together, count=len(self.op_seconds)))
+
+    @cached_property
+    def _recorded_bits(self) -> NDArray[np.uint8]:
+        """The same for each value: a row of bits, one an op."""
+        needed = np.zeros((len(self.replays), len(self.op_seconds)), dtype=bool)
+        for value, replay in enumerate(self.replays):
+            if replay is not None:
+                needed[value, list(self.to_record(replay.ops))] = True
+        return np.packbits(needed, axis=1)
 
     def merged(self, targets: tuple[int, ...]) -> MergedReplay:
         """The replay that brings back ``targets`` (sorted, all replayable) together; shared ops run once."""

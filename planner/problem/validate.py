@@ -12,11 +12,12 @@ def check_profile(profile: Profile) -> None:
     """Raises a :class:`~poochplan.errors.PoochError` for the first fault found.
 
     Faults are: no saved value, no backward, an op without a duration, a value that is read before it is created (a
-    cycle), a link without bandwidth.
+    cycle), a link without bandwidth, seconds of the launching thread that are none.
     """
     _check_points(profile)
     _check_ops(profile)
     _check_link(profile)
+    _check_runtime(profile)
 
 
 def _check_points(profile: Profile) -> None:
@@ -54,3 +55,18 @@ def _check_link(profile: Profile) -> None:
                 f"link.{name}: expected a bandwidth above 0 and a latency of at least 0, found "
                 f"{direction.bandwidth_bytes_per_s} bytes/s and {direction.latency_s} s; measure the link again"
             )
+
+
+def _check_runtime(profile: Profile) -> None:
+    cost = profile.runtime
+    if cost is None:
+        return
+    for name in ("handle_s", "swap_s", "record_s", "replay_s", "launch_s", "unpack_s", "fetch_s"):
+        seconds = getattr(cost, name)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise PoochError(f"runtime.{name}: expected at least 0 s, found {seconds}; profile again")
+    if cost.unpack_s > cost.handle_s or cost.fetch_s > cost.swap_s:
+        raise PoochError(
+            f"runtime: expected unpack_s within handle_s and fetch_s within swap_s, found {cost.unpack_s} of "
+            f"{cost.handle_s} s and {cost.fetch_s} of {cost.swap_s} s; profile again"
+        )

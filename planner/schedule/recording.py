@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+
+from poochplan.formats.plan import Decision
+from poochplan.planner.problem.arrays import Ints
+from poochplan.planner.problem.problem import Problem
 
 MERGE_GAP_OPS = 4
 """Two windows with fewer ops between them are one: switching costs about as much as recording these."""
@@ -20,28 +25,41 @@ class Recording:
     """Save point (saved value) -> what happens there."""
 
 
-def recording_for(needed_ops: Iterable[int], save_ops: tuple[int, ...]) -> Recording:
+NOTHING_RECORDED = Recording(from_start=False, switches={})
+
+
+def recording_for(needed_ops: Iterable[int], save_ops: Sequence[int]) -> Recording:
     """Windows that hold every op of ``needed_ops``; ``save_ops`` are the ops completed before each save point.
 
     A pack happens inside an op, so a switch at a save point takes effect from the op after the next one: for op ``j``
     the last save point with ``save_ops < j`` switches on, and the first one with ``save_ops > j`` switches off.
     """
-    windows: list[tuple[int, int]] = []
-    for op in sorted(set(needed_ops)):
-        on = bisect_left(save_ops, op) - 1
-        off = bisect_right(save_ops, op)
-        if windows and (on < 0 or _gap(save_ops, windows[-1][1], on) < MERGE_GAP_OPS):
-            windows[-1] = (windows[-1][0], max(off, windows[-1][1]))
-        else:
-            windows.append((on, off))
+    return _windows(np.array(sorted(set(needed_ops)), dtype=np.int64), np.array(save_ops, dtype=np.int64))
+
+
+def recording_of(problem: Problem, decisions: Sequence[Decision]) -> Recording:
+    """Windows that hold all that replays of the recomputed values need recorded."""
+    recompute, replays = Decision.RECOMPUTE, problem.replay.replays
+    chosen = [value for value, decision in enumerate(decisions) if decision is recompute and replays[value] is not None]
+    return _windows(problem.replay.recorded_for(chosen), problem.save_op_array) if chosen else NOTHING_RECORDED
+
+
+def _windows(ops: Ints, save_ops: Ints) -> Recording:
+    """Windows around ``ops``, which ascend; two with fewer than ``MERGE_GAP_OPS`` ops between them are one."""
+    if not len(ops):
+        return NOTHING_RECORDED
+    count = len(save_ops)
+    on = np.searchsorted(save_ops, ops, side="left") - 1
+    off = np.searchsorted(save_ops, ops, side="right")
+    ends = np.append(save_ops, save_ops[-1] + ops[-1] + 1)  # a window that never closes leaves no gap behind it
+    begins = np.ones(len(ops), dtype=bool)
+    begins[1:] = (on[1:] >= 0) & (save_ops[on[1:]] - ends[off[:-1]] >= MERGE_GAP_OPS)
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(ops)) - 1
     switches: dict[int, Literal["on", "off"]] = {}
-    for on, off in windows:
-        if on >= 0:
-            switches[on] = "on"
-        if off < len(save_ops):
-            switches[off] = "off"
-    return Recording(from_start=bool(windows) and windows[0][0] < 0, switches=switches)
-
-
-def _gap(save_ops: tuple[int, ...], off: int, on: int) -> int:
-    return save_ops[on] - save_ops[off] if off < len(save_ops) else -1
+    for begin, end in zip(on[first].tolist(), off[last].tolist(), strict=True):
+        if begin >= 0:
+            switches[begin] = "on"
+        if end < count:
+            switches[end] = "off"
+    return Recording(from_start=int(on[0]) < 0, switches=switches)

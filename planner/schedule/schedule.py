@@ -9,7 +9,7 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.planner.problem.problem import Problem
 
 from .construct import Fitting, Lists
-from .recording import recording_for
+from .recording import NOTHING_RECORDED, recording_of
 from .style import AS_STYLED, Style, Tuning
 
 
@@ -45,7 +45,8 @@ def fit(
     """A schedule of ``decisions`` that stays within ``budget_bytes`` where these decisions can.
 
     Swapped values that need no release are kept instead. Whether it fits is for the simulator to say. Without
-    ``recorded`` it does not say when to record ops: enough for the simulator, not for the runtime.
+    ``recorded`` it does not say when to record ops, unless that takes time: enough for the simulator, not for the
+    runtime.
     """
     fitting = Fitting(problem, decisions, budget_bytes, style or Style(), tuning)
     lists = fitting.actions()
@@ -60,13 +61,8 @@ def assemble(
     recorded: bool = True,
 ) -> Schedule:
     """A schedule of what ``lists`` says happens at each point (field of ``PointActions`` -> values), with recording."""
-    needed_ops: set[int] = set()
-    for value, decision in enumerate(decisions):
-        replay = problem.replay.replays[value]
-        if recorded and decision is Decision.RECOMPUTE and replay is not None:
-            needed_ops.update(replay.ops)
-    to_record = problem.replay.to_record(needed_ops)
-    recording = recording_for(to_record, tuple(problem.point_ops[point] for point in problem.save_points))
+    is_paid_for = problem.lane is not None and problem.lane.record_s > 0
+    recording = recording_of(problem, decisions) if recorded or is_paid_for else NOTHING_RECORDED
     switches = {problem.save_points[value]: switch for value, switch in recording.switches.items()}
     actions = []
     for point in sorted({*lists, *switches}):

@@ -53,8 +53,8 @@ def try_change(problem: Problem, policy: str, wish: Sequence[Decision], budget_b
 
 
 def can_gain(problem: Problem, candidate: Candidate, budget_bytes: int) -> bool:
-    """Whether there is anything to gain: time beyond the in-core step, or bytes over the budget."""
-    is_slower = candidate.simulation.step_s > problem.step_s * (1 + MIN_GAIN)
+    """Whether there is anything to gain: time beyond the step that keeps all, or bytes over the budget."""
+    is_slower = candidate.simulation.step_s > problem.keep_all_s * (1 + MIN_GAIN)
     return is_slower or candidate.peak_bytes > budget_bytes
 
 
@@ -72,7 +72,6 @@ def _is_better(found: Candidate, best: Candidate, budget_bytes: int) -> bool:
 
 
 def _cost(problem: Problem, decision: Decision, value: int) -> float:
-    replay = problem.replay.replays[value]
-    if decision is Decision.RECOMPUTE and replay is not None:
-        return replay.seconds
+    if decision is Decision.RECOMPUTE and problem.replay.replays[value] is not None:
+        return problem.replay_seconds(value)
     return problem.out_seconds(value) if decision is Decision.SWAP else 0.0

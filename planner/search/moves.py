@@ -63,7 +63,8 @@ class Moves:
         yield from (replace(self.tuning, out_order=order) for order in _exchanges(tuple(self.out)))
         yield from (replace(self.tuning, release_order=order) for order in _exchanges(self.swapped))
         yield from (replace(self.tuning, fetch_order=order) for order in _exchanges(tuple(self.prefetch)))
-        if link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0:
+        is_ahead = problem.lane is not None and not problem.lane.is_compute
+        if link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0 or is_ahead:
             yield from self._copies_later()
 
     def near_waits(self) -> Iterator[Tuning]:
@@ -103,7 +104,7 @@ class Moves:
             yield replace(self.tuning, stay_until={**self.tuning.stay_until, value: point})
 
     def _copies_later(self) -> Iterator[Tuning]:
-        """Copies queued later: for links on which they slow something."""
+        """Copies queued later: where they slow something, or where queueing them delays launches."""
         tuning = self.tuning
         for value, first in self.out.items():
             for point in range(first + 1, self.release[value] + 1):

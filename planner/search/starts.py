@@ -28,6 +28,4 @@ def simple_plans(problem: Problem, budget_bytes: int) -> Iterator[Candidate]:
 
 
 def _replay_seconds_per_byte(problem: Problem, value: int) -> float:
-    replay = problem.replay.replays[value]
-    assert replay is not None
-    return replay.seconds / max(1, int(problem.rounded_bytes[value]))
+    return problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value]))

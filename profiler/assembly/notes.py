@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from poochplan.formats.profile import Kind
+from poochplan.formats.profile import Kind, RuntimeCost
 from poochplan.profiler.capture.capture import Capture
 from poochplan.units import format_bytes
 
@@ -51,4 +51,14 @@ def garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
         f"first {value_names(capture, kinds)[first]} in {layer or 'the step, outside the model'}; a training loop "
         "holds up to that much more than a plan's budget for each step since the last collection; break the "
         "reference cycle (a closure or an attribute that refers to itself), or call gc.collect() after each step"
+    ]
+
+
+def runtime_notes(cost: RuntimeCost | None) -> list[str]:
+    """What of the launching thread's seconds could not be measured."""
+    if cost is None or not cost.unmeasured:
+        return []
+    return [
+        f"of what the launching thread takes, {', '.join(cost.unmeasured)} could not be told from 0 and counts as 0; "
+        "profile again on a quieter machine"
     ]

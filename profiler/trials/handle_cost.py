@@ -1,7 +1,6 @@
-"""What the runtime itself takes of the calling thread, in CPU time: on a small network, step against step; its hooks on
-the profiled model itself where that fits, since among a real step's ops they find less in the processor's cache.
-
-On CUDA the calling thread queues work ahead of the device, so that its own time is no part of the step's.
+"""What the launching thread takes for ops and for the runtime, in CPU time: on a small network, step against step; the
+runtime's hooks on the profiled model itself where that fits, since among a real step's ops they find less in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,30 +19,31 @@ from torch import nn
 
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Profile, RuntimeCost
+from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
 from poochplan.profiler.capture.capture import Capture
-from poochplan.profiler.capture.clock import CpuClock
+from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
-from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.drivers.planned import Planned
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
+from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
 
+from .paired import Hook, HookSeconds, costs_of, step_clock
 from .plans import instructions_for, under
 
-COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 150, 20, 64
-"""Handles and recording are timed on many values of one row, which cost next to nothing themselves; swapping on fewer
-of 256 KiB, large enough that their pages go back to the system, as those of saved values do."""
-_REPEATS = 5
+COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
+"""Swapping is timed on a few values of 256 KiB, large enough that their pages go back to the system, as those of saved
+values do; all else on many values of one row, which cost next to nothing themselves."""
+OPS_OF_A_LAYER = 2
 _STEPS = 2
+_PAIRS = 4
+"""Steps without the engine are short, and of each kind the shortest counts."""
 
 Step = Callable[[], object]
 
@@ -62,138 +61,201 @@ class Chain(nn.Module):
         return batch
 
 
+class Measured(NamedTuple):
+    """What the launching thread takes, measured on the small network."""
+
+    cost: RuntimeCost
+    call_s: float
+    """Of ``cost.handle_s``: for calling two hooks, however little they do."""
+
+
 @functools.cache
-def runtime_cost(device_type: str, threads: int) -> RuntimeCost | None:
-    """Seconds per handle, swapped value and recorded op on this machine, measured once; None on CUDA, and where there
-    is no disk to swap to.
+def measured_on(where: torch.device, threads: int) -> Measured | None:
+    """What is measured once on this machine, for a device and a number of threads; None where there is no disk or no
+    memory to swap to.
     """
-    if device_type != "cpu":
-        return None
-    with contextlib.suppress(SpillError), restored(GeneratorStates()):
-        return measure_runtime()
+    with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(GeneratorStates()), current(where):
+        return measure_runtime(where)
     return None
 
 
+def runtime_cost(where: torch.device, threads: int) -> RuntimeCost | None:
+    """Seconds per op, handle, swapped value, recorded and replayed op on the small network; None where nothing could be
+    measured.
+    """
+    measured = measured_on(where, threads)
+    return None if measured is None else measured.cost
+
+
 def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_dir: str | Path | None) -> Profile:
-    """The profile with what the runtime costs, ``handle_s`` measured on the model itself in steps that keep every value
+    """The profile with what the runtime costs, handles measured on the model itself in steps that keep every value
     under the engine; on the small network where steps differ in what they save.
     """
-    cost = runtime_cost(profile.device.kind, torch.get_num_threads())
-    if cost is None:
+    where = model_device(model, profile.device.kind)
+    measured = measured_on(where, torch.get_num_threads())
+    if measured is None:
         return profile
+    cost = measured.cost
     keeping = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
-    device = open_device(model_device(model, profile.device.kind), spill_dir)
+    device = open_device(where, spill_dir)
     try:
         engine = Engine(Planned(msgspec.structs.replace(keeping, record_from_start=False)), device, model)
-        tried_s = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
+        tried = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
     finally:
         device.close()
-    steps_s = [seconds for seconds in tried_s if seconds is not None]
-    if steps_s and profile.handles:
-        cost = msgspec.structs.replace(cost, handle_s=min(steps_s) / len(profile.handles))
+    steps = [seconds for seconds in tried if seconds is not None]
+    if steps and profile.handles:
+        least, count = min(steps, key=lambda seconds: seconds.total_s), len(profile.handles)
+        cost = msgspec.structs.replace(
+            cost,
+            handle_s=least.total_s / count + measured.call_s,
+            unpack_s=least.unpack_s / count + measured.call_s / 2,
+        )
     return msgspec.structs.replace(profile, runtime=cost)
 
 
-def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> float | None:
+def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> HookSeconds | None:
     """CPU seconds that one step spends in the engine's hooks; None for a step that is not the profile's."""
-    spent_s = 0.0
-
-    def timed(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(argument: Any) -> Any:
-            nonlocal spent_s
-            start_s = time.thread_time()
-            try:
-                return hook(argument)
-            finally:
-                spent_s += time.thread_time() - start_s
-
-        return run
-
-    with warnings.catch_warnings(), under(engine, model, timed(engine.pack), timed(engine.unpack)):
+    seconds = HookSeconds()
+    with (
+        warnings.catch_warnings(),
+        under(engine, model, seconds.timed_pack(engine.pack), seconds.timed_unpack(engine.unpack)),
+    ):
         warnings.simplefilter("ignore", RuntimeWarning)  # of steps that differ, as the profile says
         one_step()
-    return None if engine.segment.diverged else spent_s
+    return None if engine.segment.diverged else seconds
 
 
-def measure_runtime() -> RuntimeCost:
-    """The measurement, on the CPU device; raises ``SpillError``."""
-    model, batch = Chain(LAYERS_OF_ONE_ROW), torch.ones(1, COLUMNS, device="cpu")
-    (plain_s, small_s), handles, _ = _under_plans(model, 1, [Decision.KEEP])
-    (_, keep_s, swap_s), _, values = _under_plans(Chain(LAYERS), ROWS, [Decision.KEEP, Decision.SWAP])
-    with torch.no_grad():
-        bare_s, recorded_s = _medians_s(lambda: model(batch), _recorded(model, lambda: model(batch)))
-    return RuntimeCost(
-        handle_s=max(0.0, small_s - plain_s) / handles,
-        swap_s=max(0.0, swap_s - keep_s) / values,
-        record_s=max(0.0, recorded_s - bare_s) / (2 * LAYERS_OF_ONE_ROW),
-    )
+# -- on the small network --------------------------------------------------------------------------
 
 
-def _under_plans(model: Chain, rows: int, decisions: list[Decision]) -> tuple[list[float], int, int]:
-    """Seconds of a plain step and of one under each decision for all values; how many handles and values it has."""
-    batch = torch.full((rows, COLUMNS), 0.5, device="cpu")
-
-    def step() -> torch.Tensor:
-        model.zero_grad()
-        return model(batch).sum()
-
-    def plain() -> None:
-        step().backward()
-
-    profile = _profile_of(model, step)
-    values = len({handle.value for handle in profile.handles})
+def measure_runtime(where: torch.device) -> Measured:
+    """The measurement; raises ``SpillError``."""
     with contextlib.ExitStack() as stack:
-        planned = [stack.enter_context(_planned(model, plain, profile, [decision] * values)) for decision in decisions]
-        return _medians_s(plain, *planned), len(profile.handles), values
+        small, large = _Network(LAYERS_OF_ONE_ROW, 1, where), _Network(LAYERS, ROWS, where)
+        keep, keep_recorded = (stack.enter_context(_planned(small, small.keep, record)) for record in (False, True))
+        recompute = stack.enter_context(_planned(small, small.every_other, True))
+        keep_large, swap = (
+            stack.enter_context(_planned(large, wish, False))
+            for wish in (large.keep, [Decision.SWAP] * len(large.keep))
+        )
+
+        def a_round() -> dict[str, float]:
+            pairs = [(small.step(None, None), small.step(_same, _same)) for _ in range(_PAIRS)]
+            plain, called = (min(steps, key=lambda step: step.whole_s) for steps in zip(*pairs, strict=True))
+            kept, recorded, recomputed = keep(), keep_recorded(), recompute()
+            kept_large, swapped = keep_large(), swap()
+            call_s = (called.whole_s - plain.whole_s) / small.handle_count
+            op_s = plain.forward_s / small.forward_op_count
+            replays_s = (recomputed.total_s - recorded.total_s) / small.replayed_op_count
+            back_s = (swapped.unpack_s - kept_large.unpack_s) / large.value_count
+            out_s = (swapped.pack_s - kept_large.pack_s) / large.value_count
+            return {
+                "launch_s": plain.whole_s / small.op_count,
+                "call_s": call_s,
+                "handle_s": kept.total_s / small.handle_count + call_s,
+                "unpack_s": kept.unpack_s / small.handle_count + call_s / 2,
+                "swap_s": out_s + back_s,
+                "fetch_s": back_s,
+                "record_s": (recorded.outside_s - kept.outside_s) / small.recorded_op_count,
+                "replay_s": replays_s - op_s,
+            }
+
+        return measured_from(*costs_of(a_round), where.type)
 
 
-def _profile_of(model: nn.Module, step: Callable[[], torch.Tensor]) -> Profile:
-    capture = Capture("cpu", LayerTracker(), static_keys(model, "cpu"))
-    capture, kinds = captured(Runner(step, model, None, False, CpuClock()), capture)
-    return untimed(capture, kinds, model, "run")
+def measured_from(found: dict[str, float], untold: tuple[str, ...], device_type: str) -> Measured:
+    """The costs as a profile says them; ``untold`` names those that could not be told from 0."""
+    call_s = found["call_s"]
+    cost = RuntimeCost(
+        handle_s=found["handle_s"],
+        swap_s=found["swap_s"],
+        record_s=found["record_s"],
+        replay_s=found["replay_s"],
+        launch_s=0.0 if device_type == "cpu" else found["launch_s"],  # on the CPU in the duration of each op
+        unpack_s=min(found["unpack_s"], found["handle_s"]),
+        fetch_s=min(found["fetch_s"], found["swap_s"]),
+        unmeasured=tuple(name for name in untold if name != "call_s"),
+    )
+    return Measured(cost, call_s)
+
+
+class _Seconds(HookSeconds):
+    """Of one step: in its hooks, and in all."""
+
+    whole_s = forward_s = 0.0
+
+    @property
+    def outside_s(self) -> float:
+        """Of forward, outside of the pack hooks."""
+        return self.forward_s - self.pack_s
+
+
+class _Network:
+    """A chain, its step, and what there is to count of it."""
+
+    def __init__(self, layers: int, rows: int, where: torch.device) -> None:
+        self.where, self.model = where, Chain(layers).to(where)
+        self._batch = torch.full((rows, COLUMNS), 0.5, device=where)
+        self._clock = step_clock(where.type)
+        self.profile = self._profile()
+        forward = [op for op in self.profile.ops if op.phase is Phase.FORWARD]
+        saves = [point.op for point in self.profile.points if point.kind is PointKind.SAVE]
+        self.handle_count, self.value_count = len(self.profile.handles), len(saves)
+        self.op_count, self.forward_op_count, self.recorded_op_count = len(self.profile.ops), len(forward), max(saves)
+        self.keep = [Decision.KEEP] * self.value_count
+        self.every_other = [Decision.RECOMPUTE if value % 2 else Decision.KEEP for value in range(self.value_count)]
+        """Each replay is that of one layer, from the value before it."""
+        self.replayed_op_count = OPS_OF_A_LAYER * self.every_other.count(Decision.RECOMPUTE)
+
+    def forward(self) -> torch.Tensor:
+        self.model.zero_grad()
+        return self.model(self._batch).sum()
+
+    def run(self, seconds: _Seconds) -> None:
+        """One step, timed; what the device was given before is over, and what it is given now is not waited for."""
+        if self.where.type == "cuda":
+            torch.cuda.synchronize(self.where)
+        start_s, forward_start_s = self._clock(), time.thread_time()
+        loss = self.forward()
+        seconds.forward_s = time.thread_time() - forward_start_s
+        loss.backward()
+        seconds.whole_s = self._clock() - start_s
+
+    def step(self, pack: Hook | None, unpack: Hook | None) -> _Seconds:
+        """One without the engine, under other hooks or none."""
+        seconds = _Seconds()
+        with contextlib.ExitStack() as stack:
+            if pack is not None and unpack is not None:
+                stack.enter_context(uncompiled_hooks(pack, unpack))
+            self.run(seconds)
+        return seconds
+
+    def _profile(self) -> Profile:
+        capture = Capture(self.where.type, LayerTracker(), static_keys(self.model, self.where.type))
+        runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
+        capture, kinds = captured(runner, capture)
+        return untimed(capture, kinds, self.model, "run")
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextlib.contextmanager
-def _planned(model: nn.Module, plain: Step, profile: Profile, decisions: list[Decision]) -> Iterator[Step]:
+def _planned(network: _Network, decisions: list[Decision], record: bool) -> Iterator[Callable[[], _Seconds]]:
     """A call that runs the step under the engine."""
-    device = CpuDevice()
-    instructions = msgspec.structs.replace(instructions_for(profile, decisions), record_from_start=False)
+    model, device = network.model, open_device(network.where)
+    instructions = msgspec.structs.replace(instructions_for(network.profile, decisions), record_from_start=record)
     try:
         engine = Engine(Planned(instructions), device, model)
 
-        def planned() -> None:
-            with under(engine, model, engine.pack, engine.unpack):
-                plain()
+        def planned() -> _Seconds:
+            seconds = _Seconds()
+            with under(engine, model, seconds.timed_pack(engine.pack), seconds.timed_unpack(engine.unpack)):
+                network.run(seconds)
+            return seconds
 
         yield planned
     finally:
         device.close()
-
-
-def _recorded(model: nn.Module, step: Step) -> Step:
-    tape = Tape("cpu")
-    tape.static = static_keys(model, "cpu")
-    recorder = Recorder(tape)
-
-    def recorded() -> None:
-        tape.forget(in_use=False)
-        recorder.switch_on()
-        try:
-            step()
-        finally:
-            recorder.switch_off()
-
-    return recorded
-
-
-def _medians_s(*steps: Step) -> list[float]:
-    """Median CPU seconds of each, run in turn behind a first round that is thrown away."""
-    rounds: list[list[float]] = []
-    for _ in range(1 + _REPEATS):
-        times_s = []
-        for step in steps:
-            start_s = time.thread_time()
-            step()
-            times_s.append(time.thread_time() - start_s)
-        rounds.append(times_s)
-    return [median(column) for column in zip(*rounds[1:], strict=True)]

@@ -92,7 +92,7 @@ class Device(Protocol):
         """Names what is queued inside, for a timeline."""
 
     def stopwatch(self) -> Stopwatch | None:
-        """Tells what the compute stream spends in waits, or in replays; None where that is the calling thread's time."""
+        """Tells what the compute stream spends in waits or replays; None where the calling thread is that stream."""
 
     def synchronize(self) -> None:
         """Holds the calling thread until all that is queued has ended."""

@@ -23,9 +23,12 @@ compute do not slow each other and so an earlier copy, or a later wait, never de
 * Dominance. Of two states with the same places of values, one that is no later in any clock (compute, end of each
   copy) and no more restricted by the rule above makes the other superfluous.
 
-On other links copies slow each other or compute, and waiting to issue one can pay. There every swap-out and prefetch is
-tried at every point and in every order, and only states that are equal but for the clock are merged; the one thing not
-tried is a wait longer than memory asks for (deliberate idling).
+What the runtime takes of the compute stream on the CPU changes none of this: taken earlier, it is not taken later.
+Where the thread works ahead of the device it does, since ops in between are launched later.
+
+There, and on other links, where copies slow each other or compute, waiting to issue one can pay. So every swap-out and
+prefetch is tried at every point and in every order, and only states that are equal but for the clocks are merged; the
+one thing not tried is a wait longer than memory asks for (deliberate idling).
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def best_schedule(
     values = movable(problem)
     if len(values) > MAX_VALUES:
         raise ValueError(f"expected at most {MAX_VALUES} movable values, found {len(values)}")
-    plain_rules = is_plain(problem.link) and not every_choice
+    is_ahead = problem.lane is not None and not problem.lane.is_compute
+    plain_rules = is_plain(problem.link) and not is_ahead and not every_choice
     best_s, best, states = at_most_s * (1 + SAME), None, 0
     for recomputed in _recomputed_sets(problem, freedom):
         search = Search(problem, budget_bytes, recomputed, freedom, best_s, plain_rules)

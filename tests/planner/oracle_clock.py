@@ -1,21 +1,26 @@
-"""The oracle's own clock: one compute stream and two queues, as values. Written from ``docs/semantics.md``, "Time"."""
+"""The oracle's own clock: one compute stream, two queues and the thread that launches, as values.
+
+Written from ``docs/semantics.md``, "Time".
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
 from poochplan.formats.profile import Link
+from poochplan.planner.problem.lane import HostLane
 
 Queue: TypeAlias = tuple[tuple[int, float], ...]
 """(value, seconds alone on the link that are left), first in, first out."""
 
 
 class Clock(NamedTuple):
-    """Wall time of the compute stream, and what is still in the queues."""
+    """Wall time of the compute stream, what is still in the queues, and the time of a thread that is ahead."""
 
     now_s: float
     out: Queue
     inward: Queue
+    thread_s: float = 0.0
 
     def ends(self, count: int) -> tuple[float, ...]:
         """Now, the end of each value's copy in either queue (now when there is none), and the end of both queues."""
@@ -50,6 +55,24 @@ def run(link: Link, clock: Clock, work_s: float) -> Clock:
     return clock
 
 
+def take(link: Link, lane: HostLane | None, clock: Clock, seconds: float) -> Clock:
+    """The launching thread works: the compute stream itself does, or has nothing more to do before it is done."""
+    if lane is None:
+        return clock
+    if lane.is_compute:
+        return run(link, clock, seconds)
+    clock = clock._replace(thread_s=clock.thread_s + seconds)
+    while clock.now_s < clock.thread_s:
+        clock = _until(link, clock, clock.thread_s - clock.now_s)[0]
+    return clock
+
+
+def launch(link: Link, lane: HostLane, clock: Clock, op: int, seconds: float, own_s: float) -> Clock:
+    """Computes one op, for which the runtime takes ``own_s`` besides."""
+    clock = run(link, take(link, lane, clock, own_s), seconds)
+    return clock._replace(thread_s=clock.thread_s + float(lane.launch_s[op]))
+
+
 def wait_out(link: Link, clock: Clock, value: int) -> Clock:
     """Waits for a value's copy to the host."""
     while any(queued == value for queued, _ in clock.out):
@@ -69,9 +92,8 @@ def _until(link: Link, clock: Clock, limit_s: float) -> tuple[Clock, float]:
     rate = link.duplex if clock.out and clock.inward else 1.0
     heads = [queue[0][1] / rate for queue in (clock.out, clock.inward) if queue]
     passed_s = min([limit_s, *heads])
-    return Clock(
-        clock.now_s + passed_s, _moved(clock.out, passed_s, rate), _moved(clock.inward, passed_s, rate)
-    ), passed_s
+    out, inward = _moved(clock.out, passed_s, rate), _moved(clock.inward, passed_s, rate)
+    return Clock(clock.now_s + passed_s, out, inward, clock.thread_s), passed_s
 
 
 def _moved(queue: Queue, passed_s: float, rate: float) -> Queue:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
-from tests.planner.oracle_clock import Clock, run, wait_in, wait_out
+from poochplan.planner.schedule.schedule import assemble
+from tests.planner.oracle_clock import Clock, is_plain, launch, run, take, wait_in, wait_out
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)
 """Where a value is: not saved yet; in forward's storage (still to leave, or on its way); on the host; waiting for its
@@ -57,7 +58,7 @@ class Run(NamedTuple):
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     peak_bytes: int
-    seconds: float
+    ops: tuple[int, ...]
 
 
 def subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -94,7 +95,9 @@ class Search:
         self.held = [max(d, f) for d, f in zip(self.death, problem.freed.tolist(), strict=True)]
         self.ticks = [*problem.point_ticks.tolist(), problem.tick_count]
         self.base = problem.base_bytes.tolist()
-        self.work = [*problem.point_work_s.tolist(), problem.step_s]
+        self.op_at = [*problem.point_ops, len(problem.op_ticks)]
+        self.recorded = self._recorded()
+        self.work = self._work()
         self.inputs = [replay.inputs if replay is not None else () for replay in problem.replay.replays]
         self.claimers = [[v for v in recomputed if value in self.inputs[v]] for value in self.values]
         self.is_replayed, self.claims_until = self._fates()
@@ -111,6 +114,27 @@ class Search:
                     if not is_replayed[claimer]:
                         until[value] = max(until[value], until[claimer])
         return is_replayed, until
+
+    def _recorded(self) -> list[bool]:
+        """Per op: whether it is recorded, which follows from what is recomputed."""
+        problem = self.problem
+        wish = [Decision.RECOMPUTE if value in self.recomputed else Decision.KEEP for value in self.values]
+        schedule = assemble(problem, wish, {})
+        saves = [problem.point_ops[point] for point in problem.save_points]
+        switches = [(saves[action.index], action.record) for action in schedule.actions if action.record]
+        found, is_on = [], schedule.record_from_start
+        for op in range(len(problem.op_ticks)):
+            for at, switch in switches:
+                is_on = switch == "on" if at == op else is_on
+            found.append(is_on and op < max(saves))
+        return found
+
+    def _work(self) -> list[float]:
+        """Seconds of the compute stream before each point, and in all."""
+        problem, lane = self.problem, self.problem.lane
+        record_s = lane.record_s if lane is not None and lane.is_compute else 0.0
+        before = [*problem.point_work_s.tolist(), problem.step_s]
+        return [work_s + record_s * sum(self.recorded[:op]) for work_s, op in zip(before, self.op_at, strict=True)]
 
     def _first_needs(self) -> list[int]:
         """Per value: the first point that needs it when every replay is at its value's own use."""
@@ -139,20 +163,33 @@ class Search:
 
     def _advance(self, clock: Clock, point: int) -> Clock:
         """To the next point after ``point``."""
-        before_s = self.work[point] if point >= 0 else 0.0
-        return run(self.problem.link, clock, self.work[point + 1] - before_s)
+        problem, link, lane = self.problem, self.problem.link, self.problem.lane
+        if lane is None or lane.is_compute:
+            before_s = self.work[point] if point >= 0 else 0.0
+            return run(link, clock, self.work[point + 1] - before_s)
+        if point < 0:
+            clock = take(link, lane, clock, float(lane.handles_s[0]))
+        for op in range(self.op_at[point] if point >= 0 else 0, self.op_at[point + 1]):
+            own_s = lane.record_s if self.recorded[op] else 0.0
+            clock = launch(link, lane, clock, op, problem.replay.op_seconds[op], own_s)
+            clock = take(link, lane, clock, float(lane.handles_s[op + 1]))
+        return take(link, lane, clock, 0.0)
 
     def _add(self, kept: dict[object, list[tuple[tuple[float, ...], State]]], state: State, point: int) -> None:
         waiting = tuple(v for v in sorted(self.recomputed) if state.places[v] == DROPPED and self.is_replayed[v])
-        left_s = self.problem.step_s - self.work[point]
+        left_s = self.work[-1] - self.work[point]
         left_s += self.problem.replay.merged(waiting).seconds if waiting else 0.0
         if state.clock.now_s + left_s > self.at_most_s:
             return
         if self.plain_rules:
             key: object = state.places
             vector = (state.slack, *state.clock.ends(len(self.values)))
-        else:
+        elif is_plain(self.problem.link):
             key = (state.places, state.clock.rounded())
+            vector = (state.clock.now_s, state.clock.thread_s)
+        else:  # later may be better, unless everything is later by the same
+            ahead_s = state.clock.now_s - state.clock.thread_s if self.problem.lane is not None else 0.0
+            key = (state.places, state.clock.rounded(), round(ahead_s, 13))
             vector = (state.clock.now_s,)
         entries = kept.setdefault(key, [])
         if any(all(a <= b for a, b in zip(other, vector, strict=True)) for other, _ in entries):
@@ -227,7 +264,7 @@ class Search:
                 targets |= new
                 pending.extend(new)
             merged = self.problem.replay.merged(tuple(sorted(targets)))
-            runs.append(Run(merged.inputs, tuple(sorted(targets)), merged.peak_bytes, merged.seconds))
+            runs.append(Run(merged.inputs, tuple(sorted(targets)), merged.peak_bytes, merged.ops))
             is_back |= targets
         return tuple(runs)
 
@@ -304,22 +341,34 @@ class Search:
 
     def _timed(self, clock: Clock, actions: Actions, runs: tuple[Run, ...], used: int, away: set[int]) -> Clock:
         """The clock at the end of a point; ``away`` are the values fetched there on demand."""
-        problem, link = self.problem, self.problem.link
-        clock = clock._replace(out=clock.out + tuple((v, problem.out_seconds(v)) for v in actions.swap_out))
+        problem, link, lane = self.problem, self.problem.link, self.problem.lane
+        for value in actions.swap_out:
+            clock = take(link, lane, clock, lane.out_s if lane else 0.0)
+            clock = clock._replace(out=(*clock.out, (value, problem.out_seconds(value))))
         for value in actions.release:
             clock = wait_out(link, clock, value)
-        clock = clock._replace(inward=clock.inward + tuple((v, problem.in_seconds(v)) for v in actions.prefetch))
+
+        def fetch(clock: Clock, value: int) -> Clock:
+            clock = take(link, lane, clock, lane.fetch_s if lane else 0.0)
+            return clock._replace(inward=(*clock.inward, (value, problem.in_seconds(value))))
 
         def needed(clock: Clock, value: int) -> Clock:
             if value in away:
                 away.remove(value)
-                clock = clock._replace(inward=(*clock.inward, (value, problem.in_seconds(value))))
+                clock = fetch(clock, value)
             return wait_in(link, clock, value)
 
+        for value in actions.prefetch:
+            clock = fetch(clock, value)
         for one in runs:
             for source in one.sources:
                 clock = needed(clock, source)
-            clock = run(link, clock, one.seconds)
+            for op in one.ops:
+                seconds = problem.replay.op_seconds[op]
+                if lane is None:
+                    clock = run(link, clock, seconds)
+                else:
+                    clock = launch(link, lane, clock, op, seconds, lane.replay_s)
         return needed(clock, used)
 
     # -- bytes ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import (
@@ -19,6 +20,7 @@ from poochplan.formats.profile import (
     Point,
     PointKind,
     Profile,
+    RuntimeCost,
     StepTimes,
     Value,
 )
@@ -409,6 +411,28 @@ def _random_op(r: Recorder, rng: random.Random, alive: list[int], buffer: int) -
         in_graph=rng.random() < 0.95,
     )
     alive.extend(value for value in outputs if value != buffer)
+
+
+def with_random_thread(profile: Profile, seed: int) -> Profile:
+    """The profile with a launching thread whose every cost is random and often 0, on the CPU or ahead of a device."""
+    rng = random.Random(f"thread {seed}")
+    typical_s = sum(op.duration_s for op in profile.ops) / len(profile.ops)
+
+    def cost() -> float:
+        return 0.0 if rng.random() < 0.2 else typical_s * 10 ** rng.uniform(-2.5, 0.5)
+
+    handle_s, swap_s = cost(), cost()
+    runtime = RuntimeCost(
+        handle_s=handle_s,
+        swap_s=swap_s,
+        record_s=cost(),
+        replay_s=cost(),
+        launch_s=cost(),
+        unpack_s=handle_s * rng.choice([0.0, 0.3, 1.0]),
+        fetch_s=swap_s * rng.choice([0.0, 0.5, 1.0]),
+    )
+    device = msgspec.structs.replace(profile.device, kind=rng.choice(["cpu", "cuda"]))
+    return msgspec.structs.replace(profile, runtime=runtime, device=device)
 
 
 def profiles(max_ops: int = 16) -> st.SearchStrategy[Profile]:

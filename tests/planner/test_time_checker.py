@@ -15,23 +15,28 @@ from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import fit
 from tests.depth import seeds, tries
 from tests.planner.plans import plan_with, random_decisions, random_tuning
-from tests.planner.random_profiles import random_profile
+from tests.planner.random_profiles import random_profile, with_random_thread
 from tests.planner.time_checker import WrongTime, check_times, times_of
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 
 EVALUATIONS = 200
-TIMES = ("step_s", "stall_s", "replay_s", "interference_s")
+TIMES = ("step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
 
 
 def random_step(seed: int) -> Profile:
-    """A random step that has something to plan; the copies of every third are held to a rate."""
+    """A random step that has something to plan; the copies of every third are held to a rate, and of every second it is
+    known what the launching thread takes.
+    """
     while True:
         profile = random_profile(seed, 20)
         if any(point.kind is PointKind.USE for point in profile.points):
             break
         seed += 1_000_003
     throttle = 0.5 * profile.link.outward.bandwidth_bytes_per_s if seed % 3 == 0 else None
-    return msgspec.structs.replace(profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle))
+    profile = msgspec.structs.replace(
+        profile, link=msgspec.structs.replace(profile.link, throttle_bytes_per_s=throttle)
+    )
+    return with_random_thread(profile, seed) if seed % 2 else profile
 
 
 def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
@@ -108,6 +113,40 @@ def test_a_simulator_that_forgot_a_property_of_the_link_is_found(what: str) -> N
         except WrongTime:
             return
     raise AssertionError(f"{what}: no schedule of 300 takes another time")
+
+
+TAKEN = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
+TAKEN_ON = [*((what, kind) for what in TAKEN for kind in ("cpu", "cuda")), ("launch_s", "cuda")]
+"""On the CPU an op's duration holds its launch."""
+
+
+@pytest.mark.parametrize(("what", "kind"), TAKEN_ON)
+def test_a_simulator_that_forgot_what_the_thread_takes_is_found(what: str, kind: str) -> None:
+    for seed in range(1, 600, 2):
+        profile = random_step(seed)
+        if profile.device.kind != kind or profile.runtime is None or not getattr(profile.runtime, what):
+            continue
+        without = {what: 0.0} | ({"unpack_s": 0.0} if what == "handle_s" else {})
+        without |= {"fetch_s": 0.0} if what == "swap_s" else {}
+        forgetful = msgspec.structs.replace(profile, runtime=msgspec.structs.replace(profile.runtime, **without))
+        try:
+            check_times(profile, *any_schedule(forgetful, seed))
+        except WrongTime:
+            return
+    raise AssertionError(f"{what} on {kind}: no schedule takes another time")
+
+
+def test_a_simulator_that_took_a_device_for_the_thread_itself_is_found() -> None:
+    found = 0
+    for seed in range(1, 60, 2):
+        profile = random_step(seed)
+        other = "cuda" if profile.device.kind == "cpu" else "cpu"
+        mistaken = msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind=other))
+        try:
+            check_times(profile, *any_schedule(mistaken, seed))
+        except WrongTime:
+            found += 1
+    assert found > 20
 
 
 def test_a_plan_without_one_of_its_prefetches_or_replays_takes_another_time() -> None:

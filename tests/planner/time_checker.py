@@ -1,7 +1,8 @@
 """An independent judge of a plan's step time: runs its streams event by event, from the profile and the plan alone.
 
 Written from ``docs/semantics.md``; shares no code with the planner, nor with the oracle, which reads the planner's
-``Problem``. Compute, replays and waits are one stream; each direction of the link is a queue, first in, first out.
+``Problem``. Compute, replays and waits are one stream; each direction of the link is a queue, first in, first out. The
+launching thread is a clock of its own, or the compute stream itself.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Times:
     stall_s: float = 0.0
     replay_s: float = 0.0
     interference_s: float = 0.0
+    runtime_s: float = 0.0
 
 
 def times_of(profile: Profile, plan: Plan) -> Times:
@@ -36,7 +38,7 @@ def times_of(profile: Profile, plan: Plan) -> Times:
 
 
 def check_times(profile: Profile, plan: Plan, prediction: Prediction) -> None:
-    """Raises :class:`WrongTime` unless all four predicted times are those of the plan, to rounding."""
+    """Raises :class:`WrongTime` unless all five predicted times are those of the plan, to rounding."""
     found = times_of(profile, plan)
     for field in fields(Times):
         wanted, predicted = getattr(found, field.name), getattr(prediction, field.name)
@@ -71,6 +73,13 @@ class _Machine:
                 left_s -= until_copy_s / slowness
         return self.now_s - start_s - work_s
 
+    def idle(self, until_s: float) -> float:
+        """Nothing is there to compute before then; the seconds that takes."""
+        start_s = self.now_s
+        while self.now_s < until_s:
+            self._let_pass(min(until_s - self.now_s, self._until_a_copy_ends()))
+        return self.now_s - start_s
+
     def wait(self, queue: deque[list[float]], value: int) -> float:
         """Waits for the copy of a value, if it is not done; the seconds that takes."""
         start_s = self.now_s
@@ -95,13 +104,51 @@ class _Machine:
                     queue.popleft()
 
 
+class _Thread:
+    """The launching thread: its clock, what it takes for what, and what the compute stream loses to it."""
+
+    def __init__(self, profile: Profile, machine: _Machine, times: Times) -> None:
+        cost = profile.runtime
+        self.machine, self.times = machine, times
+        self.is_compute = cost is not None and profile.device.kind == "cpu"
+        self.is_ahead = cost is not None and not self.is_compute
+        self.now_s = 0.0
+        self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = self.launch_s = 0.0
+        if cost is not None:
+            self.unpack_s, self.pack_s = cost.unpack_s, cost.handle_s - cost.unpack_s
+            self.fetch_s, self.out_s = cost.fetch_s, cost.swap_s - cost.fetch_s
+            self.record_s, self.replay_s, self.launch_s = cost.record_s, cost.replay_s, cost.launch_s
+
+    def take(self, seconds: float) -> None:
+        """The thread works; on the CPU nothing is computed meanwhile, else what comes next is not queued before."""
+        if self.is_compute:
+            self.times.runtime_s += seconds
+            self.times.interference_s += self.machine.compute(seconds)
+        elif self.is_ahead:
+            self.now_s += seconds
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        if self.is_ahead:
+            self.times.runtime_s += self.machine.idle(self.now_s)
+
+    def run_op(self, duration_s: float, own_s: float) -> None:
+        """One op, for which the runtime takes ``own_s`` besides."""
+        self.take(own_s)
+        self.times.interference_s += self.machine.compute(duration_s)
+        self.now_s += min(self.launch_s, duration_s) if self.is_ahead else 0.0
+
+
 class _Step:
     """Goes through the points of the step as the runtime does."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
         self.machine, self.times = _Machine(profile), Times()
+        self.thread = _Thread(profile, self.machine, self.times)
+        self.is_recording = plan.record_from_start
         saves = [point for point in profile.points if point.kind.value == "save"]
+        self.last_save_op = max(point.op for point in saves)
         self.saved = [profile.handles[point.handle].value for point in saves]
         self.index_of = {value: index for index, value in enumerate(self.saved)}
         self.writers: dict[int, list[int]] = {value: [] for value in range(len(profile.values))}
@@ -116,25 +163,41 @@ class _Step:
         actions = {(action.at, action.index): action for action in self.plan.schedule}
         counts = {"save": 0, "use": 0}
         done = 0
+        self._handles_before(0)
         for point in self.profile.points:
-            self._compute_ops(done, point.op)
+            self._run_ops(done, point.op)
             done, kind = point.op, point.kind.value
             action = actions.get((kind, counts[kind]))
             counts[kind] += 1
+            self.thread.catch_up()
             if action is not None:
                 self._act(action)
             if kind == "use":
                 self._bring(self.index_of[self.profile.handles[point.handle].value])
-        self._compute_ops(done, len(self.profile.ops))
+        self._run_ops(done, len(self.profile.ops))
+        self.thread.catch_up()
         self.times.step_s = self.machine.now_s
         return self.times
 
-    def _compute_ops(self, begin: int, end: int) -> None:
-        for op in self.profile.ops[begin:end]:
-            self.times.interference_s += self.machine.compute(op.duration_s)
+    def _run_ops(self, begin: int, end: int) -> None:
+        thread = self.thread
+        for number in range(begin, end):
+            is_recorded = self.is_recording and number < self.last_save_op
+            thread.run_op(self.profile.ops[number].duration_s, thread.record_s if is_recorded else 0.0)
+            self._handles_before(number + 1)
+
+    def _handles_before(self, op: int) -> None:
+        """The packs and unpacks at the points before an op, ahead of all else that happens there."""
+        for point in self.profile.points:
+            if point.op == op and point.kind.value == "use":
+                self.thread.take(self.thread.unpack_s)
+            elif point.op == op:
+                value = self.profile.handles[point.handle].value
+                self.thread.take(self.thread.pack_s * sum(handle.value == value for handle in self.profile.handles))
 
     def _act(self, action: PointActions) -> None:
         for index in action.swap_out:
+            self.thread.take(self.thread.out_s)
             self.machine.out.append([index, self._copy_s(self.profile.link.outward, index)])
         for index in action.release:
             self.times.stall_s += self.machine.wait(self.machine.out, index)
@@ -143,6 +206,8 @@ class _Step:
             self._fetch(index)
         for index in action.replay:
             self._replay(index)
+        if action.record:
+            self.is_recording = action.record == "on"
 
     def _copy_s(self, direction: LinkDirection, index: int) -> float:
         throttle = self.profile.link.throttle_bytes_per_s or float("inf")
@@ -156,6 +221,7 @@ class _Step:
         """Queues the copy back of a value that was released and not fetched."""
         if index in self.away and not self._recomputes(index):
             self.away.remove(index)
+            self.thread.take(self.thread.fetch_s)
             self.machine.inward.append([index, self._copy_s(self.profile.link.inward, index)])
 
     def _bring(self, index: int) -> None:
@@ -179,9 +245,10 @@ class _Step:
         self._need(self.saved[index], self.version_saved[index], ops, copies)
         for source in sorted(copies):
             self._bring(source)
-        work_s = sum(self.profile.ops[op].duration_s for op in ops)
-        self.times.replay_s += work_s
-        self.times.interference_s += self.machine.compute(work_s)
+        for op in sorted(ops):
+            work_s = self.profile.ops[op].duration_s
+            self.times.replay_s += work_s
+            self.thread.run_op(work_s, self.thread.replay_s)
 
     def _need(self, value: int, version: int, ops: set[int], copies: set[int]) -> None:
         """Adds the ops that give this content of a value, and the saved values that they start from."""

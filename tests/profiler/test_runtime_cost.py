@@ -1,35 +1,61 @@
-"""What the runtime itself takes is measured once for a process, on the CPU alone."""
+"""What the launching thread takes is measured once for a process and device, and told from 0 or said to be untold."""
 
 from __future__ import annotations
 
 import itertools
+import random
+import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import poochplan
-from poochplan.profiler.trials.handle_cost import runtime_cost
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import RuntimeCost
+from poochplan.planner.problem.problem import build_problem
+from poochplan.profiler.assembly.notes import runtime_notes
+from poochplan.profiler.trials import handle_cost
+from poochplan.profiler.trials.handle_cost import measured_from, measured_on, runtime_cost
+from poochplan.profiler.trials.paired import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    HookSeconds,
+    costs_of,
+    is_above_zero,
+    step_clock,
+)
 from tests.runtime.nets import CASES, LINK
 
+CPU = torch.device("cpu")
+COSTS = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
 
-def test_a_profile_says_what_handles_swaps_and_recording_cost() -> None:
+
+def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
     cost = CASES["residual"].profile().runtime
     assert cost is not None
-    assert 0 < cost.handle_s < 0.1
-    assert 0 <= cost.swap_s < 1
-    assert 0 < cost.record_s < 0.1
+    for name in COSTS:
+        seconds = getattr(cost, name)
+        assert 0 < seconds < 1 or (seconds == 0 and name in cost.unmeasured)
+    assert cost.unpack_s <= cost.handle_s
+    assert cost.fetch_s <= cost.swap_s
+    assert cost.launch_s == 0  # on the CPU it is in the duration of each op
 
 
 def test_without_steps_that_fit_handles_cost_what_they_do_on_a_small_network() -> None:
     measured_apart = CASES["residual"].profile(mode="fake").runtime
-    assert measured_apart is runtime_cost("cpu", torch.get_num_threads())
+    assert measured_apart is runtime_cost(CPU, torch.get_num_threads())
+    assert measured_apart is not None
     assert CASES["attention"].profile(mode="swap-all").runtime is measured_apart
     found = CASES["residual"].profile().runtime
     assert found is not None
-    assert measured_apart is not None
     assert found.handle_s != measured_apart.handle_s
-    assert (found.swap_s, found.record_s) == (measured_apart.swap_s, measured_apart.record_s)
+    assert found.unpack_s != measured_apart.unpack_s
+    same = msgspec.structs.replace(found, handle_s=measured_apart.handle_s, unpack_s=measured_apart.unpack_s)
+    assert same == measured_apart
 
 
 def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() -> None:
@@ -43,14 +69,122 @@ def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() ->
         return batch.sum()
 
     profile = poochplan.profile(step, model=linear, iterations=2, link=LINK)
-    assert profile.runtime is runtime_cost("cpu", torch.get_num_threads())
+    assert profile.runtime is runtime_cost(CPU, torch.get_num_threads())
 
 
-def test_a_step_of_a_device_that_is_not_there_or_that_runs_behind_the_thread_has_none() -> None:
+def test_a_step_of_a_device_that_is_not_there_has_none() -> None:
     assert CASES["residual"].profile(mode="fake", roofline="v100").runtime is None
-    assert runtime_cost("cuda", 1) is None
 
 
 def test_without_a_disk_to_swap_to_nothing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POOCH_SPILL_DIR", str(tmp_path / "missing"))
-    assert runtime_cost.__wrapped__("cpu", torch.get_num_threads()) is None
+    assert measured_on.__wrapped__(CPU, torch.get_num_threads()) is None
+
+
+# -- differences of noisy steps --------------------------------------------------------------------
+
+
+def test_seven_samples_above_zero_are_told_from_it_and_five_are_not() -> None:
+    assert is_above_zero([1e-9] * LEAST_ROUNDS)
+    assert not is_above_zero([1.0] * 5)
+    assert not is_above_zero([1.0] * 7 + [-1.0] * 2)
+    assert is_above_zero([1.0] * 15 + [-1.0] * 2)
+    assert not is_above_zero([0.0] * MOST_ROUNDS)
+
+
+def noisy(mean: float, seed: int) -> Iterator[float]:
+    rng = random.Random(seed)
+    while True:
+        yield rng.gauss(mean, 1.0)
+
+
+def test_rounds_are_added_until_every_cost_is_told_from_zero() -> None:
+    for seed in range(20):
+        clear, faint = noisy(20.0, seed), noisy(1.5, seed)
+        taken: list[float] = []
+
+        def a_round() -> dict[str, float]:
+            taken.append(next(faint))  # noqa: B023
+            return {"clear": next(clear), "faint": taken[-1]}  # noqa: B023
+
+        found, untold = costs_of(a_round)
+        assert untold == ()
+        assert found["faint"] > 0
+        assert is_above_zero(taken[1:])  # the first is thrown away
+        assert LEAST_ROUNDS <= len(taken) - 1 <= MOST_ROUNDS
+
+
+def test_what_no_round_tells_from_zero_is_named_and_not_guessed() -> None:
+    rounds = itertools.count()
+    found, untold = costs_of(lambda: {"there": 1.0, "lost": -1.0 if next(rounds) % 2 else 3.0})
+    assert found == {"there": 1.0, "lost": 0.0}
+    assert untold == ("lost",)
+    assert next(rounds) == 1 + MOST_ROUNDS
+
+
+def test_a_profile_notes_what_could_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = RuntimeCost(handle_s=1e-5, swap_s=0.0, record_s=1e-5, unmeasured=("swap_s",))
+    assert runtime_notes(None) == runtime_notes(RuntimeCost(handle_s=1e-5, swap_s=1e-4, record_s=1e-5)) == []
+    monkeypatch.setattr("poochplan.profiler.profiling.runtime_cost", lambda *_: cost)
+    linear = torch.nn.Linear(4, 4)
+    profile = poochplan.profile(lambda: linear(torch.ones(2, 4)).sum(), model=linear, mode="fake", link=LINK)
+    assert profile.runtime is cost
+    assert profile.notes[-1] == runtime_notes(cost)[0]
+    assert "swap_s could not be told from 0" in profile.notes[-1]
+
+
+def test_what_is_unmeasured_is_in_the_cost_and_what_unpacking_takes_is_no_more_than_the_handle() -> None:
+    names = ("launch_s", "call_s", *COSTS)
+    found = dict.fromkeys(names, 2.0) | {"unpack_s": 3.0, "call_s": 0.0, "swap_s": 0.0}
+    measured = measured_from(found, ("call_s", "swap_s"), "cpu")
+    assert measured.cost.unmeasured == ("swap_s",)
+    assert (measured.cost.unpack_s, measured.cost.fetch_s, measured.cost.launch_s) == (2.0, 0.0, 0.0)
+    assert measured_from(found, (), "cuda").cost.launch_s == 2.0
+
+
+def test_hooks_are_timed_also_where_they_raise() -> None:
+    seconds = HookSeconds()
+
+    def busy(argument: int) -> int:
+        until_s = time.thread_time() + 1e-4
+        while time.thread_time() < until_s:
+            pass
+        if argument < 0:
+            raise ValueError("negative")
+        return argument + 1
+
+    assert seconds.timed_pack(busy)(1) == 2
+    assert seconds.pack_s >= 1e-4
+    assert seconds.unpack_s == 0
+    with pytest.raises(ValueError, match="negative"):
+        seconds.timed_unpack(busy)(-1)
+    assert seconds.unpack_s >= 1e-4
+    assert seconds.total_s == seconds.pack_s + seconds.unpack_s
+
+
+# -- as on CUDA, where the device works behind the thread -------------------------------------------
+
+
+def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same lines, with CPU tensors and the one name of ``torch.cuda`` that they call."""
+    synchronized: list[torch.device] = []
+    network = handle_cost._Network(4, 1, CPU)
+    network.where = torch.device("cuda", 0)
+    network._clock = step_clock("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    seconds = network.step(None, None)
+    assert synchronized == [network.where]
+    assert seconds.whole_s > 0
+    assert seconds.forward_s > 0
+    assert step_clock("cpu") is time.thread_time
+
+
+def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back() -> None:
+    network = handle_cost._Network(6, 1, CPU)
+    replays = build_problem(network.profile).replay.replays
+    replayed = [replays[value] for value, one in enumerate(network.every_other) if one is Decision.RECOMPUTE]
+    assert sum(len(replay.ops) for replay in replayed if replay is not None) == network.replayed_op_count
+    assert all(source % 2 == 0 for replay in replayed if replay is not None for source in replay.inputs)
+    with warnings.catch_warnings(), handle_cost._planned(network, network.every_other, True) as recomputed:
+        warnings.simplefilter("error")  # a value that cannot be recomputed says so, and is swapped
+        assert recomputed().unpack_s > 0

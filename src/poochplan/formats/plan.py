@@ -12,8 +12,10 @@ import msgspec
 from .files import read_struct, write_struct
 from .profile_parts import Link, ModelSignature
 
-SCHEMA_VERSION = 2
-"""2 says of the search what ended it (``evaluations``, ``seed``)."""
+SCHEMA_VERSION = 3
+"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds."""
+RUNTIME_IN_STEP = 3
+"""The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 
@@ -74,7 +76,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The same in the first step, before the optimizer has state."""
     in_core_peak_bytes: int
     in_core_step_s: float
+    """As measured: without a session, and so without what the runtime takes."""
     step_s: float
+    """What a clock will show: ops, waits, replays, and what the runtime itself takes of the compute stream."""
     overhead: float
     """``step_s / in_core_step_s - 1``."""
     stall_s: float
@@ -83,8 +87,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     interference_s: float
     """Seconds lost because compute runs slower beside copies."""
     runtime_s: float = 0.0
-    """Seconds that the runtime itself takes on top of ``step_s``, which the simulator knows nothing of: every plan for
-    the profile pays for its handles, and for what it swaps and records."""
+    """Seconds of ``step_s`` that the runtime itself takes. On the CPU these are its work for handles, swaps, recording
+    and replays; on CUDA the compute stream's waits for what the thread has not launched yet."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -93,16 +97,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     where it was not worked out."""
     arena_live_bytes: int | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
-
-    @property
-    def expected_step_s(self) -> float:
-        """What a clock will show: the step as simulated, and the runtime's own time."""
-        return self.step_s + self.runtime_s
-
-    @property
-    def expected_overhead(self) -> float:
-        """``expected_step_s / in_core_step_s - 1``."""
-        return self.expected_step_s / self.in_core_step_s - 1 if self.in_core_step_s > 0 else 0.0
 
 
 class SolveStatus(StrEnum):
@@ -197,4 +191,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION)
+        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION)
+        if found.schema_version >= RUNTIME_IN_STEP:
+            return found
+        return msgspec.structs.replace(found, prediction=_with_runtime_in_step(found.prediction))
+
+
+def _with_runtime_in_step(prediction: Prediction) -> Prediction:
+    """What an earlier version said beside the step, in it."""
+    step_s = prediction.step_s + prediction.runtime_s
+    overhead = step_s / prediction.in_core_step_s - 1 if prediction.in_core_step_s > 0 else 0.0
+    return msgspec.structs.replace(prediction, step_s=step_s, overhead=overhead)

@@ -16,7 +16,8 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 says more of what the launching thread takes (``RuntimeCost``)."""
 ALLOCATION_UNIT_BYTES = 512
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
@@ -217,8 +218,10 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the calling thread that the runtime takes beside the step's ops: on a small network of its own, and of
-    a profile of mode ``run``, ``handle_s`` on the model itself.
+    """Seconds of the launching thread: for a plain op, and for what the runtime does beside the step's ops.
+
+    Measured on a small network of its own; of a profile of mode ``run``, what handles take on the model itself.
+    ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
     """
 
     handle_s: float
@@ -226,7 +229,17 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     swap_s: float
     """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
     record_s: float
-    """For each recorded op."""
+    """For each recorded op, beside the op itself."""
+    replay_s: float = 0.0
+    """For each replayed op, beside the op itself: its part of the recipe and of the replay."""
+    launch_s: float = 0.0
+    """For each plain op, on a device that works behind the thread; 0 on the CPU, where an op's duration holds it."""
+    unpack_s: float = 0.0
+    """Of ``handle_s``, what the unpack takes."""
+    fetch_s: float = 0.0
+    """Of ``swap_s``, what the way back takes."""
+    unmeasured: tuple[str, ...] = ()
+    """Those of the above that could not be told from 0 and stand as 0."""
 
 
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,7 +277,7 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     allocation_unit_bytes: int = ALLOCATION_UNIT_BYTES
     link: Link
     runtime: RuntimeCost | None = None
-    """What the runtime itself takes; None where that is not the calling thread's time (CUDA) or was not measured."""
+    """What ops and the runtime take of the launching thread; None where it was not measured."""
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""

@@ -48,13 +48,14 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """Where the predicted overhead comes from: one row per layer that costs anything, the most expensive first.
 
     Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
-    ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies; it belongs to
-    no layer and has a row of its own, ``(beside copies)``) and ``overhead_s``, their sum.
+    ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies),
+    ``runtime_s`` (what the runtime itself takes) and ``overhead_s``, their sum. The last two causes belong to no layer
+    and have rows of their own, ``(beside copies)`` and ``(the runtime)``.
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
     seconds = _writing_seconds(profile)
-    columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s")
+    columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s", "runtime_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
         if value.decision is not Decision.KEEP:
@@ -66,11 +67,13 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
             for name, share in _shares(seconds, span.label).items():
                 rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
     attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
-    beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s
+    beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s - simulation.runtime_s
     if simulation.interference_s and beside_copies_s > 0:
         rows["(beside copies)"]["interference_s"] = beside_copies_s
+    if simulation.runtime_s:
+        rows["(the runtime)"]["runtime_s"] = simulation.runtime_s
     frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
-    frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s"]].sum(axis="columns")
+    frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s", "runtime_s"]].sum(axis="columns")
     return frame.sort_values("overhead_s", ascending=False, kind="stable")
 
 

@@ -122,10 +122,9 @@ def plan_rows(plan: Plan) -> Rows:
         **arena_row(prediction),
         "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
-        **runtime_row(prediction),
         **bound,
         "of that": f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
-        f"interference {format_seconds(prediction.interference_s)}",
+        f"interference {format_seconds(prediction.interference_s)}{runtime_text(prediction)}",
         "bytes swapped": swapped_text(prediction.out_bytes, prediction.in_bytes),
         "decisions": ", ".join(
             f"{decision} {int(row['values'])} ({format_bytes(row['size_bytes'])})"
@@ -135,12 +134,9 @@ def plan_rows(plan: Plan) -> Rows:
     } | _numbered(plan.assumed, plan.notes)
 
 
-def runtime_row(prediction: Prediction) -> dict[str, str]:
-    """What the runtime itself adds to the step, where that is known."""
-    if not prediction.runtime_s:
-        return {}
-    text = f"{format_seconds(prediction.runtime_s)} a step on top, {overhead_text(prediction.expected_overhead)} in all"
-    return {"the runtime's own time": text}
+def runtime_text(prediction: Prediction) -> str:
+    """What the runtime itself takes of the step, where that is known."""
+    return f", the runtime itself {format_seconds(prediction.runtime_s)}" if prediction.runtime_s else ""
 
 
 def arena_row(prediction: Prediction) -> Rows:

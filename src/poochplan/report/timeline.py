@@ -18,7 +18,7 @@ from poochplan.units import format_bytes, format_seconds
 
 from .layer_table import simulate_plan
 from .memory import MemoryCurve, in_core_curve
-from .tables import overhead_text, swapped_text
+from .tables import overhead_text, runtime_text, swapped_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,7 @@ COLOURS = {
     "optimizer": "#BBBBBB",
     "replay": "#F0A000",
     "stall": "#D55E00",
+    "runtime": "#F0E442",
     "swap out": "#CC79A7",
     "swap in": "#009E73",
 }
@@ -90,7 +91,7 @@ def timeline_of(
     for span in simulation.trace:
         if span.lane is Lane.COMPUTE:
             bars += _split("compute", span.start_s, span.end_s, boundaries_s)
-        elif span.lane in (Lane.STALL, Lane.REPLAY):
+        elif span.lane in (Lane.STALL, Lane.REPLAY, Lane.RUNTIME):
             bars.append(Bar("compute", str(span.lane), span.start_s, span.end_s))
         else:
             row = "swap out" if span.lane is Lane.OUT else "swap in"
@@ -107,7 +108,7 @@ def timeline_of(
         peak_layer=simulation.peak_layer,
         subtitle=f"step {format_seconds(prediction.step_s)}, in-core {format_seconds(prediction.in_core_step_s)};  "
         f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
-        f"interference {format_seconds(prediction.interference_s)};  "
+        f"interference {format_seconds(prediction.interference_s)}{runtime_text(prediction)};  "
         f"{swapped_text(prediction.out_bytes, prediction.in_bytes)}",
         measured_peak_bytes=measured_peak_bytes,
         measured_overhead=measured_overhead,
