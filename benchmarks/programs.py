@@ -10,7 +10,7 @@ With ``--mutants`` the runtime is broken on purpose, in one place at a time (tho
 and of the rules in ``test_rules.py``), and it is told which program notices first.
 
     python -m benchmarks.programs -o benchmarks/results/programs.json          # 1,000 programs, some 20 minutes
-    python -m benchmarks.programs -o benchmarks/results/programs.json          # goes on where it was stopped
+    python -m benchmarks.programs -o benchmarks/results/programs.json          # goes on; delete the file to begin anew
     python -m benchmarks.programs --seeds 44:45                                # one program
     python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
 """
@@ -64,13 +64,14 @@ def run_programs(seeds: range, output: str | None, facts: dict[str, Any]) -> dic
 
 
 def _begun(seeds: range, output: str | None, facts: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds, if it is of the same commit and seeds."""
+    """What the file holds, if it is of these seeds and not at their end; all commits that had a part are named."""
     fresh = {"first_seed": seeds.start, "next_seed": seeds.start, "seconds": 0.0}
     path = Path(output) if output else None
     if path is not None and path.exists():
         held: dict[str, Any] = json.loads(path.read_text())
-        if (held["commit"], held["first_seed"]) == (facts["commit"], seeds.start) and held["next_seed"] < seeds.stop:
-            return held
+        if held["first_seed"] == seeds.start and held["next_seed"] < seeds.stop:
+            commits = dict.fromkeys((*held["commit"].split(", "), facts["commit"]))
+            return held | {"commit": ", ".join(commits)}
     return facts | fresh | {"wrong": {}, "counts": {}, "features": {}, "problems": []}
 
 

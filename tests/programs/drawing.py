@@ -105,6 +105,8 @@ class Program:
     """The state kept is all of the hidden tensor, not a copy of its mean."""
     checkpoints_model: bool
     """The model is called within a checkpoint, which is not reentrant."""
+    announces: bool
+    """Each step is announced to the session."""
 
     def __str__(self) -> str:
         return f"program {self.seed} ({', '.join(sorted(self.features))})"
@@ -140,6 +142,7 @@ def draw(seed: int) -> Program:
         sliced=chance.random() < 0.3,
         keeps_whole=chance.random() < 0.5,
         checkpoints_model=Feature.CHECKPOINT in features and chance.random() < 0.3,
+        announces=chance.random() < 0.3,
     )
 
 

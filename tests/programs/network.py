@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -75,6 +75,8 @@ class Running:
             momentum = 0.9 if program.optimizer == "momentum" else 0.0
             self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum)
         self.state = torch.zeros((program.rows, program.width) if program.keeps_whole else program.width)
+        self.announce: Callable[[], None] = lambda: None
+        """Called where a step begins."""
         self.holds_hidden = False
         self.hidden: Tensor | None = None
         """What the model gave last, in a step that asks for it."""

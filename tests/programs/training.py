@@ -50,6 +50,7 @@ def _one_step(running: Running, event: str) -> None:
 
 
 def _forward_and_backward(running: Running, event: str) -> None:
+    running.announce()
     _make_ready(running, event)
     hooks = []
     if event == "forward hook raises":
@@ -63,6 +64,7 @@ def _forward_and_backward(running: Running, event: str) -> None:
         with torch.no_grad():
             running.hidden.mul_(2)
     elif event == "two steps at once":
+        running.announce()
         running.step().backward()  # type: ignore[no-untyped-call]
     if event == "two backwards":
         first = running.losses[0] if len(running.losses) > 1 else loss

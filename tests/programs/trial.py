@@ -124,6 +124,8 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
     with _quietly(), _session(tried.plan, running, device, outcome) as session:
         try:
             judge = _Judge(outcome, program, session, tried)
+            if program.announces:
+                running.announce = session.step
             seen = first_step(running) if device == FAILING else train(running, judge)
         except Exception as error:
             _judge_error(outcome, program, error)
