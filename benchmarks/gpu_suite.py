@@ -144,7 +144,7 @@ def run_tests(suite: Suite, keyword: str) -> None:
     """``tests/gpu`` in a process of its own, for at most 40% of the time; its output lies beside the results."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", keyword] if keyword else []
-    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type}
+    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type, "POOCH_DEEP": "1"}
     log = suite.path.with_name("gpu-tests.txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -412,7 +412,7 @@ def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[s
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder for gpu-suite.md (to read), gpu-suite.json and gpu-tests.txt")
+    parser.add_argument("--out", required=True, help="folder for gpu-suite.md, gpu-suite.json and gpu-tests.txt")
     parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out, and named")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the code")
     parser.add_argument("--tiny", action="store_true", help="tiny networks: its figures mean nothing")

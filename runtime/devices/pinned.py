@@ -88,7 +88,7 @@ class PinnedMemory:
 
 def processors_near(where: torch.device) -> frozenset[int]:
     """Of those that this process may use, the processors of the NUMA node that the GPU is on; empty if unknown."""
-    facts = torch.cuda.get_device_properties(where)
+    facts: Any = torch.cuda.get_device_properties(where)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         node = int((PCI_DEVICES / address / "numa_node").read_text())

@@ -128,12 +128,20 @@ def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profil
 
 @pytest.mark.parametrize(
     ("reserved_bytes", "variable", "hint"),
-    [(1100, "", False), (2000, "", True), (2000, "PYTORCH_ALLOC_CONF", False), (2000, "PYTORCH_CUDA_ALLOC_CONF", False)],
+    [
+        (1100, "", False),
+        (2000, "", True),
+        (2000, "PYTORCH_ALLOC_CONF", False),
+        (2000, "PYTORCH_CUDA_ALLOC_CONF", False),
+    ],
 )
 def test_much_fragmentation_names_the_setting_that_helps_unless_it_is_set(
     monkeypatch: pytest.MonkeyPatch, reserved_bytes: int, variable: str, hint: bool
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # the second is the older name, which torch still reads
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ):  # the second is the older name, which torch still reads
         monkeypatch.setenv(name, "expandable_segments:True" if name == variable else "")
     text = fragmentation_text(MemoryPeaks(allocated_bytes=1000, reserved_bytes=reserved_bytes))
     assert ("set PYTORCH_ALLOC_CONF=expandable_segments:True" in text) is hint

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from .rules import runs_backward, on_device
+from .rules import on_device, runs_backward
 from .streams import Stream
 
 if TYPE_CHECKING:

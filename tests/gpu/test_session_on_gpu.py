@@ -103,8 +103,9 @@ def test_a_step_that_is_captured_as_a_graph_is_refused(plan: Plan) -> None:
     model, step, _ = CASES["residual"].fresh()
     step().backward()
     with poochplan.apply(plan, model) as session:
-        with pytest.raises(UsageError, match="CUDA graph: expected steps that run op by op"), torch.cuda.graph(
-            torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(UsageError, match="CUDA graph: expected steps that run op by op"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             step()
         with session.away():
@@ -124,7 +125,7 @@ def test_a_model_compiled_to_graphs_is_refused(plan: Plan, compiled: str) -> Non
     else:
         model.compile(mode="reduce-overhead")
     found = "blocks.1" if compiled == "a part" else "the model"
-    with pytest.raises(UsageError, match=f"without CUDA graphs, found {found} with mode=\"reduce-overhead\"; compile"):
+    with pytest.raises(UsageError, match=f'without CUDA graphs, found {found} with mode="reduce-overhead"; compile'):
         with poochplan.apply(plan, given):
             raise AssertionError("it was entered")
     assert not model._forward_pre_hooks

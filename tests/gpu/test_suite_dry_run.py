@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu_overlap import overlap, shared_s, total_s, united
 from benchmarks.gpu_nets import NETS
+from benchmarks.gpu_overlap import overlap, shared_s, total_s, united
 from tests.depth import DEEP
 from tests.gpu.cases import WHERE
 
@@ -23,13 +24,18 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
     assert overlap([], [(0, 1)]) is None
 
 
-def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
+def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_suite, "WARM_STEPS", 1)
+
     def results(*more: str) -> dict:
         assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--out", str(tmp_path), *more]) == 0
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
+    test = "is_for_the_current_gpu" if WHERE.type == "cuda" else "any_decisions and embedding"
     nets = list(NETS) if DEEP else ["gpt2-bf16", "resnet50"]
-    found = results("--minutes", "30", "--tests", "any_decisions and embedding", "--nets", *nets)
+    found = results("--minutes", "30", "--tests", test, "--nets", *nets)
     assert found["failed"] == found["skipped"] == []
     assert "1 passed" in found["tests"]["summary"]
     ways = {"a third", "a fifth", "swap-all", "checkpoint", "save_on_cpu", "a fifth, deterministic"}
@@ -48,6 +54,7 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: P
     for line in (f"# GPU suite on {found['device']['name']}", f"* Commit: {found['commit']}", "## gpt2-bf16"):
         assert line in read
     assert "* Bit by bit, resnet50, a fifth, deterministic: equal" in read
+    tmp_path = tmp_path / "late"
     late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
     assert late["skipped"] == ["gpt2: profile"]
     assert late["rows"] == []
@@ -55,9 +62,11 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: P
 
 
 def test_tests_that_ran_elsewhere_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_suite, "RAN_ON", "nobody says this: ")
-    arguments = ["--device", WHERE.type, "--tiny", "--tests", "nothing_of_this_name", "--minutes", "30"]
+    def says_nothing(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=0, stdout="0")
+
+    monkeypatch.setattr(gpu_suite.subprocess, "run", says_nothing)
     monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
-    assert gpu_suite.main([*arguments, "--out", str(tmp_path)]) == 1
+    assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 1
     read = (tmp_path / "gpu-suite.md").read_text()
     assert "* **Failed**: GPU tests: RuntimeError: GPU tests: expected them to run on" in read

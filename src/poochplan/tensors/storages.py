@@ -36,8 +36,11 @@ class Geometry(NamedTuple):
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
-    """A storage with undefined contents, also where deterministic algorithms fill new memory: it is overwritten whole."""
-    settings: Any = torch.utils.deterministic  # type: ignore[attr-defined]
+    """A storage with undefined contents, all of which the caller overwrites.
+
+    So it is not filled where deterministic algorithms fill new memory (``torch.utils.deterministic``).
+    """
+    settings: Any = torch.utils.deterministic
     fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
     if fills:
         settings.fill_uninitialized_memory = False
