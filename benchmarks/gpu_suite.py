@@ -158,11 +158,11 @@ def run_tests(suite: Suite, keyword: str) -> None:
     lines = log.read_text().splitlines() or ["no output"]
     ran_on = next((line.removeprefix(RAN_ON) for line in lines if line.startswith(RAN_ON)), "unknown")
     suite.results["tests"] = {"ended": ended, "summary": lines[-1], "ran_on": ran_on}
-    expected = suite.results["device"]["name"] if suite.where.type == "cuda" else suite.where.type
-    if ran_on != expected:
-        raise RuntimeError(f"GPU tests: expected them to run on {expected}, found {ran_on}; see {log}")
     if ended != "exit code 0":
         raise RuntimeError(f"GPU tests: {ended}: {lines[-1]}")
+    expected = suite.results["device"]["name"] if suite.where.type == "cuda" else suite.where.type
+    if ran_on != expected:
+        raise RuntimeError(f"GPU tests: expected them to run on {expected}, found {ran_on}; see {log.name}")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

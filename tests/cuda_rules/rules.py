@@ -233,7 +233,7 @@ class Rules(TorchDispatchMode):
         if whole and non_blocking and to.nbytes and machine.host_memory.is_pinned(here.data_ptr()):
             machine.queue_copy(to.data_ptr(), source.data_ptr(), to.nbytes, stream)
             return to
-        machine.pageable_copies += here.ndim > 0
+        machine.blocking_copies += here.ndim > 0
         stream.catch_up()
         self._note(aten.copy_.default, stream, [there], [to])
         if not on_device(to):

@@ -1,4 +1,4 @@
-"""Small networks for a GPU. ``POOCH_GPU_TESTS_DEVICE=cpu`` has them run on the CPU, to try the tests' own code."""
+"""Small networks for a GPU, or for the stand-in. ``POOCH_GPU_TESTS_DEVICE=cpu`` has them run on the CPU."""
 
 from __future__ import annotations
 

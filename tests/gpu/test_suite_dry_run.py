@@ -1,8 +1,9 @@
-"""The suite's own code, tried on the CPU with tiny networks; and the arithmetic of overlap."""
+"""The suite's own code, tried on the stand-in with tiny networks; and the arithmetic of overlap."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,12 +62,37 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
     assert "* Left out, the time was up: gpt2: profile" in (tmp_path / "gpu-suite.md").read_text()
 
 
-def test_tests_that_ran_elsewhere_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def says_nothing(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=0, stdout="0")
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [(0, "expected them to run on"), (1, "exit code 1: no output"), (None, "time limit: no output")],
+)
+def test_tests_that_fail_or_ran_elsewhere_are_a_failure_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int | None, reason: str
+) -> None:
+    def says_nothing(command: list[str], timeout: float = 0.0, **_: object) -> SimpleNamespace:
+        if ended is None and "pytest" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=ended, stdout="0")
 
     monkeypatch.setattr(gpu_suite.subprocess, "run", says_nothing)
     monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
     assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 1
     read = (tmp_path / "gpu-suite.md").read_text()
-    assert "* **Failed**: GPU tests: RuntimeError: GPU tests: expected them to run on" in read
+    assert f"* **Failed**: GPU tests: RuntimeError: GPU tests: {reason}" in read
+
+
+def test_the_suite_takes_the_cpu_too(tmp_path: Path) -> None:
+    late = ["--minutes", "0.1", "--nets", "gpt2", "--out", str(tmp_path)]
+    assert gpu_suite.main(["--device", "cpu", "--tiny", *late]) == 0
+    assert "* Device: cpu" in (tmp_path / "gpu-suite.md").read_text()
+
+
+def test_other_bits_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(suite: object, name: str, plan: object) -> dict:
+        return {"bitwise_equal": False, "difference": "weight differs", "compared_tensors": 3}
+
+    monkeypatch.setattr(gpu_suite, "bitwise", differs)
+    monkeypatch.setattr(gpu_suite, "compare_ways", lambda suite, name: {"a fifth": None})
+    arguments = ["--device", WHERE.type, "--tiny", "--no-tests", "--nets", "gpt2", "--out", str(tmp_path)]
+    assert gpu_suite.main(arguments) == 1
+    assert "gpt2, a fifth, deterministic: **different**: weight differs" in (tmp_path / "gpu-suite.md").read_text()
