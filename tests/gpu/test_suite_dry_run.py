@@ -35,7 +35,7 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
     test = "is_for_the_current_gpu" if WHERE.type == "cuda" else "any_decisions and embedding"
-    nets = list(NETS) if DEEP else ["gpt2-bf16", "resnet50"]
+    nets = list(NETS) if DEEP else ["gpt2-bf16"]
     found = results("--minutes", "30", "--tests", test, "--nets", *nets)
     assert found["failed"] == found["skipped"] == []
     assert "1 passed" in found["tests"]["summary"]
@@ -54,7 +54,7 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
     read = (tmp_path / "gpu-suite.md").read_text()
     for line in (f"# GPU suite on {found['device']['name']}", f"* Commit: {found['commit']}", "## gpt2-bf16"):
         assert line in read
-    assert "* Bit by bit, resnet50, a fifth, deterministic: equal" in read
+    assert "* Bit by bit, gpt2-bf16, a fifth, deterministic: equal" in read
     tmp_path = tmp_path / "late"
     late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
     assert late["skipped"] == ["gpt2: profile"]
@@ -79,6 +79,15 @@ def test_tests_that_fail_or_ran_elsewhere_are_a_failure_of_the_suite(
     assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 1
     read = (tmp_path / "gpu-suite.md").read_text()
     assert f"* **Failed**: GPU tests: RuntimeError: GPU tests: {reason}" in read
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_network_has_a_step_and_blocks_to_checkpoint(name: str) -> None:
+    net = NETS[name](WHERE, True)
+    assert net.blocks
+    with gpu_suite.checkpointed(net.blocks):
+        assert gpu_suite.one_step(net, WHERE) > 0
+    assert all(parameter.grad is not None for parameter in net.workload.model.parameters())
 
 
 def test_the_suite_takes_the_cpu_too(tmp_path: Path) -> None:
