@@ -134,7 +134,7 @@ def unet3d(where: torch.device, tiny: bool) -> Net:
 
 
 def gpt2(where: torch.device, tiny: bool) -> Net:
-    batch, length, layers, width, heads, words = (2, 16, 2, 32, 2, 64) if tiny else (16, 1024, 12, 768, 12, 50257)
+    batch, length, layers, width, heads, words = (16, 16, 2, 32, 2, 64) if tiny else (16, 1024, 12, 768, 12, 50257)
     if not tiny and importlib.util.find_spec("transformers") is not None:
         from poochplan.workloads.text import gpt2 as theirs
 

@@ -82,8 +82,8 @@ def _tables(results: dict[str, Any]) -> Iterator[str]:
             if row["net"] == net:
                 yield "| " + " | ".join(_cells(row)) + " |"
         yield ""
-    yield "Overhead is step / in-core - 1; drift is how much slower the device was in-core after than before, which is the"
-    yield "noise. Overlapped is the share of the copies' time in which compute did not wait for a copy."
+    yield "Overhead is step / in-core - 1. Drift is how much slower in-core steps were after than before: the noise."
+    yield "Overlapped is the share of the copies' time in which compute did not wait for a copy."
 
 
 def _cells(row: Row) -> list[str]:

@@ -144,7 +144,7 @@ def run_tests(suite: Suite, keyword: str) -> None:
     """``tests/gpu`` in a process of its own, for at most 40% of the time; its output lies beside the results."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", keyword] if keyword else []
-    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type}
+    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type, "POOCH_DEEP": "1"}
     log = suite.path.with_name("gpu-tests.txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
@@ -158,11 +158,11 @@ def run_tests(suite: Suite, keyword: str) -> None:
     lines = log.read_text().splitlines() or ["no output"]
     ran_on = next((line.removeprefix(RAN_ON) for line in lines if line.startswith(RAN_ON)), "unknown")
     suite.results["tests"] = {"ended": ended, "summary": lines[-1], "ran_on": ran_on}
-    expected = suite.results["device"]["name"] if suite.where.type == "cuda" else suite.where.type
-    if ran_on != expected:
-        raise RuntimeError(f"GPU tests: expected them to run on {expected}, found {ran_on}; see {log}")
     if ended != "exit code 0":
         raise RuntimeError(f"GPU tests: {ended}: {lines[-1]}")
+    expected = suite.results["device"]["name"] if suite.where.type == "cuda" else suite.where.type
+    if ran_on != expected:
+        raise RuntimeError(f"GPU tests: expected them to run on {expected}, found {ran_on}; see {log.name}")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -412,9 +412,7 @@ def profile_facts(suite: Suite, net: Net, name: str, profile: Profile) -> dict[s
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", required=True, help="folder for gpu-suite.md (to read), gpu-suite.json and gpu-tests.txt"
-    )
+    parser.add_argument("--out", required=True, help="folder for gpu-suite.md, gpu-suite.json and gpu-tests.txt")
     parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out, and named")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the code")
     parser.add_argument("--tiny", action="store_true", help="tiny networks: its figures mean nothing")

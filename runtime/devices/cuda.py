@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class CudaDevice:
         near = processors_near(self.where)
         self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
         self._streams: weakref.ref[SeenStreams] | None = None
+        self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
     def compute(self) -> ComputeStream:
@@ -120,11 +122,12 @@ class CudaDevice:
 
     def _seen(self) -> SeenStreams:
         """Since anything was last alive that a stream was seen for."""
-        seen = self._streams() if self._streams is not None else None
-        if seen is None:
-            seen = SeenStreams()
-            self._streams = weakref.ref(seen)
-        return seen
+        with self._lock:
+            seen = self._streams() if self._streams is not None else None
+            if seen is None:
+                seen = SeenStreams()
+                self._streams = weakref.ref(seen)
+            return seen
 
     def stopwatch(self) -> CudaStopwatch:
         return CudaStopwatch(lambda: torch.cuda.current_stream(self.where))

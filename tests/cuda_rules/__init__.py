@@ -1,7 +1,7 @@
 """CUDA's rules without a GPU: a machine in host memory on which the CUDA device's own lines run, late and watched.
 
-It takes the place of the names of ``torch.cuda`` that the product uses (``machine.on_stand_in``). Nothing of the product
-knows of it: ``tensor.device`` says ``cuda:0``, and the same modules run that run on a GPU.
+It takes the place of the names of ``torch.cuda`` that the product uses (``machine.on_stand_in``). Nothing of the
+product knows of it: ``tensor.device`` says ``cuda:0``, and the same modules run that run on a GPU.
 
 * ``streams``: queues, first in first out; queued copies run as late as events, synchronisation, reads and ops allow.
   A vector clock tells of any two accesses that no event orders, whatever order they happened to run in.
@@ -11,10 +11,11 @@ knows of it: ``tensor.device`` says ``cuda:0``, and the same modules run that ru
 * ``tensors``: what tensors say of themselves.
 * ``backward``: autograd's device thread, and the streams on which its nodes run.
 
-Ops run at once, as on a GPU that is never behind: what is late are copies. That they could also be early the clocks tell.
+Ops run at once, as on a GPU that is never behind: what is late are copies. That copies may also come too early the
+clocks tell.
 
-Why not OpenReg, PyTorch's simulated accelerator (``torch_openreg`` in PyTorch's own test folder)? It is C++ that is built
-with CMake against torch, is in no package registry, and has no compiler to rely on at users' and in CI. Its device may
-not be named ``cuda``, so other lines would run than on a GPU. Its streams are threads that run soon, where a missing
-wait shows by luck. What only it could show is torch's own device thread; ``backward`` stands for that.
+Why not OpenReg, PyTorch's simulated accelerator (``torch_openreg`` in PyTorch's own test folder)? It is C++ that is
+built with CMake from a checkout of PyTorch, and users' machines need not have a compiler. Its device may not be named
+``cuda``, so other lines would run than on a GPU. Its streams are threads that run soon, so a missing wait would show by
+luck. What only it could show is torch's own device thread; ``backward`` stands for that.
 """

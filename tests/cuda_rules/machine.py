@@ -41,7 +41,7 @@ class Machine:
         self.generator = torch.Generator()
         self.filled_bytes = 0
         """What deterministic mode has filled of new buffers."""
-        self.pageable_copies = 0
+        self.blocking_copies = 0
         self.capturing = False
         self.loads_lazily = False
         """Whether the first launch of each kernel waits for all that is queued, as where modules are loaded lazily."""

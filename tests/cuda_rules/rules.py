@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .memory import is_on_device
 
@@ -62,7 +61,8 @@ class Rules(TorchDispatchMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self._machine = machine
-        self._facts: dict[Any, tuple[bool, tuple[int | str, ...]]] = {}
+        self._facts: dict[Any, tuple[bool, tuple[int | str, ...], bool]] = {}
+        self._names: dict[tuple[Any, int], str] = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -74,7 +74,9 @@ class Rules(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in(args)
+        if kwargs:
+            tensors += _tensors_in(kwargs.values())
         there = [tensor for tensor in tensors if on_device(tensor)]
         asked = kwargs.get("device")
         packet = getattr(func, "_overloadpacket", func)
@@ -95,7 +97,7 @@ class Rules(TorchDispatchMode):
         if packet in _READS_BACK:
             self._reads_back()
         stream = self._machine.current
-        is_view, written = self._facts_of(func)
+        is_view, written, random = self._facts_of(func)
         if is_view:
             return func(*args, **kwargs)
         if packet not in _UNINITIALISED and packet is not aten._local_scalar_dense:  # neither is a kernel
@@ -106,11 +108,12 @@ class Rules(TorchDispatchMode):
         self._note(func, stream, there, [args[at] if isinstance(at, int) else kwargs.get(at) for at in written])
         if packet in _UNINITIALISED:
             return self._placed(self._unfilled(func, args, kwargs), stream, uninitialised=True)
-        outputs = self._with_generator(func, args, kwargs)
+        random = random and kwargs.get("generator") is None
+        outputs = self._with_generator(func, args, kwargs) if random else func(*args, **kwargs)
         return self._placed(outputs, stream, uninitialised=False) if is_there else outputs
 
-    def _facts_of(self, func: Any) -> tuple[bool, tuple[int | str, ...]]:
-        """Whether it only makes a view, and which of its arguments it writes."""
+    def _facts_of(self, func: Any) -> tuple[bool, tuple[int | str, ...], bool]:
+        """Whether it only makes a view, which of its arguments it writes, and whether it draws."""
         if func not in self._facts:
             schema = func._schema
             written = [
@@ -119,7 +122,8 @@ class Rules(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             aliases = any(result.alias_info is not None for result in schema.returns)
-            self._facts[func] = aliases and not written, tuple(written)
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            self._facts[func] = aliases and not written, tuple(written), draws
         return self._facts[func]
 
     def _refuse_to_mix(self, tensors: list[torch.Tensor]) -> None:
@@ -131,7 +135,7 @@ class Rules(TorchDispatchMode):
 
     def _note(self, func: Any, stream: Stream, there: list[torch.Tensor], written: list[Any]) -> None:
         work = stream.begins()
-        addresses = {tensor.untyped_storage().data_ptr() for leaf in written for tensor in _tensors(leaf)}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(written)}
         seen: set[int] = set()
         size_bytes = 0
         for tensor in there:
@@ -139,7 +143,9 @@ class Rules(TorchDispatchMode):
             if address and address not in seen:
                 seen.add(address)
                 size_bytes += tensor.nbytes
-                what = f"{func} on stream {stream.number}"
+                what = self._names.get((func, stream.number))
+                if what is None:
+                    what = self._names[func, stream.number] = f"{func} on stream {stream.number}"
                 self._machine.access(stream, work, address, what, writes=address in addresses)
         stream.op_runs(size_bytes)
 
@@ -152,8 +158,6 @@ class Rules(TorchDispatchMode):
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random ops draw from the device's generator."""
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
         of_host, of_device = torch.default_generator, self._machine.generator
         before = of_host.get_state()
         of_host.set_state(of_device.get_state())
@@ -172,7 +176,7 @@ class Rules(TorchDispatchMode):
         finally:
             settings.fill_uninitialized_memory = fills
         if fills and torch.are_deterministic_algorithms_enabled():
-            self._machine.filled_bytes += sum(tensor.nbytes for tensor in tree_leaves(outputs))
+            self._machine.filled_bytes += sum(tensor.nbytes for tensor in _tensors_in([outputs]))
         return outputs
 
     # -- where results lie ------------------------------------------------------------------------------------
@@ -189,7 +193,11 @@ class Rules(TorchDispatchMode):
             empty = torch.empty(0, dtype=leaf.dtype)
             return empty.set_(moved[storage._cdata], leaf.storage_offset(), leaf.shape, leaf.stride())
 
-        return tree_map(place, outputs)
+        if isinstance(outputs, (tuple, list)):
+            return type(outputs)(
+                [place(one) for one in leaf] if isinstance(leaf, list) else place(leaf) for leaf in outputs
+            )
+        return place(outputs)
 
     def _on_device(self, storage: torch.UntypedStorage, stream: Stream, uninitialised: bool) -> torch.UntypedStorage:
         size_bytes = storage.nbytes()
@@ -225,7 +233,7 @@ class Rules(TorchDispatchMode):
         if whole and non_blocking and to.nbytes and machine.host_memory.is_pinned(here.data_ptr()):
             machine.queue_copy(to.data_ptr(), source.data_ptr(), to.nbytes, stream)
             return to
-        machine.pageable_copies += here.ndim > 0
+        machine.blocking_copies += here.ndim > 0
         stream.catch_up()
         self._note(aten.copy_.default, stream, [there], [to])
         if not on_device(to):
@@ -236,5 +244,12 @@ class Rules(TorchDispatchMode):
         self._machine.current.synchronise()
 
 
-def _tensors(leaf: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tree_leaves(leaf) if on_device(tensor)]
+def _tensors_in(leaves: Any) -> list[torch.Tensor]:
+    """Arguments are tensors, lists of them, and what is neither."""
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, (list, tuple)):
+            found += [one for one in leaf if isinstance(one, torch.Tensor)]
+    return found

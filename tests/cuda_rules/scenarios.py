@@ -214,4 +214,5 @@ def complaints(scenarios: tuple[Scenario, ...] = SCENARIOS) -> Iterator[str]:
                     found = [repr(error)]
                 found += gpu.violations
                 found += ["memory is still pinned"] if gpu.host_memory.pinned else []
+                found += ["a copy has held the host"] if gpu.blocking_copies else []
             yield from (f"{scenario.__name__}: {one}" for one in found)

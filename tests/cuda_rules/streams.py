@@ -42,6 +42,8 @@ class Host:
 
     def __init__(self) -> None:
         self.clock: Clock = {}
+        self.version = 0
+        """Grows with the clock."""
         self.now_s = 0.0
         self.violations: list[str] = []
         self.numbers = itertools.count()
@@ -54,6 +56,7 @@ class Host:
     def learns(self, mark: Mark) -> None:
         """It has waited for the mark."""
         join(self.clock, mark.clock)
+        self.version += 1
         self.now_s = max(self.now_s, mark.at_s)
 
 
@@ -62,6 +65,7 @@ class Stream:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        self._host_version = -1
         self.number = next(host.numbers)
         host.streams.append(self)
         self.queue: deque[Mark | Work] = deque()
@@ -72,7 +76,9 @@ class Stream:
 
     def begins(self) -> tuple[int, int]:
         """A piece of work is queued, or runs: its number, which later accesses are told apart by."""
-        join(self.clock, self.host.clock)
+        if self._host_version != self.host.version:
+            self._host_version = self.host.version
+            join(self.clock, self.host.clock)
         count = self.clock.get(self.number, 0) + 1
         self.clock[self.number] = count
         return self.number, count

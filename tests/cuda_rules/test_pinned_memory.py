@@ -63,6 +63,13 @@ def test_the_driver_refuses_and_the_device_goes_on(gpu: Machine) -> None:
     device.close()
 
 
+def test_cupys_refusal_is_an_os_error_too() -> None:
+    with on_stand_in() as gpu:
+        gpu.host_memory.most_bytes = MIB
+        with pytest.raises(OSError, match="could not be pinned: cudaErrorMemoryAllocation: out of memory"):
+            PinnedMemory(2 * MIB, cupy_or_none())
+
+
 def test_a_session_whose_slab_is_refused_keeps_its_values_and_is_exact(gpu: Machine) -> None:
     case = CASES["residual"]
     plan = random_plan(case.profile(), 0, (0, 1, 0))

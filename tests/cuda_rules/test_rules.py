@@ -125,9 +125,9 @@ def test_a_pageable_copy_holds_the_host_and_is_counted(gpu: Machine, side: torch
         begun = side.record_event()
         there.to("cpu", non_blocking=True)
     assert begun.query()
-    before = gpu.pageable_copies
+    before = gpu.blocking_copies
     there.copy_(torch.zeros(COUNT), non_blocking=True)
-    assert gpu.pageable_copies == before + 1
+    assert gpu.blocking_copies == before + 1
 
 
 def test_a_stream_is_current_on_one_thread(gpu: Machine, side: torch.cuda.Stream) -> None:

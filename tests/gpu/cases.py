@@ -1,4 +1,4 @@
-"""Small networks for a GPU. ``POOCH_GPU_TESTS_DEVICE=cpu`` has them run on the CPU, to try the tests' own code."""
+"""Small networks for a GPU, or for the stand-in. ``POOCH_GPU_TESTS_DEVICE=cpu`` has them run on the CPU."""
 
 from __future__ import annotations
 
@@ -144,4 +144,6 @@ CASES = {
     "sdpa_flash": _heads(SDPBackend.FLASH_ATTENTION, torch.bfloat16, 0.1),
     "sdpa_cudnn": _heads(SDPBackend.CUDNN_ATTENTION, torch.bfloat16, 0.1),
 }
+BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "sdpa_flash")
+"""What the stand-in runs each time; a GPU, and ``make test-deep``, run all."""
 ON_CUDA_ALONE = {"sdpa_efficient", "sdpa_flash", "sdpa_cudnn"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 import poochplan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from tests.gpu.cases import CASES, ON_CUDA_ALONE, WHERE
+from tests.depth import seeds, tries
+from tests.gpu.cases import BY_DAY, CASES, ON_CUDA_ALONE, WHERE
 from tests.runtime.nets import Case, equal, metered_peaks, train
 from tests.runtime.random_plans import random_plan
 
@@ -39,15 +41,20 @@ def _reference(case: Case, steps: int) -> list[list[torch.Tensor]]:
     return reference
 
 
-@pytest.mark.parametrize("name", CASES)
+def _each(names: Iterable[str], by_day: Collection[str]) -> list[Any]:
+    return [name if name in by_day else pytest.param(name, marks=pytest.mark.deep) for name in names]
+
+
+@pytest.mark.parametrize("name", _each(CASES, BY_DAY))
 def test_any_decisions_give_the_gradients_of_in_core_training(name: str) -> None:
     case = _case(name)
     profile = case.profile()
     assert profile.device.kind == WHERE.type
-    reference = _reference(case, 3)
+    steps = tries(2, 3)
+    reference = _reference(case, steps)
     for kind, weights in WEIGHTS.items():
-        for seed in range(2):
-            planned, report = train(case, 3, random_plan(profile, seed, weights))
+        for seed in seeds(1, 2):
+            planned, report = train(case, steps, random_plan(profile, seed, weights))
             assert equal(reference, planned), (kind, seed)
             assert report is not None
             assert report.total.fallbacks == 0, report.total.fallback_reasons
@@ -66,14 +73,14 @@ def test_a_forward_with_dropout_in_a_kernel_is_replayed_with_its_generator_state
     assert torch.equal(in_core[0], planned[0])
 
 
-@pytest.mark.parametrize("name", ["residual", "recurrent", "sdpa_math"])
+@pytest.mark.parametrize("name", _each(("residual", "recurrent", "sdpa_math"), ("residual",)))
 def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(name: str) -> None:
     case = _case(name)
     profile = case.profile()
     smallest = smallest_budget(profile)
-    for share in (0.1, 0.5):
+    for share in (0.1, 0.5)[: tries(1, 2)]:
         budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
-        plan = poochplan.plan(profile, budget, time_limit_s=5)
+        plan = poochplan.plan(profile, budget, time_limit_s=5, evaluations=tries(200, 20_000))
         assert plan.prediction.peak_bytes <= budget
         assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes
         _, report = train(case, 3, plan)

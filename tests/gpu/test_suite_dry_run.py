@@ -1,9 +1,11 @@
-"""The suite's own code, tried on the CPU with tiny networks; and the arithmetic of overlap."""
+"""The suite's own code, tried on the stand-in with tiny networks; and the arithmetic of overlap."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,13 +25,18 @@ def test_copies_in_both_directions_count_once_and_stalls_are_taken_off() -> None
     assert overlap([], [(0, 1)]) is None
 
 
-def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: Path) -> None:
+def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_suite, "WARM_STEPS", 1)
+
     def results(*more: str) -> dict:
         assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--out", str(tmp_path), *more]) == 0
         return json.loads((tmp_path / "gpu-suite.json").read_text())
 
-    nets = list(NETS) if DEEP else ["gpt2-bf16", "resnet50"]
-    found = results("--minutes", "30", "--tests", "any_decisions and embedding", "--nets", *nets)
+    test = "is_for_the_current_gpu" if WHERE.type == "cuda" else "any_decisions and embedding"
+    nets = list(NETS) if DEEP else ["gpt2-bf16"]
+    found = results("--minutes", "30", "--tests", test, "--nets", *nets)
     assert found["failed"] == found["skipped"] == []
     assert "1 passed" in found["tests"]["summary"]
     ways = {"a third", "a fifth", "swap-all", "checkpoint", "save_on_cpu", "a fifth, deterministic"}
@@ -47,17 +54,54 @@ def test_every_case_of_the_suite_runs_and_a_spent_time_limit_is_told(tmp_path: P
     read = (tmp_path / "gpu-suite.md").read_text()
     for line in (f"# GPU suite on {found['device']['name']}", f"* Commit: {found['commit']}", "## gpt2-bf16"):
         assert line in read
-    assert "* Bit by bit, resnet50, a fifth, deterministic: equal" in read
+    assert "* Bit by bit, gpt2-bf16, a fifth, deterministic: equal" in read
+    tmp_path = tmp_path / "late"
     late = results("--minutes", "0.1", "--no-tests", "--nets", "gpt2")
     assert late["skipped"] == ["gpt2: profile"]
     assert late["rows"] == []
     assert "* Left out, the time was up: gpt2: profile" in (tmp_path / "gpu-suite.md").read_text()
 
 
-def test_tests_that_ran_elsewhere_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_suite, "RAN_ON", "nobody says this: ")
-    arguments = ["--device", WHERE.type, "--tiny", "--tests", "nothing_of_this_name", "--minutes", "30"]
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [(0, "expected them to run on"), (1, "exit code 1: no output"), (None, "time limit: no output")],
+)
+def test_tests_that_fail_or_ran_elsewhere_are_a_failure_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int | None, reason: str
+) -> None:
+    def says_nothing(command: list[str], timeout: float = 0.0, **_: object) -> SimpleNamespace:
+        if ended is None and "pytest" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=ended, stdout="0")
+
+    monkeypatch.setattr(gpu_suite.subprocess, "run", says_nothing)
     monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
-    assert gpu_suite.main([*arguments, "--out", str(tmp_path)]) == 1
+    assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 1
     read = (tmp_path / "gpu-suite.md").read_text()
-    assert "* **Failed**: GPU tests: RuntimeError: GPU tests: expected them to run on" in read
+    assert f"* **Failed**: GPU tests: RuntimeError: GPU tests: {reason}" in read
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_network_has_a_step_and_blocks_to_checkpoint(name: str) -> None:
+    net = NETS[name](WHERE, True)
+    assert net.blocks
+    with gpu_suite.checkpointed(net.blocks):
+        assert gpu_suite.one_step(net, WHERE) > 0
+    assert all(parameter.grad is not None for parameter in net.workload.model.parameters())
+
+
+def test_the_suite_takes_the_cpu_too(tmp_path: Path) -> None:
+    late = ["--minutes", "0.1", "--nets", "gpt2", "--out", str(tmp_path)]
+    assert gpu_suite.main(["--device", "cpu", "--tiny", *late]) == 0
+    assert "* Device: cpu" in (tmp_path / "gpu-suite.md").read_text()
+
+
+def test_other_bits_are_a_failure_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(suite: object, name: str, plan: object) -> dict:
+        return {"bitwise_equal": False, "difference": "weight differs", "compared_tensors": 3}
+
+    monkeypatch.setattr(gpu_suite, "bitwise", differs)
+    monkeypatch.setattr(gpu_suite, "compare_ways", lambda suite, name: {"a fifth": None})
+    arguments = ["--device", WHERE.type, "--tiny", "--no-tests", "--nets", "gpt2", "--out", str(tmp_path)]
+    assert gpu_suite.main(arguments) == 1
+    assert "gpt2, a fifth, deterministic: **different**: weight differs" in (tmp_path / "gpu-suite.md").read_text()

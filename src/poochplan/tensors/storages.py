@@ -47,7 +47,10 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
-    """A storage with undefined contents, also where deterministic algorithms fill new memory: all of it is written."""
+    """A storage with undefined contents, all of which the caller overwrites.
+
+    So it is not filled where deterministic algorithms fill new memory (``torch.utils.deterministic``).
+    """
     settings: Any = torch.utils.deterministic
     fills = torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory
     if fills:
