@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
 
