@@ -46,6 +46,7 @@ class Segment:
         "diverged",
         "gradient_bytes",
         "inputs",
+        "lease",
         "left_over_bytes",
         "number",
         "ordinal",
@@ -83,28 +84,34 @@ class Segment:
         self.raised = False
         self.outcome: Outcome | None = None
         """None while it is open."""
+        self.lease: weakref.ref[Lease] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a handle on a value that it has saved is still alive."""
+        return self.lease is not None and self.lease() is not None
 
 
 class Cursor:
-    """State: the open segment or the last one, and the lease that all live handles hold."""
+    """State: the open segment or the last one, and the lease that the handles of all segments hold."""
 
     def __init__(self, on_idle: Callable[[], None]) -> None:
         self.segment = Segment(0, 0)
         self.is_open = False
         self._announced = False
         self._on_idle = on_idle
-        self._lease: weakref.ref[Lease] | None = None
+        self._whole: weakref.ref[Lease] | None = None
         self._since_optimizer = 0
 
     # -- where segments begin and end -------------------------------------------------------------------------
 
     def forward_begins_one(self) -> bool:
         """The model is called: whether a segment begins here."""
-        return not self._announced and (self.segment.used or not self.holds_values)
+        return not self._announced and (self.segment.used or not self.segment.is_held)
 
     def save_begins_one(self) -> bool:
         """Something is saved: whether a segment begins here."""
-        return not self.is_open or ((self.segment.used or self.segment.raised) and not self.holds_values)
+        return not self.is_open or ((self.segment.used or self.segment.raised) and not self.segment.is_held)
 
     def announced(self) -> None:
         """The caller says that one begins here, and will say so from now on."""
@@ -126,7 +133,7 @@ class Cursor:
     def _outcome(self) -> Outcome:
         if self.segment.raised:
             return Outcome.RAISED
-        if self.holds_values:
+        if self.segment.is_held:
             return Outcome.LEFT_OVER
         return Outcome.USED if self.segment.used else Outcome.UNUSED
 
@@ -139,14 +146,23 @@ class Cursor:
 
     @property
     def holds_values(self) -> bool:
-        """Whether a handle on a saved value is still alive."""
-        return self._lease is not None and self._lease() is not None
+        """Whether a handle on a saved value is still alive, of whatever segment."""
+        return self._whole is not None and self._whole() is not None
 
     def lease(self) -> Lease:
-        """What each handle holds; ``on_idle`` is called when nobody holds it any more."""
-        lease = self._lease() if self._lease is not None else None
+        """What each handle of the segment holds."""
+        segment = self.segment
+        lease = segment.lease() if segment.lease is not None else None
         if lease is None:
-            lease = Lease()
-            self._lease = weakref.ref(lease)
-            weakref.finalize(lease, self._on_idle).atexit = False  # a callback here would go with the engine
+            lease = Lease(self._lease_of_all())
+            segment.lease = weakref.ref(lease)
         return lease
+
+    def _lease_of_all(self) -> Lease:
+        """``on_idle`` is called when nobody holds it any more."""
+        whole = self._whole() if self._whole is not None else None
+        if whole is None:
+            whole = Lease()
+            self._whole = weakref.ref(whole)
+            weakref.finalize(whole, self._on_idle).atexit = False  # a callback here would go with the engine
+        return whole

@@ -12,9 +12,15 @@ from .saved_value import SavedValue
 
 
 class Lease:
-    """Held by each handle on a saved value: it dies with the last of them, whatever interrupts their making or end."""
+    """Held by each handle on a segment's values: it dies with the last one, whatever interrupts their making or end.
 
-    __slots__ = ("__weakref__",)
+    ``whole`` is held by the leases of all segments, and dies with the last of these.
+    """
+
+    __slots__ = ("__weakref__", "whole")
+
+    def __init__(self, whole: Lease | None = None) -> None:
+        self.whole = whole
 
 
 class Handle:

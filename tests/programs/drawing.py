@@ -77,8 +77,9 @@ SAME_STEP = (PLAIN, "an evaluation between")
 FOLLOWED = (*SAME_STEP, "two backwards", "backward inside autocast")
 """Those that follow the plan, whatever came before: the second of two backwards has no points of its own."""
 LEAVES_SOMETHING = ("backward hook raises", "a saved tensor written")
-"""Behind these autograd holds a part of the abandoned graph in the next step, in-core as under a plan."""
-ABANDONED = (*LEAVES_SOMETHING, "forward raises", "forward hook raises", "no backward")
+"""Behind these autograd holds a part of the abandoned graph until the next backward, in-core as under a plan."""
+WITHOUT_BACKWARD = ("forward raises", "forward hook raises", "no backward")
+ABANDONED = (*LEAVES_SOMETHING, *WITHOUT_BACKWARD)
 """Behind these a step that saves something before its model is called counts as a part of the abandoned one."""
 
 

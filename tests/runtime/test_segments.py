@@ -158,6 +158,17 @@ def test_handles_that_outlive_their_segment_are_left_over_and_count_as_there_bef
         assert engine.segment.number == 3
 
 
+def test_a_step_behind_one_that_was_dropped_is_a_new_one_though_handles_of_earlier_ones_live() -> None:
+    model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
+    with under(chooser, model) as engine:
+        kept = model(batch)
+        kept.backward(retain_graph=True)
+        model(batch)  # thrown away
+        model(batch).backward()
+        assert engine.segment.number == 3
+    assert [segment.outcome for segment in chooser.chosen] == [Outcome.LEFT_OVER, Outcome.UNUSED, Outcome.USED]
+
+
 def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None:
     plan = random_plan(CASES["residual"].profile(), 0, (0, 1, 0))
     model, step, _ = CASES["residual"].fresh()
