@@ -125,6 +125,7 @@ TORCH_CUDA: dict[str, Any] = {
     "set_stream": set_stream,
     "stream": StreamContext,
     "current_device": _nothing,
+    "get_device_properties": lambda device=None: SimpleNamespace(),
     "synchronize": _nothing,
     "empty_cache": _nothing,
     "reset_peak_memory_stats": _nothing,

@@ -11,6 +11,7 @@ import torch
 import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
+from poochplan.profiler.trials.handle_cost import measure_runtime
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
 from poochplan.runtime.devices.transfers import copy_out
 from tests.cuda_rules.machine import MACHINE
@@ -116,6 +117,13 @@ def test_a_report_tells_what_the_compute_stream_spent_in_metered_steps(plan: Pla
         unmetered = session.report().last_step
         assert unmetered.replayed_values == metered.replayed_values > 0
         assert unmetered.stall_s == unmetered.replay_s == 0
+
+
+@pytest.mark.deep
+def test_what_the_launching_thread_takes_is_measured_on_cuda_too() -> None:
+    cost = measure_runtime(WHERE).cost
+    assert min(cost.launch_s, cost.handle_s, cost.swap_s, cost.record_s, cost.replay_s) > 0 or cost.unmeasured
+    assert not MACHINE or MACHINE[-1].violations == []
 
 
 def test_a_step_that_is_captured_as_a_graph_is_refused(plan: Plan) -> None:
