@@ -29,7 +29,9 @@ import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
 from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.replays.tape import Tape
 from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.storages import static_keys
 from poochplan.workload import Workload
 
 KEEP_ALL: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "8"}}
@@ -108,8 +110,9 @@ class ManyOps(nn.Module):
 def per_op(pairs: int) -> dict[str, Any]:
     """Microseconds that recording adds to an op, and that a handle adds to a pack and its unpack."""
     model, batch = ManyOps(), torch.randn(8, 32)
-    recorder = Recorder("cpu")
-    recorder.static = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    tape = Tape("cpu")
+    tape.static = static_keys(model, "cpu")
+    recorder = Recorder(tape)
     ops = 6 * len(model.scales)
 
     def forward(mode: contextlib.AbstractContextManager[Any]) -> Seconds:
@@ -126,7 +129,7 @@ def per_op(pairs: int) -> dict[str, Any]:
 
     @contextlib.contextmanager
     def recording() -> Any:
-        recorder.forget(in_use=False)
+        tape.forget(in_use=False)
         recorder.switch_on()
         try:
             yield
