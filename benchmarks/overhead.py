@@ -129,7 +129,7 @@ def per_op(pairs: int) -> dict[str, Any]:
 
     @contextlib.contextmanager
     def recording() -> Any:
-        tape.forget(in_use=False)
+        tape.forget()
         recorder.switch_on()
         try:
             yield

@@ -144,6 +144,7 @@ class Session:
             self.engine.end()
             self.engine.mechanism.take_times()
             self._take_peak(self.engine.segment.report)
+            self.engine.tell_driver()
             self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
             self._state = "closed"

@@ -109,11 +109,11 @@ class Engine:
         """A segment begins; the open one ends."""
         self.end()
         self.tell_end()
-        segment = self.cursor.begin()
+        before, segment = self.segment, self.cursor.begin()
         self.mechanism.report = segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
             self._look_at_model(segment)
-        self.tape.forget(in_use=self.cursor.holds_values)
+        self.tape.forget(lambda: before.is_held)
         segment.left_over_bytes = self._left_over_bytes()
         with self._lock:
             if self.host.step_begins():
@@ -137,10 +137,14 @@ class Engine:
 
     def tell_end(self) -> None:
         """The last segment is over, and what its report says is final."""
-        segment, driver, self._ended = self.segment, self._ended, None
         self.mechanism.take_times()
-        if segment.number:
-            self._on_segment_end(segment)
+        if self.segment.number:
+            self._on_segment_end(self.segment)
+        self.tell_driver()
+
+    def tell_driver(self) -> None:
+        """Tells the driver of the segment that has ended, once."""
+        segment, driver, self._ended = self.segment, self._ended, None
         if driver is not None and segment.outcome is not None:
             driver.end(segment, segment.outcome)
 
@@ -291,10 +295,11 @@ class Engine:
     def _unpack(self, handle: Handle) -> torch.Tensor:
         raise_held_back()
         value = handle.value
-        if value is not None and not handle.used:
-            handle.used = True
+        if value is not None:
             self.recorder.switch_off()
-            self._use_point(handle)
+            if not handle.used:
+                handle.used = True
+                self._use_point(handle)
         handle.check_version()  # Rule 5
         if value is None or handle.geometry is None:
             return handle.tensor

@@ -8,7 +8,7 @@ are known here by what is asked of them alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -216,26 +216,29 @@ class Tape:
         self._earlier: dict[int, StorageRecord] = {}
         """Storages that were there before the step, as far as it knows: met in an earlier one, or given to this one."""
         self._recorded: list[StorageRecord] = []
-        self._in_use: list[StorageRecord] = []
-        """Recorded in earlier steps, and perhaps still read by a replay."""
+        self._kept: list[tuple[Callable[[], bool], list[StorageRecord]]] = []
+        """Recorded in earlier steps whose handles may still be replayed from it."""
         self._count = 0
 
     def __del__(self) -> None:
-        self.forget(in_use=False)
+        for records in (self._recorded, *(records for _, records in self._kept)):
+            _break_circles(records)
 
-    def forget(self, *, in_use: bool) -> None:
-        """Begins with no records. Unless handles of an earlier step are ``in_use``, all that was recorded goes.
+    def forget(self, is_held: Callable[[], bool] = lambda: False) -> None:
+        """Begins with no records. All that was recorded goes, as soon as ``is_held`` says that no handle of it is left.
 
         Records and ops refer to each other, and nobody else would find out that they are garbage.
         """
         self._earlier, self._registry = self._registry, {}
-        self._in_use += self._recorded
+        self._kept.append((is_held, self._recorded))
         self._recorded = []
-        if not in_use:
-            for record in self._in_use:
-                record.birth = None
-                record.writes = ()
-            self._in_use = []
+        kept = []
+        for held, records in self._kept:
+            if held():
+                kept.append((held, records))
+            else:
+                _break_circles(records)
+        self._kept = kept
 
     def __len__(self) -> int:
         """How many storages of this step are alive."""
@@ -301,3 +304,9 @@ class Tape:
         for record in op.writes:
             record.was_written_by(op)
             self._recorded.append(record)
+
+
+def _break_circles(records: list[StorageRecord]) -> None:
+    for record in records:
+        record.birth = None
+        record.writes = ()

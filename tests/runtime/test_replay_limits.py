@@ -271,6 +271,29 @@ def test_recordings_of_steps_that_wait_for_each_other_go_when_nothing_is_held_an
     assert blocks[-1] - blocks[3] < 20 * storages
 
 
+def test_recordings_of_steps_that_always_overlap_go_each_with_its_own_step() -> None:
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, REPLAY_ALL)
+    model, step, _ = case.fresh()
+    with poochplan.apply(plan, model) as session:
+        blocks = []
+        session.step()
+        waiting = step()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(12):
+                session.step()
+                following = step()  # before the backward of the one that waits: something is held at all times
+                waiting.backward()
+                waiting = following
+                blocks.append(sys.getallocatedblocks())
+            storages = len(session.engine.tape)
+        finally:
+            gc.enable()
+    assert blocks[-1] - blocks[4] < 20 * storages  # those of one step's recording; seven steps' would be much more
+
+
 def test_a_session_that_is_never_entered_starts_nothing() -> None:
     import threading
 
