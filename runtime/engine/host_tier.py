@@ -1,4 +1,4 @@
-"""The host tier: where in the host tier each value goes. Planned offsets first; what is not planned goes behind."""
+"""The host tier as places: where each value goes. Planned offsets first; what is not planned goes behind."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
 from tests.runtime.mutants import Mutant, mutants_of
-from tests.runtime.nets import Case, equal
+from tests.runtime.nets import Case, Gated, equal
 from tests.runtime.random_plans import random_plan
 
 _MODULES = [
@@ -27,18 +27,6 @@ _MODULES = [
 MUTANTS = [mutant for mutant in mutants_of(*_MODULES) if mutant.name != "arrived"]
 """Without those of a read that fails: a disk's may, and pinned memory's does not."""
 CASE, STREAMS = CASES["residual"], CASES["two_streams"]
-
-
-class Gated(torch.nn.Module):
-    """``hidden`` is used before its gate in backward: a gate that is replayed early may let it go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale = torch.nn.Linear(64, 64), torch.nn.Parameter(torch.ones(64))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(batch)
-        return hidden.sigmoid().sum() + (hidden * self.scale).sum()
 
 
 def _gated() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:

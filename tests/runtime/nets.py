@@ -97,6 +97,18 @@ class Case:
         return poochplan.profile(step, model=model, optimizer=optimizer, iterations=iterations, link=LINK, **options)  # type: ignore[call-overload, no-any-return]
 
 
+class Gated(nn.Module):
+    """``hidden`` is used before its gate in backward: a gate that is replayed early may let it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(batch)
+        return hidden.sigmoid().sum() + (hidden * self.scale).sum()
+
+
 def _residual() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     images, labels = torch.randn(4, 8, 16, 16), torch.randint(0, 5, (4,))
     return Residual(), lambda model: nn.functional.cross_entropy(model(images), labels)

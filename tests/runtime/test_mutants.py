@@ -18,7 +18,7 @@ from poochplan.runtime.engine import mechanism, saved_value
 from poochplan.runtime.session import Session
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.mutants import Mutant, mutants_of
-from tests.runtime.nets import CASES, Case, Residual, equal
+from tests.runtime.nets import CASES, Case, Gated, Residual, equal
 from tests.runtime.random_plans import random_plan
 
 pytestmark = pytest.mark.cpu_device
@@ -27,18 +27,6 @@ MUTANTS = mutants_of(transfers, saved_value, mechanism)
 
 
 Scenario = Callable[[AdversarialDevice], list[str]]
-
-
-class Gated(torch.nn.Module):
-    """``hidden`` is used before its gate in backward: a gate that is replayed early may let it go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale = torch.nn.Linear(64, 64), torch.nn.Parameter(torch.ones(64))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(batch)
-        return hidden.sigmoid().sum() + (hidden * self.scale).sum()
 
 
 def _gated() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:

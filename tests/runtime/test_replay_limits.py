@@ -227,23 +227,33 @@ def test_a_model_with_a_sparse_and_an_expanded_buffer() -> None:
     _check(Graph, _loss)
 
 
+def _blocks_after(rounds: int, one_round: Callable[[], None]) -> list[int]:
+    """Of Python's memory in use behind each round, where nobody collects garbage."""
+    blocks = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            one_round()
+            blocks.append(sys.getallocatedblocks())
+    finally:
+        gc.enable()
+    return blocks
+
+
 def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
     case = CASES["residual"]
     plan = random_plan(case.profile(), 0, REPLAY_ALL)
     model, step, optimizer = case.fresh()
+
+    def one_step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        step().backward()
+        optimizer.step()
+
     with poochplan.apply(plan, model) as session:
-        blocks = []
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(8):
-                optimizer.zero_grad(set_to_none=True)
-                step().backward()
-                optimizer.step()
-                blocks.append(sys.getallocatedblocks())
-            storages = len(session.engine.tape)
-        finally:
-            gc.enable()
+        blocks = _blocks_after(8, one_step)
+        storages = len(session.engine.tape)
     assert blocks[-1] - blocks[3] < 20 * storages  # those of one step's recording; four steps' would be much more
 
 
@@ -252,22 +262,17 @@ def test_recordings_of_steps_that_wait_for_each_other_go_when_nothing_is_held_an
     plan = random_plan(case.profile(), 0, REPLAY_ALL)
     model, step, _ = case.fresh()
     with poochplan.apply(plan, model) as session:
-        blocks = []
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(8):
-                session.step()
-                first = step()
-                session.step()
-                second = step()
-                first.backward()
-                second.backward()
-                del first, second
-                blocks.append(sys.getallocatedblocks())
-            storages = len(session.engine.tape)
-        finally:
-            gc.enable()
+
+        def two_steps() -> None:
+            session.step()
+            first = step()
+            session.step()
+            second = step()
+            first.backward()
+            second.backward()
+
+        blocks = _blocks_after(8, two_steps)
+        storages = len(session.engine.tape)
     assert blocks[-1] - blocks[3] < 20 * storages
 
 
@@ -276,21 +281,16 @@ def test_recordings_of_steps_that_always_overlap_go_each_with_its_own_step() -> 
     plan = random_plan(case.profile(), 0, REPLAY_ALL)
     model, step, _ = case.fresh()
     with poochplan.apply(plan, model) as session:
-        blocks = []
         session.step()
-        waiting = step()
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(12):
-                session.step()
-                following = step()  # before the backward of the one that waits: something is held at all times
-                waiting.backward()
-                waiting = following
-                blocks.append(sys.getallocatedblocks())
-            storages = len(session.engine.tape)
-        finally:
-            gc.enable()
+        waiting = [step()]
+
+        def next_step() -> None:
+            session.step()
+            waiting.append(step())  # before the backward of the one that waits: something is held at all times
+            waiting.pop(0).backward()
+
+        blocks = _blocks_after(12, next_step)
+        storages = len(session.engine.tape)
     assert blocks[-1] - blocks[4] < 20 * storages  # those of one step's recording; seven steps' would be much more
 
 
