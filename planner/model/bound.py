@@ -13,11 +13,10 @@ from dataclasses import replace
 from poochplan.planner.allowance import Allowance
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
+from poochplan.planner.rows.whole_rows import large_values
 
-from .fluid import FluidModel, Purpose, Request
-from .rows import build_fluid_model
-from .solvers import Cancel, Limits, LinearSolution, solve_linear
-from .whole_rows import large_values
+from .relaxation import bound_model, bound_seconds
+from .solvers import Cancel, Limits, solve_linear
 
 INTEGRAL_SHARE = 0.0005
 """Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
@@ -37,9 +36,9 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits
     The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
     """
     started_s = time.perf_counter()
-    model = _model(problem, budget_bytes)
+    model = bound_model(problem, budget_bytes)
     found = solve_linear(model.linear.arrays(), solver, limits.since(started_s), relaxed=True)
-    return _bound_of(model, found)
+    return bound_seconds(model, found.bound)
 
 
 def integral_bound(
@@ -48,7 +47,7 @@ def integral_bound(
     """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum."""
     started_s = time.perf_counter()
     large = large_values(problem, movable(problem), LARGE_SHARE)
-    model = _model(problem, budget_bytes, large)
+    model = bound_model(problem, budget_bytes, whole=large, grid=GRID)
     small = INTEGRAL_SHARE * model.all_bytes
     for columns in (model.swap, model.recompute):
         for value, column in columns.items():
@@ -57,18 +56,7 @@ def integral_bound(
     absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
     scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
-    return max(problem.keep_all_s, _bound_of(model, found) - SAFETY * problem.step_s)
-
-
-def _model(problem: Problem, budget_bytes: int, large: tuple[int, ...] = ()) -> FluidModel:
-    request = Request(budget_bytes, tuple(movable(problem)), Purpose.BOUND, whole=large, grid=GRID)
-    return build_fluid_model(problem, request)
-
-
-def _bound_of(model: FluidModel, found: LinearSolution) -> float:
-    # Above ``longest`` the columns' upper bounds could cut off a plan.
-    added = 0.0 if found.bound is None else min(max(0.0, found.bound), model.longest)
-    return max(model.problem.keep_all_s, model.problem.step_s + added * model.time_unit_s)
+    return max(problem.keep_all_s, bound_seconds(model, found.bound) - SAFETY * problem.step_s)
 
 
 class Proof:

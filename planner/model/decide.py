@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from poochplan.formats.plan import Decision
 from poochplan.planner.problem.arrays import Floats
 from poochplan.planner.problem.problem import Problem
+from poochplan.planner.rows.fluid_rows import build_fluid_model
 
 from .fluid import FluidModel, Request
-from .rows import build_fluid_model
 from .solvers import Limits, SolverStatus, solve_linear
 
 

@@ -1,8 +1,8 @@
 """The fluid models' data: what to build a model for, and its columns by their meaning.
 
 Decisions are chosen, copies flow. PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its
-optimum. They are one model with a few rows apart, which ``rows.py`` adds; docs/planner.md lists the rows and argues for
-them.
+optimum. They are one model with a few rows apart, which ``planner/rows/`` adds; docs/planner.md lists the rows and
+argues for them.
 """
 
 from __future__ import annotations

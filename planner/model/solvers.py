@@ -204,6 +204,38 @@ class _Checks:
             event.interrupt()
 
 
+class Warm:
+    """State: a linear program in HiGHS. Columns' bounds may change between two runs; each begins at the last basis."""
+
+    def __init__(self, model: Arrays) -> None:
+        self._highs = _highs(Limits())
+        self._highs.passModel(_highs_model(model, is_integral=False))
+        self._highs.setOptionValue("solver", "simplex")
+
+    def bound_column(self, column: int, low: float, high: float) -> None:
+        """Other bounds for one column."""
+        self._highs.changeColBounds(column, low, high)
+
+    def solve(self, limits: Limits) -> tuple[SolverStatus, Floats | None, Floats | None]:
+        """How the run ended, the columns' values (None without a solution) and the rows' duals (None without any)."""
+        import highspy
+
+        highs = self._highs
+        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.1, limits.time_s))  # its clock never stands still
+        highs.run()
+        status, info, solution = _highs_status(highs), highs.getInfo(), highs.getSolution()
+        is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        duals = np.array(solution.row_dual) if solution.dual_valid else None
+        if not is_solved:
+            return _without_solution(status), None, duals
+        return status, np.array(solution.col_value), duals
+
+    def ray(self) -> Floats | None:
+        """Row duals that show why there is no solution; None where HiGHS has none."""
+        _, has_ray, ray = self._highs.getDualRay()
+        return np.array(ray) if has_ray else None
+
+
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 

@@ -28,8 +28,8 @@ from poochplan.planner.model.bound import Proof
 from poochplan.planner.model.decide import Solution, solve_fluid
 from poochplan.planner.model.fluid import Request
 from poochplan.planner.model.solvers import choose_solver
-from poochplan.planner.model.whole_rows import large_values
 from poochplan.planner.problem.problem import Problem
+from poochplan.planner.rows.whole_rows import large_values
 from poochplan.planner.schedule.schedule import with_recording
 
 from .annealing import anneal

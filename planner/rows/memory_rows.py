@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from poochplan.formats.occupancy import occupancy
+from poochplan.planner.model.fluid import FluidModel
+from poochplan.planner.model.linear import Term
 from poochplan.planner.problem.arrays import Ints
 
-from .fluid import FluidModel
-from .linear import Term
 from .whole_rows import add_whole_buffers, resident_rest, resident_whole
 
 

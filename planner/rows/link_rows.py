@@ -1,0 +1,76 @@
+"""The link's rows: what has not left yet, and what is back before it is needed, slot by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from poochplan.planner.model.fluid import FluidModel
+from poochplan.planner.model.linear import Term
+
+
+def add_link(model: FluidModel) -> None:
+    """Backlog of bytes not yet out, and bytes that are back before they are needed, slot by slot."""
+    linear, slots, link = model.linear, model.slots, model.problem.link
+    out_rate, in_rate = model.out_rate, model.in_rate
+    saved, needed = dict[int, list[Term]](), dict[int, list[Term]]()
+    for value, column in model.swap.items():
+        saved.setdefault(model.save_slot[value], []).append((column, model.moved[value]))
+        needed.setdefault(model.use_slot[value], []).append((column, model.moved[value]))
+    seconds = (slots.seconds / model.time_unit_s).tolist()
+    longer_out = 1.0 if model.is_bound else 1 + link.interference_out
+    longer_in = 1.0 if model.is_bound else 1 + link.interference_in
+    # What a half-duplex link carries inwards it cannot carry outwards.
+    shared = 0.0 if model.is_bound else (1 - link.duplex) / link.duplex * out_rate / in_rate
+    for slot in range(slots.count):
+        extra = linear.column(model.longest, cost=1.0)
+        not_out = linear.column(model.all_bytes)
+        model.extra.append(extra)
+        model.not_out.append(not_out)
+        if slot > 0:
+            left: list[Term] = [(model.not_out[slot - 1], 1.0)]
+            if slot - 1 in model.arriving and shared:
+                left.append((model.arriving[slot - 1], shared))
+            spare = seconds[slot - 1] * longer_out * out_rate
+            if slot in saved:  # what was idle before the save point is gone
+                backlog = linear.column(model.all_bytes)
+                linear.row([*left, (backlog, -1.0)], high=spare)
+                left, spare = [(backlog, 1.0)], 0.0
+            linear.row([*left, *saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=spare)
+        else:
+            linear.row([*saved.get(slot, ()), (not_out, -1.0), (extra, -out_rate)], high=0.0)
+        if slot >= slots.first_backward:
+            _add_inward(model, slot, needed.get(slot, []), in_rate, seconds[slot] * longer_in * in_rate)
+    _add_early_fetches(model)
+
+
+def _add_inward(model: FluidModel, slot: int, needed: list[Term], rate: float, spare: float) -> None:
+    linear = model.linear
+    ahead = linear.column(model.all_bytes)
+    arriving = linear.column(min(model.all_bytes, spare))
+    during_extra = linear.column(model.all_bytes)
+    terms = [(ahead, 1.0), (during_extra, -1.0), *needed]
+    if slot - 1 in model.ahead:
+        terms += [(model.ahead[slot - 1], -1.0), (model.arriving[slot - 1], -1.0)]
+    linear.row(terms, low=0, high=0)
+    linear.row([(during_extra, 1.0), (model.extra[slot], -rate)], high=0)
+    model.ahead[slot], model.arriving[slot] = ahead, arriving
+
+
+def _add_early_fetches(model: FluidModel) -> None:
+    """What was fetched for a replay stays until its own use; a row at each slot where such a fetch may be."""
+    marks = sorted({early.slot for returns in model.early.values() for early in returns if early.fetched is not None})
+    wanted = dict[int, list[Term]]()
+    for value, returns in model.early.items():
+        latest: int | None = None
+        steps = iter(returns)
+        step = next(steps, None)
+        for slot in marks[int(np.searchsorted(marks, returns[0].slot)) :]:
+            if slot >= model.use_slot[value]:
+                break
+            while step is not None and step.slot <= slot:
+                latest = step.fetched if step.fetched is not None else latest
+                step = next(steps, None)
+            if latest is not None:
+                wanted.setdefault(slot, []).append((latest, -model.moved[value]))
+    for slot, terms in wanted.items():
+        model.linear.row([(model.ahead[slot], 1.0), *terms], low=0)
