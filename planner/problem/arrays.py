@@ -11,3 +11,7 @@ Ints: TypeAlias = NDArray[np.int64]
 """Ticks, bytes, values."""
 Floats: TypeAlias = NDArray[np.float64]
 """Seconds, and what solvers count in."""
+Bytes: TypeAlias = NDArray[np.int8]
+"""Codes of decisions."""
+Flags: TypeAlias = NDArray[np.bool_]
+"""Yes or no of each."""

@@ -1,0 +1,68 @@
+"""The decorator ``compiled``: machine code by numba where that is installed, plain Python where it is not.
+
+Machine code is kept in the user's cache folder. numba alone would ask only whether a function's own file has changed,
+not the files of what it calls. So the folder's name has a hash of them all: sources of this folder and of the
+function's own, numba's version and Python's. A changed source leads to another folder, and is compiled anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from poochplan.formats.files import cache_folder
+
+try:
+    import numba
+except ImportError:  # everything works without, at the speed of plain Python
+    numba = None
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+HERE = Path(__file__).parent
+
+
+def is_compiled() -> bool:
+    """Whether ``compiled`` compiles."""
+    return numba is not None and not numba.config.DISABLE_JIT
+
+
+def compiled(function: Function) -> Function:
+    """Machine code that other threads run beside; sums in the order in which they are written."""
+    if not is_compiled():
+        return function
+    folder = folder_of(Path(function.__code__.co_filename).parent)
+    before = numba.config.CACHE_DIR
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)  # read while numba decorates, and then no more
+    try:
+        made: Function = numba.njit(nogil=True, cache=folder is not None, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+    return made
+
+
+@functools.cache
+def folder_of(sources: Path) -> Path | None:
+    """Where code of functions in ``sources`` is kept; None where nothing can be written."""
+    folder = cache_folder() / "compiled" / stamp(sources)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    return folder
+
+
+def stamp(sources: Path) -> str:
+    """What machine code depends on, as 16 hexadecimal digits."""
+    hashed = hashlib.sha256(f"{numba.__version__ if numba else ''} {sys.version}".encode())
+    for folder in sorted({HERE, sources}):
+        for path in sorted(folder.glob("*.py")):
+            hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()[:16]
