@@ -47,6 +47,18 @@ def compiled(function: Function) -> Function:
     return made
 
 
+def part(function: Function) -> Function:
+    """The same for what only compiled code calls: without a way in from Python, and without counts of references.
+
+    It must allocate nothing. It has no file in the cache: it is in those of its callers.
+    """
+    if not is_compiled():
+        return function
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+    made: Function = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    return made
+
+
 @functools.cache
 def folder_of(sources: Path) -> Path | None:
     """Where code of functions in ``sources`` is kept; None where nothing can be written."""

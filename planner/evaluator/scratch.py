@@ -6,24 +6,58 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from poochplan.planner.problem.arrays import Bytes, Flags, Floats, Ints
+from poochplan.planner.problem.arrays import Bytes, Floats, Ints
 
 from .codes import AHEAD
-from .layout import Layout
+from .layout import INPUTS, INPUTS_END, KIND, OPS, OPS_END, Layout
 
 SLOTS: Final = 1 << 16
 """Of the table of merged replays, which holds half as many before it is cleared."""
 POOLED: Final = 1 << 20
-"""Targets, inputs and ops that it holds before it is cleared, for a small problem."""
+"""Targets, inputs and ops that it holds before it is cleared; for large problems more."""
 
-ENTRIES, POOL_END, MARK = 0, 1, 2
-"""Of ``Store.counts``: replays in the store, what its pool holds, and the last mark given."""
-REPLAYS, NODES = 0, 1
-"""Of ``Needed.counts``."""
-NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, OUT_LEFT_S, IN_LEFT_S, TAKEN_S, DONE_S = range(8)
+# Columns of Store.entries: the sum of its targets' keys, its begin in the pool, how many targets, inputs and ops lie
+# there, and the most bytes that it holds.
+SET_KEY, START, TARGETS, SOURCES, RUNS, PEAK = range(6)
+# Columns of Store.entry_s: of its ops, of their launches, and how late the thread comes to one of them at most.
+OPS_S, LAUNCHES_S, LATE_S = range(3)
+ENTRIES, POOL_END, MARK, LEAST_ROOM = range(4)
+"""Of ``Store.counts``: how full it is, the last mark given, and what one evaluation can add to the pool."""
+CHOSEN, LAST_TOUCH, CHANGE = range(3)
+"""Rows of ``Store.merging``: ops of the replay in hand; per value of the profile the last of them that touches it; bytes
+that come and go at each."""
+
+# Columns of Scratch.values. The point that a replay brings it back at; the last tick at which a replay needs it, and at
+# which anything does; the first point that needs it, the last one, and the first that the releases have not passed, as
+# rows of Scratch.nodes. All -1 for none.
+REPLAYED_AT, CLAIM, END, FIRST_NEED, FINAL_NEED, NEXT_NEED = range(6)
+# The points chosen for it: its release, the point that needs it next then, its copy back. Whether the queue has it, and
+# the save point that its copy must not pass.
+RELEASE, BACK, PREFETCH, WANTED, DUE_AT = range(6, 11)
+
+# Rows of Scratch.orders: values in an order, or what is said of each in it.
+TO_REPLAY, RELEASED, FETCHED, AFTER, TRIED, DUE, QUEUED, QUEUED_AT, PENDING, BY_RELEASE, BY_PREFETCH = range(11)
+# Per replay: its point, its entry in the store, the bytes of its targets.
+REPLAY_POINT, ENTRY, REPLAY_BYTES = range(11, 14)
+DUE_START, RELEASE_START, PREFETCH_START = range(3)
+"""Rows of ``Scratch.starts``: where in ``DUE`` those of each save point begin, and in the other two those of a point."""
+NEED_POINT, LATER_NEED = 0, 1
+"""Columns of ``Scratch.nodes``."""
+CURVE, MOVES, SEGMENT = range(3)
+"""Rows of ``Scratch.curves``: bytes at each tick; what comes and goes there; the most from a use point to the next."""
+REPLAY_COUNT, NODE_COUNT = range(2)
+"""Of ``Scratch.counts``."""
+
+NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, LEFT_OUT_S, LEFT_IN_S, TAKEN_S, DONE_S = range(8)
 """Of ``Clock.seconds``; what is left of a copy counts alone on the link, ``TAKEN_S`` is the thread's at points."""
-OUT_NOW, OUT_HEAD, OUT_END, IN_NOW, IN_HEAD, IN_END, THREAD_OP = range(7)
-"""Of ``Clock.state``: for each queue the copy that runs (-1: none), the next one and the end; the thread's op."""
+NOW_OUT, NOW_IN, HEAD_OUT, HEAD_IN, END_OUT, END_IN, THREAD_OP = range(7)
+"""Of ``Clock.state``: the copy that runs in each queue (-1: none), the next one, and the end; the thread's op."""
+IS_OUT, IS_IN, IS_ARRIVING, RELEASE_TICK, BACK_TICK, QUEUE_OUT, QUEUE_IN = range(7)
+"""Columns of ``Clock.values``: whether its copies are done, or one back is under way; when it left and came back (-1). Of
+the queues the value at each place."""
+COMPUTED_S, BEHIND_S = range(2)
+"""Columns of ``Clock.op_s``: work before the op, recording included where the thread computes; by how much a thread that
+works ahead comes to the op later than a device would that never waits."""
 
 
 class Store(NamedTuple):
@@ -32,84 +66,12 @@ class Store(NamedTuple):
     counts: Ints
     slots: Ints
     """Entry + 1; 0 for none."""
-    key: Ints
-    start: Ints
-    """Per entry: where the pool has its targets, behind them its inputs, behind these its ops."""
-    targets: Ints
-    """How many."""
-    inputs: Ints
-    ops: Ints
-    seconds: Floats
-    peak_bytes: Ints
-    launch_s: Floats
-    behind_s: Floats
+    entries: Ints
+    entry_s: Floats
     pool: Ints
     marks: Ints
-    """Per saved value, then per value of the profile, per op: the last mark it was given."""
-    chosen: Ints
-    """Ops of the replay that is being merged."""
-    last: Ints
-    """Per value of the profile: position of the last op that touches it."""
-    change: Ints
-    least_room: int
-    """What one evaluation can add to the pool."""
-
-
-class Needed(NamedTuple):
-    """What decisions need back (``Needs``)."""
-
-    counts: Ints
-    back_point: Ints
-    claim: Ints
-    """Last tick at which a replay needs the value; -1 when none does."""
-    end: Ints
-    """Last tick at which anything does."""
-    first: Ints
-    """Per value: the first point that needs it, as a node; -1 when none does."""
-    final: Ints
-    """Per such value: the last one."""
-    next_need: Ints
-    """Per value: the first one that the releases have not passed."""
-    node_point: Ints
-    node_next: Ints
-    replay_point: Ints
-    entry: Ints
-    """Per replay: its entry in the store."""
-    bytes: Ints
-    """Per replay: bytes of its targets."""
-    targets: Ints
-
-
-class Chosen(NamedTuple):
-    """The points chosen so far (``Fitting``)."""
-
-    curve: Ints
-    change: Ints
-    release: Ints
-    """Per value: its point; -1 for none."""
-    back: Ints
-    """Per released value: the point that needs it next; -1 when none does."""
-    prefetch: Ints
-    released: Ints
-    """In the order of their releases."""
-    fetched: Ints
-    """In the order of need."""
-    segment: Ints
-    """Per use point: most bytes from there to the next."""
-    next: Ints
-    """Per place in the queue: the next place that may still help."""
-    tried: Ints
-    wanted: Flags
-    pending: Flags
-    due_start: Ints
-    due: Ints
-    queued: Ints
-    queued_at: Ints
-    release_start: Ints
-    by_release: Ints
-    prefetch_start: Ints
-    by_prefetch: Ints
-    place: Ints
+    """Per saved value, then per value of the profile, then per op: the last mark it was given."""
+    merging: Ints
 
 
 class Clock(NamedTuple):
@@ -117,20 +79,10 @@ class Clock(NamedTuple):
 
     seconds: Floats
     state: Ints
-    out_queue: Ints
-    in_queue: Ints
-    is_out: Flags
-    """Whether the value's copy out is done."""
-    is_in: Flags
-    is_arriving: Flags
-    release_tick: Ints
-    back_tick: Ints
+    values: Ints
     recorded: Ints
     """Per op and behind the last: ops recorded before it."""
-    work_s: Floats
-    """Per op and behind the last: seconds of the compute stream before it, recording included where it counts there."""
-    behind_s: Floats
-    """Per op: by how much a thread that works ahead comes to it later than a device would that never waits."""
+    op_s: Floats
 
 
 class Scratch(NamedTuple):
@@ -138,116 +90,57 @@ class Scratch(NamedTuple):
 
     decisions: Bytes
     """After an evaluation: the final decisions, where swaps that memory never asked to release are kept."""
+    values: Ints
+    orders: Ints
+    starts: Ints
+    nodes: Ints
+    curves: Ints
+    counts: Ints
     store: Store
-    needed: Needed
-    chosen: Chosen
     clock: Clock
 
 
 def scratch_for(layout: Layout) -> Scratch:
     """New work arrays for evaluations of ``layout``."""
-    values = layout.value_count
-    return Scratch(np.zeros(values, dtype=np.int8), _store(layout), _needed(layout), _chosen(layout), _clock(layout))
-
-
-def _store(layout: Layout) -> Store:
-    replays = layout.replays
-    ops, values = len(replays.op_s), len(replays.value_bytes)
-    kept_ops = len(replays.ops) if layout.rates.kind == AHEAD else 0
-    least_room = layout.value_count + len(replays.inputs) + kept_ops
-    slots = SLOTS
-    while slots < 4 * layout.value_count:
-        slots *= 2
-    entries = slots // 2
-    return Store(
-        counts=_zeros(3),
-        slots=_zeros(slots),
-        key=_room(entries),
-        start=_room(entries),
-        targets=_room(entries),
-        inputs=_room(entries),
-        ops=_room(entries),
-        seconds=np.empty(entries),
-        peak_bytes=_room(entries),
-        launch_s=np.empty(entries),
-        behind_s=np.empty(entries),
-        pool=_room(max(POOLED, 4 * least_room)),
-        marks=_zeros(layout.value_count + values + ops),
-        chosen=_zeros(ops + 1),
-        last=_zeros(values + 1),
-        change=_zeros(ops + 2),
-        least_room=least_room,
-    )
-
-
-def _needed(layout: Layout) -> Needed:
-    values = layout.value_count
-    nodes = values + len(layout.replays.inputs)
-    return Needed(
+    values, points, ticks = len(layout.values), len(layout.points), len(layout.ticks)
+    inputs = int((layout.values[:, INPUTS_END] - layout.values[:, INPUTS]).sum())
+    return Scratch(
+        decisions=np.zeros(values, dtype=np.int8),
+        values=_zeros(values, 11),
+        orders=_zeros(14, values),
+        starts=_zeros(3, max(points, values) + 1),
+        nodes=_zeros(values + inputs, 2),
+        curves=_zeros(3, ticks + 1),
         counts=_zeros(2),
-        back_point=_zeros(values),
-        claim=_zeros(values),
-        end=_zeros(values),
-        first=_zeros(values),
-        final=_zeros(values),
-        next_need=_zeros(values),
-        node_point=_zeros(nodes),
-        node_next=_zeros(nodes),
-        replay_point=_zeros(values),
-        entry=_zeros(values),
-        bytes=_zeros(values),
-        targets=_zeros(values),
+        store=_store(layout, values + inputs),
+        clock=_clock(layout),
     )
 
 
-def _chosen(layout: Layout) -> Chosen:
-    values, points, ticks = layout.value_count, len(layout.points.tick), layout.tick_count
-    return Chosen(
-        curve=_zeros(ticks),
-        change=_zeros(ticks + 1),
-        release=_zeros(values),
-        back=_zeros(values),
-        prefetch=_zeros(values),
-        released=_zeros(values),
-        fetched=_zeros(values),
-        segment=_zeros(len(layout.uses.tick) + 1),
-        next=_zeros(values),
-        tried=_zeros(values),
-        wanted=np.zeros(values, dtype=np.bool_),
-        pending=np.zeros(values, dtype=np.bool_),
-        due_start=_zeros(values + 1),
-        due=_zeros(values),
-        queued=_zeros(values),
-        queued_at=_zeros(values),
-        release_start=_zeros(points + 1),
-        by_release=_zeros(values),
-        prefetch_start=_zeros(points + 1),
-        by_prefetch=_zeros(values),
-        place=_zeros(values),
+def _store(layout: Layout, least_room: int) -> Store:
+    ops, values = len(layout.ops), len(layout.value_bytes)
+    if layout.facts[KIND] == AHEAD:
+        least_room += int((layout.values[:, OPS_END] - layout.values[:, OPS]).sum())
+    slots = SLOTS
+    while slots < 4 * len(layout.values):
+        slots *= 2
+    counts = _zeros(4)
+    counts[LEAST_ROOM] = least_room
+    return Store(
+        counts=counts,
+        slots=_zeros(slots),
+        entries=np.empty((slots // 2, 6), dtype=np.int64),
+        entry_s=np.empty((slots // 2, 3)),
+        pool=np.empty(max(POOLED, 4 * least_room), dtype=np.int64),
+        marks=_zeros(len(layout.values) + values + ops),
+        merging=_zeros(3, max(ops, values) + 2),
     )
 
 
 def _clock(layout: Layout) -> Clock:
-    values, ops = layout.value_count, len(layout.replays.op_s)
-    return Clock(
-        seconds=np.zeros(8),
-        state=_zeros(7),
-        out_queue=_zeros(values),
-        in_queue=_zeros(values),
-        is_out=np.zeros(values, dtype=np.bool_),
-        is_in=np.zeros(values, dtype=np.bool_),
-        is_arriving=np.zeros(values, dtype=np.bool_),
-        release_tick=_zeros(values),
-        back_tick=_zeros(values),
-        recorded=_zeros(ops + 1),
-        work_s=np.zeros(ops + 1),
-        behind_s=np.zeros(ops),
-    )
+    rows = len(layout.op_s)
+    return Clock(np.zeros(8), _zeros(7), _zeros(len(layout.values), 7), _zeros(rows), np.zeros((rows, 2)))
 
 
-def _zeros(count: int) -> Ints:
-    return np.zeros(count, dtype=np.int64)
-
-
-def _room(count: int) -> Ints:
-    return np.empty(count, dtype=np.int64)
+def _zeros(*shape: int) -> Ints:
+    return np.zeros(shape, dtype=np.int64)
