@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from poochplan.planner.problem.arrays import Floats
 
-from poochplan.planner.problem.arrays import Bytes, Floats, Ints
-
-from .codes import AHEAD, COMPUTING, RECOMPUTE
+from .codes import AHEAD, COMPUTING
 from .compiled import part
 from .layout import (
     BEFORE_S,
@@ -15,29 +13,19 @@ from .layout import (
     INTERFERENCE_IN,
     INTERFERENCE_OUT,
     KIND,
-    LAST_SAVE_OP,
     LAUNCH_S,
-    OFF,
-    ON,
-    OP,
     RECORD_S,
-    RECORDED,
-    RECORDED_END,
     REPLAY_S,
-    SAVE_POINT,
     WORK_S,
     Layout,
 )
 from .scratch import (
-    BACK_TICK,
     BEHIND_S,
     COMPUTED_S,
     DONE_S,
     END_OUT,
     HEAD_OUT,
     INTERFERENCE_S,
-    IS_ARRIVING,
-    IS_IN,
     IS_OUT,
     LATE_S,
     LAUNCHES_S,
@@ -48,7 +36,6 @@ from .scratch import (
     NOW_S,
     OPS_S,
     QUEUE_OUT,
-    RELEASE_TICK,
     RUNS,
     RUNTIME_S,
     SOURCES,
@@ -60,79 +47,6 @@ from .scratch import (
     Clock,
     Store,
 )
-
-MERGE_GAP_OPS: Final = 4
-"""``recording.MERGE_GAP_OPS``."""
-
-
-@part
-def start_clock(layout: Layout, decisions: Bytes, clock: Clock) -> None:
-    """Puts the clock to the begin of a step in which the thread records what ``decisions`` ask for."""
-    rates, op_s, recorded, kind = layout.rates, layout.op_s, clock.recorded, layout.facts[KIND]
-    clock.seconds[:] = 0.0
-    clock.state[:] = 0
-    clock.state[NOW_OUT] = -1
-    clock.state[NOW_IN] = -1
-    for value in range(len(clock.values)):
-        clock.values[value, IS_OUT] = 0
-        clock.values[value, IS_IN] = 0
-        clock.values[value, IS_ARRIVING] = 0
-        clock.values[value, RELEASE_TICK] = -1
-        clock.values[value, BACK_TICK] = -1
-    record_s = rates[RECORD_S]
-    if record_s > 0.0:
-        _record(layout, decisions, recorded)
-    for op in range(len(op_s)):
-        clock.op_s[op, COMPUTED_S] = op_s[op, WORK_S]
-        if kind == COMPUTING:
-            clock.op_s[op, COMPUTED_S] += record_s * recorded[op]
-    if kind == AHEAD:
-        for op in range(len(op_s) - 1):
-            launched_s = op_s[op, BEFORE_S] + record_s * recorded[op] + record_s * (recorded[op + 1] - recorded[op])
-            clock.op_s[op, BEHIND_S] = launched_s - op_s[op, WORK_S]
-
-
-@part
-def _record(layout: Layout, decisions: Bytes, recorded: Ints) -> None:
-    """Ops recorded before each op, and in all (``recording_of``, ``recorded_before``)."""
-    values, lists, ops, points = layout.values, layout.lists, layout.ops, layout.points
-    recorded[:] = 0
-    for value in range(len(values)):
-        if decisions[value] == RECOMPUTE:
-            for k in range(values[value, RECORDED], values[value, RECORDED_END]):
-                recorded[lists[k]] = 1
-    begin, end = -2, -1  # no window yet
-    for op in range(len(ops)):
-        if recorded[op] > 0:
-            recorded[op] = 0
-            on = ops[op, ON]
-            if begin == -2:
-                begin = on
-            elif on >= 0 and end < len(values):
-                gap = points[values[on, SAVE_POINT], OP] - points[values[end, SAVE_POINT], OP]
-                if gap >= MERGE_GAP_OPS:
-                    _switch(layout, recorded, begin, end)
-                    begin = on
-            end = ops[op, OFF]
-    if begin > -2:
-        _switch(layout, recorded, begin, end)
-    done = 0
-    for op in range(len(recorded)):
-        was = recorded[op]
-        recorded[op] = done
-        if was < 0:
-            done += 1
-
-
-@part
-def _switch(layout: Layout, recorded: Ints, begin: int, end: int) -> None:
-    """Marks (-1) the ops between two save points, or the step's begin and recording's end."""
-    values, points = layout.values, layout.points
-    first = points[values[begin, SAVE_POINT], OP] if begin >= 0 else 0
-    last = points[values[end, SAVE_POINT], OP] if end < len(values) else layout.facts[LAST_SAVE_OP]
-    for op in range(first, last):
-        recorded[op] = -1
-
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 

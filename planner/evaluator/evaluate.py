@@ -12,9 +12,9 @@ from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.style import Style
 
 from .codes import EARLY, KEEP, ON_DEMAND, RECOMPUTE, STYLE_OF, SWAP, codes_of, style_code
-from .compiled import compiled, part
-from .copies import queue_out, sort_by
-from .elapsed import finish, queue_copy, reach, run_replay, start_clock, take, wait_for
+from .compiled import compiled, one_at_a_time, part
+from .copies import prefetch, queue_out, sort_by
+from .elapsed import finish, queue_copy, reach, run_replay, take, wait_for
 from .layout import (
     BASE,
     BORN,
@@ -34,7 +34,7 @@ from .layout import (
     layout_of,
 )
 from .merged import find_needs
-from .residency import lay_curve, prefetch, put, release_early, release_late
+from .residency import lay_curve, put, release_early, release_late
 from .scratch import (
     BACK_TICK,
     BY_PREFETCH,
@@ -67,6 +67,7 @@ from .scratch import (
     WANTED,
     Scratch,
     scratch_for,
+    start_clock,
 )
 
 
@@ -94,7 +95,8 @@ def warm_up(problem: Problem) -> float:
     """Compiles the evaluator, or loads it, where that was not done yet; returns the seconds it took."""
     began_s = time.perf_counter()
     evaluator = Evaluator(problem)
-    evaluator.evaluate([Decision.KEEP] * problem.value_count, 0, STYLE_OF[0])
+    with one_at_a_time():
+        evaluator.evaluate([Decision.KEEP] * problem.value_count, 0, STYLE_OF[0])
     return time.perf_counter() - began_s
 
 

@@ -42,9 +42,9 @@ DURATION_S, LAUNCH_S, BEFORE_S, WORK_S = range(4)
 
 DUPLEX, INTERFERENCE_OUT, INTERFERENCE_IN, OUT_S, FETCH_S, RECORD_S, REPLAY_S, STEP_S = range(8)
 """Of ``Layout.rates``: the link's, then the launching thread's (``HostLane``), then the step that keeps everything."""
-KIND, LAST_SAVE_OP, NEVER, NEVER_END = range(4)
-"""Of ``Layout.facts``: the thread's kind, where recording ends, and in ``lists`` the values with a replay that backward
-never uses, what holds another after it."""
+KIND, LAST_SAVE_OP, NEVER, NEVER_END, UNUSED, UNUSED_END = range(6)
+"""Of ``Layout.facts``: the thread's kind, where recording ends, and in ``lists`` the values that backward never uses:
+those with a replay, what holds another after it, and all of them."""
 
 _COLUMNS: Final = 19
 
@@ -177,7 +177,9 @@ def _facts(problem: Problem, lists: _Lists) -> Ints:
         ),
         reverse=True,
     )
-    return np.array([kind, 0 if lane is None else lane.last_save_op, *lists.add(value for _, value in never)])
+    last_save_op = 0 if lane is None else lane.last_save_op
+    unused = [value for value, point in enumerate(problem.first_use_point) if point < 0]
+    return np.array([kind, last_save_op, *lists.add(value for _, value in never), *lists.add(unused)], dtype=np.int64)
 
 
 def _table(*columns: Iterable[int] | Ints) -> Ints:

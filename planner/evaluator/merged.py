@@ -48,6 +48,7 @@ from .scratch import (
     LEAST_ROOM,
     MARK,
     NEED_POINT,
+    NEEDED,
     NODE_COUNT,
     OPS_S,
     PEAK,
@@ -114,6 +115,7 @@ def _add_need(here: Ints, nodes: Ints, counts: Ints, value: int, point: int) -> 
     counts[NODE_COUNT] = node + 1
     nodes[node, NEED_POINT] = point
     nodes[node, LATER_NEED] = -1
+    nodes[node, NEEDED] = value
     if here[value, FIRST_NEED] < 0:
         here[value, FIRST_NEED] = node
     else:
@@ -277,7 +279,7 @@ def _peak(layout: Layout, store: Store, targets: Ints, count: int, op_count: int
 
 @part
 def _time(layout: Layout, store: Store, entry: int, op_count: int) -> None:
-    """Seconds of the chosen ops, those in which a thread launches them, and how late it comes to one (``replay_of``)."""
+    """Seconds of the chosen ops, those of their launches, and how late a thread comes to one (``replay_of``)."""
     launch_s, work_s, late_s, replay_s = 0.0, 0.0, 0.0, layout.rates[REPLAY_S]
     for position in range(op_count):
         op = store.merging[CHOSEN, position]

@@ -1,41 +1,43 @@
-"""Where swapped values are given up and fetched, so that memory stays within the budget (``Fitting``)."""
+"""Where swapped values are given up, so that memory stays within the budget (``Fitting``)."""
 
 from __future__ import annotations
 
 from poochplan.planner.problem.arrays import Bytes, Ints
 
-from .codes import LATE_OUT_OF_ORDER, ON_DEMAND, RECOMPUTE, SWAP
+from .codes import RECOMPUTE, SWAP
 from .compiled import part
-from .copies import sort_by
 from .layout import (
     BASE,
     BORN,
+    BY_RANK,
     DEATH,
     EARLY_POINT,
     FIRST_USE,
+    FREES_TICK,
     SAVE_POINT,
     SIZE,
     TICK,
-    USE,
-    USE_POINT,
-    USE_TICK,
+    UNUSED,
+    UNUSED_END,
     Layout,
 )
 from .scratch import (
-    AFTER,
     BACK,
+    BLOCK,
     CURVE,
     END,
     ENTRY,
-    FETCHED,
     FIRST_NEED,
+    HELP_OF,
+    HELPS,
     LATER_NEED,
     MOVES,
     NEED_POINT,
+    NEEDED,
     NEXT_NEED,
+    NODE_COUNT,
     PEAK,
-    PREFETCH,
-    PREFETCH_START,
+    PLACE,
     QUEUED,
     RELEASE,
     RELEASED,
@@ -43,8 +45,8 @@ from .scratch import (
     REPLAY_COUNT,
     REPLAY_POINT,
     REPLAYED_AT,
-    SEGMENT,
     TRIED,
+    WANTED,
     Scratch,
 )
 
@@ -97,10 +99,9 @@ def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: i
     """Releases of the first ``waiting`` in the queue where memory asks for it; returns how many."""
     points, orders, values = layout.points, scratch.orders, layout.values
     curve, moves = scratch.curves[CURVE], scratch.curves[MOVES]
-    for place in range(waiting):
-        orders[AFTER, place] = place + 1
-        scratch.values[orders[QUEUED, place], NEXT_NEED] = scratch.values[orders[QUEUED, place], FIRST_NEED]
-    head, count, moved, point = 0, 0, 0, -1
+    _start_helping(layout, scratch, waiting)
+    count, moved, point, died = 0, 0, -1, 0
+    needed = passed = 0
     moves[:] = 0
     for tick in range(len(layout.ticks)):
         moved += moves[tick]
@@ -109,12 +110,12 @@ def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: i
             continue
         while point + 1 < len(points) and points[point + 1, TICK] <= tick:
             point += 1
-        head, tried, helped = _find_help(layout, scratch, head, waiting, tick, point, over_bytes)
-        helped = _take_back(values, orders[TRIED], tried, helped, over_bytes)
+        died, needed, passed = _update_help(layout, scratch, tick, point, died, needed, passed)
+        tried, helped = _find_help(values, scratch.values, orders, waiting, over_bytes)
         for k in range(tried):
-            if orders[TRIED, k] >= 0:
-                _release(layout, scratch, orders[TRIED, k], point, count)
-                count += 1
+            _stop_helping(values, scratch.values, orders, orders[TRIED, k])
+            _release(layout, scratch, orders[TRIED, k], point, count)
+            count += 1
         moved -= helped
         if over_bytes > helped:
             # These decisions do not fit: release the rest early, so that what is missing is exact.
@@ -129,44 +130,113 @@ def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: i
 
 
 @part
-def _find_help(
-    layout: Layout, scratch: Scratch, head: int, waiting: int, tick: int, point: int, over_bytes: int
-) -> tuple[int, int, int]:
-    """Tries from the front of the queue until ``tick`` fits: the queue's new front, how many were tried, bytes."""
-    values, here, orders, nodes = layout.values, scratch.values, scratch.orders, scratch.nodes
-    tried, helped, before, place = 0, 0, -1, head
-    while place < waiting and helped < over_bytes:
-        value, after = orders[QUEUED, place], orders[AFTER, place]
-        node = _need_after(nodes, here[value, NEXT_NEED], point)
-        here[value, NEXT_NEED] = node  # points that ask only ascend
-        last = _absent_until(layout, here, nodes, value, node)
-        if here[value, RELEASE] >= 0 or (node < 0 and last < tick):  # it is gone, or will never help
-            if before < 0:
-                head = after
-            else:
-                orders[AFTER, before] = after
-        else:
-            before = place
-            if values[value, DEATH] < tick and values[value, SAVE_POINT] <= point and tick <= last:
-                orders[TRIED, tried] = value
-                tried += 1
-                helped += values[value, SIZE]
-        place = after
-    return head, tried, helped
+def _start_helping(layout: Layout, scratch: Scratch, waiting: int) -> None:
+    here, orders = scratch.values, scratch.orders
+    orders[HELPS, :] = 0
+    orders[HELP_OF, :] = 0
+    for place in range(waiting):
+        value = orders[QUEUED, place]
+        here[value, PLACE] = place
+        here[value, NEXT_NEED] = here[value, FIRST_NEED]
 
 
 @part
-def _take_back(values: Ints, tried: Ints, count: int, helped: int, over_bytes: int) -> int:
-    """Takes out of ``tried`` (-1) what turns out not to be needed, from its end; returns the bytes of the rest.
+def _update_help(
+    layout: Layout, scratch: Scratch, tick: int, point: int, died: int, needed: int, passed: int
+) -> tuple[int, int, int]:
+    """Which values a release at ``point`` would take away at ``tick``; later ticks go on with what is returned.
 
-    The last in the queue is waited for the longest.
+    It changes only where forward lets go of a value, at a point that needs it, behind that point, and where one that
+    backward never uses is gone anyway.
     """
-    for k in range(count - 2, -1, -1):
-        size_bytes = values[tried[k], SIZE]
-        if helped - size_bytes >= over_bytes:
-            helped -= size_bytes
-            tried[k] = -1
-    return helped
+    values, nodes, nodes_end = layout.values, scratch.nodes, scratch.counts[NODE_COUNT]
+    while died < len(values) and values[values[died, BY_RANK], FREES_TICK] <= tick:
+        _refresh(layout, scratch, values[died, BY_RANK], tick, point)
+        died += 1
+    while needed < nodes_end and nodes[needed, NEED_POINT] <= point:
+        _refresh(layout, scratch, nodes[needed, NEEDED], tick, point)
+        needed += 1
+    while passed < nodes_end and nodes[passed, NEED_POINT] < point:
+        _refresh(layout, scratch, nodes[passed, NEEDED], tick, point)
+        passed += 1
+    for k in range(layout.facts[UNUSED], layout.facts[UNUSED_END]):
+        _refresh(layout, scratch, layout.lists[k], tick, point)
+    return died, needed, passed
+
+
+@part
+def _refresh(layout: Layout, scratch: Scratch, value: int, tick: int, point: int) -> None:
+    """Notes whether a release of the value at ``point`` would take it away at ``tick``."""
+    values, here, orders = layout.values, scratch.values, scratch.orders
+    if not here[value, WANTED] or here[value, RELEASE] >= 0:
+        return
+    node = _need_after(scratch.nodes, here[value, NEXT_NEED], point)
+    here[value, NEXT_NEED] = node  # points that ask only ascend
+    last = _absent_until(layout, here, scratch.nodes, value, node)
+    helps = values[value, DEATH] < tick and values[value, SAVE_POINT] <= point and tick <= last
+    _stop_helping(values, here, orders, value)
+    if helps:
+        place = here[value, PLACE]
+        orders[HELPS, place] = 1
+        orders[HELP_OF, place // BLOCK] += values[value, SIZE]
+
+
+@part
+def _stop_helping(values: Ints, here: Ints, orders: Ints, value: int) -> None:
+    place = here[value, PLACE]
+    if orders[HELPS, place]:
+        orders[HELPS, place] = 0
+        orders[HELP_OF, place // BLOCK] -= values[value, SIZE]
+
+
+@part
+def _find_help(values: Ints, here: Ints, orders: Ints, waiting: int, over_bytes: int) -> tuple[int, int]:
+    """What is released from the front of the queue until a tick fits: how many, their bytes.
+
+    Then goes back over them, but for the last, and lets stay what turns out not to be needed: what is behind in the
+    queue is waited for the longest. A block of the queue is passed at once where all of it does, or stays.
+    """
+    helped, place = 0, 0
+    while place < waiting and helped + orders[HELP_OF, place // BLOCK] < over_bytes:
+        helped += orders[HELP_OF, place // BLOCK]
+        place += BLOCK
+    if place >= waiting:
+        return _all_that_helps(orders, waiting), helped
+    while helped < over_bytes:
+        if orders[HELPS, place]:
+            helped += values[orders[QUEUED, place], SIZE]
+        place += 1
+    spare, place = helped - over_bytes, place - 1
+    orders[TRIED, 0] = orders[QUEUED, place]
+    count, place = 1, place - 1
+    while place >= 0:
+        if place % BLOCK == BLOCK - 1 and orders[HELP_OF, place // BLOCK] <= spare:
+            spare -= orders[HELP_OF, place // BLOCK]
+            place -= BLOCK
+            continue
+        if orders[HELPS, place]:
+            size_bytes = values[orders[QUEUED, place], SIZE]
+            if size_bytes <= spare:
+                spare -= size_bytes
+            else:
+                orders[TRIED, count] = orders[QUEUED, place]
+                count += 1
+        place -= 1
+    for k in range(count // 2):
+        first, last = orders[TRIED, k], orders[TRIED, count - 1 - k]
+        orders[TRIED, k] = last
+        orders[TRIED, count - 1 - k] = first
+    return count, over_bytes + spare
+
+
+@part
+def _all_that_helps(orders: Ints, waiting: int) -> int:
+    count = 0
+    for place in range(waiting):
+        if orders[HELPS, place]:
+            orders[TRIED, count] = orders[QUEUED, place]
+            count += 1
+    return count
 
 
 @part
@@ -206,52 +276,3 @@ def _apply(curve: Ints, moves: Ints) -> None:
     for tick in range(len(curve)):
         moved += moves[tick]
         curve[tick] += moved
-
-
-@part
-def prefetch(layout: Layout, scratch: Scratch, budget_bytes: int, style: int) -> int:
-    """Points of the copies back, in the order of need, as early as memory permits; returns how many.
-
-    Copies back begin and end at use points. So what counts is the most that is live between two of them.
-    """
-    values, points, uses, here = layout.values, layout.points, layout.uses, scratch.values
-    count = _order_of_need(len(points), scratch)
-    _fill_segments(uses, scratch.curves[CURVE], scratch.curves[SEGMENT])
-    segment, fetched = scratch.curves[SEGMENT], scratch.orders[FETCHED]
-    earliest = uses[0, USE_TICK]
-    for k in range(count):
-        value = fetched[k]
-        back = points[here[value, BACK], USE]
-        use = back
-        if style != ON_DEMAND:
-            room = budget_bytes - values[value, SIZE]
-            lowest = max(earliest, max(points[here[value, RELEASE], TICK], values[value, DEATH]) + 1)
-            while use > 0 and segment[use - 1] <= room and uses[use - 1, USE_TICK] >= lowest:
-                use -= 1
-            for i in range(use, back):
-                segment[i] += values[value, SIZE]
-        here[value, PREFETCH] = uses[use, USE_POINT]
-        if style != LATE_OUT_OF_ORDER:
-            earliest = uses[use, USE_TICK]
-    return count
-
-
-@part
-def _order_of_need(points: int, scratch: Scratch) -> int:
-    """Released values that come back, by the points that need them, then by value; returns how many."""
-    here, orders, count = scratch.values, scratch.orders, 0
-    for value in range(len(here)):
-        if here[value, RELEASE] >= 0 and here[value, BACK] >= 0:
-            orders[TRIED, count] = value
-            count += 1
-    sort_by(here, BACK, orders[TRIED], count, points, scratch.starts[PREFETCH_START], orders[FETCHED])
-    return count
-
-
-@part
-def _fill_segments(uses: Ints, curve: Ints, segment: Ints) -> None:
-    for use in range(len(uses) - 1):
-        most = curve[uses[use, USE_TICK]]
-        for tick in range(uses[use, USE_TICK] + 1, uses[use + 1, USE_TICK]):
-            most = max(most, curve[tick])
-        segment[use] = most
