@@ -2,303 +2,254 @@
 
 from __future__ import annotations
 
-from poochplan.planner.problem.arrays import Bytes, Flags, Floats, Ints
+from poochplan.planner.problem.arrays import Floats
 
-from .codes import AHEAD, COMPUTING, RECOMPUTE
-from .compiled import compiled
-from .layout import Layout, Rates, Values
+from .codes import AHEAD, COMPUTING
+from .compiled import part
+from .layout import (
+    BEFORE_S,
+    DUPLEX,
+    DURATION_S,
+    INTERFERENCE_IN,
+    INTERFERENCE_OUT,
+    KIND,
+    LAUNCH_S,
+    RECORD_S,
+    REPLAY_S,
+    WORK_S,
+    Layout,
+)
 from .scratch import (
+    BEHIND_S,
+    COMPUTED_S,
     DONE_S,
-    IN_END,
-    IN_HEAD,
-    IN_LEFT_S,
-    IN_NOW,
+    END_OUT,
+    HEAD_OUT,
     INTERFERENCE_S,
+    IS_OUT,
+    LATE_S,
+    LAUNCHES_S,
+    LEFT_IN_S,
+    LEFT_OUT_S,
+    NOW_IN,
+    NOW_OUT,
     NOW_S,
-    OUT_END,
-    OUT_HEAD,
-    OUT_LEFT_S,
-    OUT_NOW,
+    OPS_S,
+    QUEUE_OUT,
+    RUNS,
     RUNTIME_S,
+    SOURCES,
     STALL_S,
+    START,
     TAKEN_S,
+    TARGETS,
     THREAD_OP,
     Clock,
     Store,
 )
 
-MERGE_GAP_OPS = 4
-"""``recording.MERGE_GAP_OPS``."""
-
-
-@compiled
-def start_clock(layout: Layout, decisions: Bytes, clock: Clock) -> None:
-    """Puts the clock to the begin of a step in which the thread records what ``decisions`` ask for."""
-    rates, work_s = layout.rates, layout.work_before_op_s
-    clock.seconds[:] = 0.0
-    clock.state[:] = 0
-    clock.state[OUT_NOW] = -1
-    clock.state[IN_NOW] = -1
-    clock.is_out[:] = False
-    clock.is_in[:] = False
-    clock.is_arriving[:] = False
-    clock.release_tick[:] = -1
-    clock.back_tick[:] = -1
-    if len(rates.recorded):
-        _record(rates, decisions, clock.recorded)
-    recorded = clock.recorded
-    for op in range(len(work_s)):
-        clock.work_s[op] = work_s[op]
-        if rates.kind == COMPUTING:
-            clock.work_s[op] += rates.record_s * recorded[op]
-    if rates.kind == AHEAD:
-        for op in range(len(work_s) - 1):
-            at_op_s = rates.before_op_s[op] + rates.record_s * recorded[op]
-            clock.behind_s[op] = at_op_s + rates.record_s * (recorded[op + 1] - recorded[op]) - work_s[op]
-
-
-@compiled
-def _record(rates: Rates, decisions: Bytes, recorded: Ints) -> None:
-    """Ops recorded before each op, and in all (``recording_of``, ``recorded_before``)."""
-    recorded[:] = 0
-    for value in range(len(decisions)):
-        if decisions[value] == RECOMPUTE:
-            for k in range(rates.recorded_start[value], rates.recorded_start[value + 1]):
-                recorded[rates.recorded[k]] = 1
-    saves, begin, end = len(rates.save_op), -2, -1  # no window yet
-    count = len(recorded) - 1
-    for op in range(count):
-        if recorded[op]:
-            recorded[op] = 0
-            on = rates.on[op]
-            if begin == -2:
-                begin = on
-            elif on >= 0 and end < saves and rates.save_op[on] - rates.save_op[end] >= MERGE_GAP_OPS:
-                _switch(rates, recorded, begin, end)
-                begin = on
-            end = rates.off[op]
-    if begin > -2:
-        _switch(rates, recorded, begin, end)
-    done = 0
-    for op in range(count + 1):
-        is_recorded = recorded[op] < 0
-        recorded[op] = done
-        done += is_recorded
-
-
-@compiled
-def _switch(rates: Rates, recorded: Ints, begin: int, end: int) -> None:
-    """Marks (-1) the ops between two save points, or the step's begin and recording's end."""
-    first = rates.save_op[begin] if begin >= 0 else 0
-    last = rates.save_op[end] if end < len(rates.save_op) else rates.last_save_op
-    for op in range(first, last):
-        recorded[op] = -1
-
-
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-@compiled
-def queue_copy(values: Values, clock: Clock, value: int, is_out: bool) -> None:
-    """Queues a copy."""
-    if is_out:
-        clock.out_queue[clock.state[OUT_END]] = value
-        clock.state[OUT_END] += 1
-        if clock.state[OUT_NOW] < 0:
-            _start_next(values.out_s, clock, clock.out_queue, OUT_NOW, OUT_HEAD, OUT_END, OUT_LEFT_S)
-    else:
-        clock.in_queue[clock.state[IN_END]] = value
-        clock.state[IN_END] += 1
-        if clock.state[IN_NOW] < 0:
-            _start_next(values.in_s, clock, clock.in_queue, IN_NOW, IN_HEAD, IN_END, IN_LEFT_S)
+@part
+def queue_copy(copy_s: Floats, clock: Clock, value: int, queue: int) -> None:
+    """Queues a copy ``OUT`` or ``IN``."""
+    place = clock.state[END_OUT + queue]
+    clock.values[place, QUEUE_OUT + queue] = value
+    clock.state[END_OUT + queue] = place + 1
+    if clock.state[NOW_OUT + queue] < 0:
+        _start_next(copy_s, clock, queue)
 
 
-@compiled
-def _start_next(copy_s: Floats, clock: Clock, queue: Ints, now: int, head: int, end: int, left_s: int) -> None:
-    state = clock.state
-    state[now] = -1
-    if state[head] < state[end]:
-        state[now] = queue[state[head]]
-        clock.seconds[left_s] = copy_s[state[now]]
-        state[head] += 1
+@part
+def _start_next(copy_s: Floats, clock: Clock, queue: int) -> None:
+    state, head = clock.state, clock.state[HEAD_OUT + queue]
+    state[NOW_OUT + queue] = -1
+    if head < state[END_OUT + queue]:
+        value = clock.values[head, QUEUE_OUT + queue]
+        state[NOW_OUT + queue] = value
+        clock.seconds[LEFT_OUT_S + queue] = copy_s[value, queue]
+        state[HEAD_OUT + queue] = head + 1
 
 
-@compiled
-def wait_for(layout: Layout, clock: Clock, done: Flags, value: int) -> None:
-    """The compute stream waits for a copy."""
-    while not done[value]:
-        clock.seconds[STALL_S] += _advance(layout, clock, float("inf"))
+@part
+def wait_for(rates: Floats, copy_s: Floats, clock: Clock, value: int, queue: int) -> None:
+    """The compute stream waits for a copy ``OUT`` or ``IN``."""
+    while clock.values[value, IS_OUT + queue] == 0:
+        clock.seconds[STALL_S] += _advance(rates, copy_s, clock, float("inf"))
 
 
-@compiled
-def compute(layout: Layout, clock: Clock, work_s: float) -> None:
+@part
+def compute(rates: Floats, copy_s: Floats, clock: Clock, work_s: float) -> None:
     """Runs seconds of ops, slowed by the copies beside them."""
-    rates, seconds, state = layout.rates, clock.seconds, clock.state
+    seconds, state = clock.seconds, clock.state
     while work_s > 0.0:
         slow = 1.0
-        if state[OUT_NOW] >= 0:
-            slow += rates.interference_out
-        if state[IN_NOW] >= 0:
-            slow += rates.interference_in
-        wall_s = _advance(layout, clock, work_s * slow)
+        if state[NOW_OUT] >= 0:
+            slow += rates[INTERFERENCE_OUT]
+        if state[NOW_IN] >= 0:
+            slow += rates[INTERFERENCE_IN]
+        wall_s = _advance(rates, copy_s, clock, work_s * slow)
         done_s = min(work_s, wall_s / slow)
         seconds[INTERFERENCE_S] += wall_s - done_s
         work_s = 0.0 if wall_s >= work_s * slow else work_s - done_s
 
 
-@compiled
-def _advance(layout: Layout, clock: Clock, limit_s: float) -> float:
+@part
+def _advance(rates: Floats, copy_s: Floats, clock: Clock, limit_s: float) -> float:
     """Moves the clock by ``limit_s`` or to the next end of a copy, whichever is first; returns by how much."""
-    seconds, state, values = clock.seconds, clock.state, layout.values
-    is_out, is_in = state[OUT_NOW] >= 0, state[IN_NOW] >= 0
+    seconds, state = clock.seconds, clock.state
+    is_out, is_in = state[NOW_OUT] >= 0, state[NOW_IN] >= 0
     share, wall_s = 1.0, limit_s
     if is_out and is_in:
-        share = layout.rates.duplex
+        share = rates[DUPLEX]
     if is_out:
-        wall_s = min(wall_s, seconds[OUT_LEFT_S] / share)
+        wall_s = min(wall_s, seconds[LEFT_OUT_S] / share)
     if is_in:
-        wall_s = min(wall_s, seconds[IN_LEFT_S] / share)
+        wall_s = min(wall_s, seconds[LEFT_IN_S] / share)
     seconds[NOW_S] += wall_s
-    if is_out:
-        if seconds[OUT_LEFT_S] / share <= wall_s:
-            clock.is_out[state[OUT_NOW]] = True
-            _start_next(values.out_s, clock, clock.out_queue, OUT_NOW, OUT_HEAD, OUT_END, OUT_LEFT_S)
-        else:
-            seconds[OUT_LEFT_S] -= wall_s * share
-    if is_in:
-        if seconds[IN_LEFT_S] / share <= wall_s:
-            clock.is_in[state[IN_NOW]] = True
-            _start_next(values.in_s, clock, clock.in_queue, IN_NOW, IN_HEAD, IN_END, IN_LEFT_S)
-        else:
-            seconds[IN_LEFT_S] -= wall_s * share
+    for queue in range(2):
+        if (is_out, is_in)[queue]:
+            if seconds[LEFT_OUT_S + queue] / share <= wall_s:
+                clock.values[state[NOW_OUT + queue], IS_OUT + queue] = 1
+                _start_next(copy_s, clock, queue)
+            else:
+                seconds[LEFT_OUT_S + queue] -= wall_s * share
     return wall_s
 
 
-@compiled
-def _spend(layout: Layout, clock: Clock, work_s: float) -> None:
-    if clock.state[OUT_NOW] < 0 and clock.state[IN_NOW] < 0:
+@part
+def _spend(rates: Floats, copy_s: Floats, clock: Clock, work_s: float) -> None:
+    if clock.state[NOW_OUT] < 0 and clock.state[NOW_IN] < 0:
         clock.seconds[NOW_S] += work_s
     else:
-        compute(layout, clock, work_s)
+        compute(rates, copy_s, clock, work_s)
     clock.seconds[RUNTIME_S] += work_s
 
 
-@compiled
-def _pass(layout: Layout, clock: Clock, left_s: float) -> None:
+@part
+def _pass(rates: Floats, copy_s: Floats, clock: Clock, left_s: float) -> None:
     while left_s > 0.0:
-        left_s -= _advance(layout, clock, left_s)
+        left_s -= _advance(rates, copy_s, clock, left_s)
 
 
-@compiled
-def _wait_until(layout: Layout, clock: Clock, wall_s: float) -> None:
-    idle_s = wall_s - clock.seconds[NOW_S]
+@part
+def _wait_until(rates: Floats, copy_s: Floats, clock: Clock, wall_s: float) -> None:
     if wall_s > clock.seconds[NOW_S]:
+        idle_s = wall_s - clock.seconds[NOW_S]
         clock.seconds[RUNTIME_S] += idle_s
-        _pass(layout, clock, idle_s)
+        _pass(rates, copy_s, clock, idle_s)
 
 
-@compiled
-def _is_undisturbed(rates: Rates, clock: Clock) -> bool:
-    if rates.interference_out > 0.0 or rates.interference_in > 0.0:
-        return bool(clock.state[OUT_NOW] < 0 and clock.state[IN_NOW] < 0)
+@part
+def _is_undisturbed(rates: Floats, clock: Clock) -> bool:
+    if rates[INTERFERENCE_OUT] > 0.0 or rates[INTERFERENCE_IN] > 0.0:
+        return bool(clock.state[NOW_OUT] < 0 and clock.state[NOW_IN] < 0)
     return True
 
 
 # -- the launching thread ---------------------------------------------------------------------------------------------
 
 
-@compiled
+@part
 def reach(layout: Layout, clock: Clock, op: int) -> None:
     """All that comes before op ``op``, and before the point in front of it, has been done."""
-    seconds, state = clock.seconds, clock.state
-    if layout.rates.kind != AHEAD:
-        work_s = clock.work_s[op]
+    seconds, state, rates, copy_s = clock.seconds, clock.state, layout.rates, layout.copy_s
+    if layout.facts[KIND] != AHEAD:
+        work_s = clock.op_s[op, COMPUTED_S]
         if work_s > seconds[DONE_S]:
-            compute(layout, clock, work_s - seconds[DONE_S])
+            compute(rates, copy_s, clock, work_s - seconds[DONE_S])
             seconds[DONE_S] = work_s
-        return
-    if op > state[THREAD_OP]:
-        _run_on(layout, clock, state[THREAD_OP], op)
-        state[THREAD_OP] = op
-    _wait_until(layout, clock, _thread_s(layout.rates, clock))
-
-
-@compiled
-def finish(layout: Layout, clock: Clock) -> float:
-    """The rest of the step; returns its seconds, without those of replays."""
-    op = len(clock.work_s) - 1
-    seconds, recording_s = clock.seconds, 0.0
-    if layout.rates.kind == AHEAD:
-        reach(layout, clock, op)
     else:
-        compute(layout, clock, clock.work_s[op] - seconds[DONE_S])
-    if layout.rates.kind == COMPUTING:
-        recording_s = layout.rates.record_s * clock.recorded[op]
-    return recording_s
+        if op > state[THREAD_OP]:
+            _run_on(layout, clock, state[THREAD_OP], op)
+            state[THREAD_OP] = op
+        _wait_until(rates, copy_s, clock, _thread_s(layout, clock))
 
 
-@compiled
+@part
+def finish(layout: Layout, clock: Clock) -> float:
+    """The rest of the step; returns the seconds of recording."""
+    op, kind = len(clock.op_s) - 1, layout.facts[KIND]
+    if kind == AHEAD:
+        reach(layout, clock, op)
+        return 0.0
+    compute(layout.rates, layout.copy_s, clock, clock.op_s[op, COMPUTED_S] - clock.seconds[DONE_S])
+    return float(layout.rates[RECORD_S] * clock.recorded[op])
+
+
+@part
 def take(layout: Layout, clock: Clock, taken_s: float) -> None:
     """The runtime's own work at a point."""
-    if layout.rates.kind == COMPUTING:
-        _spend(layout, clock, taken_s)
-    elif layout.rates.kind == AHEAD:
+    if layout.facts[KIND] == COMPUTING:
+        _spend(layout.rates, layout.copy_s, clock, taken_s)
+    elif layout.facts[KIND] == AHEAD:
         clock.seconds[TAKEN_S] += taken_s
-        _wait_until(layout, clock, _thread_s(layout.rates, clock))
+        _wait_until(layout.rates, layout.copy_s, clock, _thread_s(layout, clock))
 
 
-@compiled
+@part
 def run_replay(layout: Layout, clock: Clock, store: Store, entry: int) -> None:
     """Runs the ops of a merged replay."""
-    rates, seconds_s = layout.rates, store.seconds[entry]
-    if rates.kind == AHEAD:
+    rates, copy_s, kind = layout.rates, layout.copy_s, layout.facts[KIND]
+    if kind == AHEAD:
         _replay_ahead(layout, clock, store, entry)
-        clock.seconds[TAKEN_S] += store.launch_s[entry]
+        clock.seconds[TAKEN_S] += store.entry_s[entry, LAUNCHES_S]
         return
-    compute(layout, clock, seconds_s)
-    if rates.kind == COMPUTING:
-        _spend(layout, clock, rates.replay_s * store.ops[entry])
+    compute(rates, copy_s, clock, store.entry_s[entry, OPS_S])
+    if kind == COMPUTING:
+        _spend(rates, copy_s, clock, rates[REPLAY_S] * store.entries[entry, RUNS])
 
 
-@compiled
+@part
 def _replay_ahead(layout: Layout, clock: Clock, store: Store, entry: int) -> None:
-    rates = layout.rates
-    start_s = _thread_s(rates, clock)
-    idle_s = start_s + store.behind_s[entry] - clock.seconds[NOW_S]
+    rates, copy_s, ops_s = layout.rates, layout.copy_s, store.entry_s[entry, OPS_S]
+    start_s = _thread_s(layout, clock)
+    idle_s = start_s + store.entry_s[entry, LATE_S] - clock.seconds[NOW_S]
     if idle_s <= 0.0:
-        compute(layout, clock, store.seconds[entry])
+        compute(rates, copy_s, clock, ops_s)
     elif _is_undisturbed(rates, clock):
         clock.seconds[RUNTIME_S] += idle_s
-        _pass(layout, clock, store.seconds[entry] + idle_s)
+        _pass(rates, copy_s, clock, ops_s + idle_s)
     else:
-        begin = store.start[entry] + store.targets[entry] + store.inputs[entry]
-        for op in store.pool[begin : begin + store.ops[entry]]:
-            start_s += rates.replay_s
-            _wait_until(layout, clock, start_s)
-            compute(layout, clock, layout.replays.op_s[op])
-            start_s += rates.launch_s[op]
+        begin = store.entries[entry, START] + store.entries[entry, TARGETS] + store.entries[entry, SOURCES]
+        for k in range(begin, begin + store.entries[entry, RUNS]):
+            op = store.pool[k]
+            start_s += rates[REPLAY_S]
+            _wait_until(rates, copy_s, clock, start_s)
+            compute(rates, copy_s, clock, layout.op_s[op, DURATION_S])
+            start_s += layout.op_s[op, LAUNCH_S]
 
 
-@compiled
-def _thread_s(rates: Rates, clock: Clock) -> float:
+@part
+def _thread_s(layout: Layout, clock: Clock) -> float:
     op = clock.state[THREAD_OP]
-    now_s: float = rates.before_op_s[op] + rates.record_s * clock.recorded[op] + clock.seconds[TAKEN_S]
-    return now_s
+    at_op_s = layout.op_s[op, BEFORE_S] + layout.rates[RECORD_S] * clock.recorded[op]
+    return float(at_op_s + clock.seconds[TAKEN_S])
 
 
-@compiled
+@part
 def _run_on(layout: Layout, clock: Clock, begin: int, end: int) -> None:
     """From op to op of a thread that works ahead: together where none waits for its launch, else one by one."""
-    work_s, behind_s, seconds = clock.work_s, clock.behind_s, clock.seconds
-    most_s = behind_s[begin:end].max()
-    if seconds[TAKEN_S] + most_s + work_s[begin] <= seconds[NOW_S]:
-        compute(layout, clock, work_s[end] - work_s[begin])
+    rates, copy_s, op_s, seconds = layout.rates, layout.copy_s, layout.op_s, clock.seconds
+    late_s = seconds[TAKEN_S] + _most_behind(clock.op_s, begin, end) + op_s[begin, WORK_S]
+    if late_s <= seconds[NOW_S]:
+        compute(rates, copy_s, clock, op_s[end, WORK_S] - op_s[begin, WORK_S])
         return
     for op in range(begin, end):
-        if _is_undisturbed(layout.rates, clock):
-            idle_s = seconds[TAKEN_S] + behind_s[op:end].max() + work_s[op] - seconds[NOW_S]
-            seconds[RUNTIME_S] += max(0.0, idle_s)
-            _pass(layout, clock, work_s[end] - work_s[op] + max(0.0, idle_s))
+        if _is_undisturbed(rates, clock):
+            late_s = seconds[TAKEN_S] + _most_behind(clock.op_s, op, end) + op_s[op, WORK_S]
+            idle_s = max(0.0, late_s - seconds[NOW_S])
+            seconds[RUNTIME_S] += idle_s
+            _pass(rates, copy_s, clock, op_s[end, WORK_S] - op_s[op, WORK_S] + idle_s)
             return
-        _wait_until(layout, clock, seconds[TAKEN_S] + (behind_s[op] + work_s[op]))
-        compute(layout, clock, layout.replays.op_s[op])
+        _wait_until(rates, copy_s, clock, seconds[TAKEN_S] + (clock.op_s[op, BEHIND_S] + op_s[op, WORK_S]))
+        compute(rates, copy_s, clock, op_s[op, DURATION_S])
+
+
+@part
+def _most_behind(op_s: Floats, begin: int, end: int) -> float:
+    most_s = op_s[begin, BEHIND_S]
+    for op in range(begin + 1, end):
+        most_s = max(most_s, op_s[op, BEHIND_S])
+    return float(most_s)

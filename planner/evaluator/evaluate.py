@@ -7,24 +7,67 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.arrays import Bytes, Ints
+from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.style import Style
 
 from .codes import EARLY, KEEP, ON_DEMAND, RECOMPUTE, STYLE_OF, SWAP, codes_of, style_code
-from .compiled import compiled
-from .copies import queue_out, sort_by, want
-from .elapsed import finish, queue_copy, reach, run_replay, start_clock, take, wait_for
-from .layout import Layout, layout_of
+from .compiled import compiled, one_at_a_time, part
+from .copies import prefetch, queue_out, sort_by
+from .elapsed import finish, queue_copy, reach, run_replay, take, wait_for
+from .layout import (
+    BASE,
+    BORN,
+    DEATH,
+    FETCH_S,
+    FIRST_USE_OF,
+    IN,
+    LESS,
+    MOVED,
+    OP,
+    OUT,
+    OUT_S,
+    SIZE,
+    STEP_S,
+    TICK,
+    Layout,
+    layout_of,
+)
 from .merged import find_needs
-from .residency import lay_curve, prefetch, put, release_early, release_late
+from .residency import lay_curve, put, release_early, release_late
 from .scratch import (
+    BACK_TICK,
+    BY_PREFETCH,
+    BY_RELEASE,
+    END,
+    ENTRY,
+    FETCHED,
     INTERFERENCE_S,
-    REPLAYS,
+    IS_ARRIVING,
+    MOVES,
+    OPS_S,
+    PEAK,
+    PREFETCH,
+    PREFETCH_START,
+    QUEUED,
+    QUEUED_AT,
+    RELEASE,
+    RELEASE_START,
+    RELEASE_TICK,
+    RELEASED,
+    REPLAY_BYTES,
+    REPLAY_COUNT,
+    REPLAY_POINT,
+    REPLAYED_AT,
     RUNTIME_S,
+    SOURCES,
     STALL_S,
+    START,
+    TARGETS,
+    WANTED,
     Scratch,
     scratch_for,
+    start_clock,
 )
 
 
@@ -52,7 +95,8 @@ def warm_up(problem: Problem) -> float:
     """Compiles the evaluator, or loads it, where that was not done yet; returns the seconds it took."""
     began_s = time.perf_counter()
     evaluator = Evaluator(problem)
-    evaluator.evaluate([Decision.KEEP] * problem.value_count, 0, STYLE_OF[0])
+    with one_at_a_time():
+        evaluator.evaluate([Decision.KEEP] * problem.value_count, 0, STYLE_OF[0])
     return time.perf_counter() - began_s
 
 
@@ -65,142 +109,136 @@ def evaluate(
     ``scratch.decisions`` are then the final ones: a swap that memory never asked to release is kept.
     """
     scratch.decisions[:] = decisions
-    find_needs(layout, decisions, scratch.needed, scratch.store)
-    lay_curve(layout, decisions, scratch.needed, scratch.store, scratch.chosen)
-    _schedule(layout, scratch, budget_bytes, style)
-    step_s, moved_bytes = _walk(layout, scratch)
+    find_needs(layout, decisions, scratch)
+    lay_curve(layout, decisions, scratch)
+    queued = _schedule(layout, scratch, budget_bytes, style)
+    start_clock(layout, decisions, scratch.clock)
+    step_s, moved_bytes = _walk(layout, scratch, queued)
     return step_s, _peak_bytes(layout, scratch), moved_bytes
 
 
-@compiled
-def _schedule(layout: Layout, scratch: Scratch, budget_bytes: int, style: int) -> None:
-    """Chooses the points of releases and copies."""
-    points, values, chosen, decisions = layout.points, layout.values, scratch.chosen, scratch.decisions
-    chosen.release[:] = -1
+@part
+def _schedule(layout: Layout, scratch: Scratch, budget_bytes: int, style: int) -> int:
+    """Chooses the points of releases and copies; returns how many values leave."""
+    here, orders, starts, decisions = scratch.values, scratch.orders, scratch.starts, scratch.decisions
+    points = len(layout.points)
     if style in (EARLY, ON_DEMAND):
-        released = release_early(layout, decisions, scratch.needed, chosen)
+        released = release_early(layout, decisions, scratch)
     else:
-        for value in range(layout.value_count):
-            chosen.wanted[value] = decisions[value] == SWAP
-        waiting = queue_out(points, values, chosen, False)
-        released = release_late(layout, budget_bytes, scratch.needed, chosen, waiting)
-    for value in range(layout.value_count):
-        if decisions[value] == SWAP and chosen.release[value] < 0:
+        for value in range(len(here)):
+            here[value, WANTED] = decisions[value] == SWAP
+        waiting = queue_out(layout, scratch, False)
+        released = release_late(layout, scratch, budget_bytes, waiting)
+    for value in range(len(here)):
+        here[value, WANTED] = here[value, RELEASE] >= 0
+        if decisions[value] == SWAP and here[value, RELEASE] < 0:
             decisions[value] = KEEP
-    fetched = prefetch(points, values, layout.uses, chosen, released, budget_bytes, style)
-    sort_by(chosen.prefetch, chosen.fetched, fetched, chosen.prefetch_start, chosen.by_prefetch)
-    want(chosen.wanted, chosen.released, released)
-    queue_out(points, values, chosen, True)
-    sort_by(chosen.release, chosen.released, released, chosen.release_start, chosen.by_release)
+    fetched = prefetch(layout, scratch, budget_bytes, style)
+    sort_by(here, PREFETCH, orders[FETCHED], fetched, points, starts[PREFETCH_START], orders[BY_PREFETCH])
+    sort_by(here, RELEASE, orders[RELEASED], released, points, starts[RELEASE_START], orders[BY_RELEASE])
+    return queue_out(layout, scratch, True)
 
 
-@compiled
-def _walk(layout: Layout, scratch: Scratch) -> tuple[float, int]:
+@part
+def _walk(layout: Layout, scratch: Scratch, queued: int) -> tuple[float, int]:
     """Goes once through the points as the runtime does: seconds of the step, and bytes moved."""
-    points, values, rates = layout.points, layout.values, layout.rates
-    decisions, needed, chosen, clock = scratch.decisions, scratch.needed, scratch.chosen, scratch.clock
-    start_clock(layout, decisions, clock)
-    replay_s, moved_bytes, out, run = 0.0, 0, 0, 0
-    queued = chosen.release_start[len(points.tick)]
-    for point in range(len(points.tick)):
-        while out < queued and chosen.queued_at[out] == point:
-            value = chosen.queued[out]
-            reach(layout, clock, points.op[point])
-            take(layout, clock, rates.out_s)
-            queue_copy(values, clock, value, True)
-            moved_bytes += values.moved_bytes[value]
+    points, rates, copy_s, values = layout.points, layout.rates, layout.copy_s, layout.values
+    orders, starts, clock, entry_s = scratch.orders, scratch.starts, scratch.clock, scratch.store.entry_s
+    replay_s, moved_bytes, out, run, runs = 0.0, 0, 0, 0, scratch.counts[REPLAY_COUNT]
+    for point in range(len(points)):
+        op = points[point, OP]
+        while out < queued and orders[QUEUED_AT, out] == point:
+            reach(layout, clock, op)
+            take(layout, clock, rates[OUT_S])
+            queue_copy(copy_s, clock, orders[QUEUED, out], OUT)
+            moved_bytes += values[orders[QUEUED, out], MOVED]
             out += 1
-        for value in chosen.by_release[chosen.release_start[point] : chosen.release_start[point + 1]]:
-            reach(layout, clock, points.op[point])
-            wait_for(layout, clock, clock.is_out, value)
-            clock.release_tick[value] = points.tick[point]
-        for value in chosen.by_prefetch[chosen.prefetch_start[point] : chosen.prefetch_start[point + 1]]:
-            moved_bytes += _fetch(layout, scratch, point, value)
-        if run < needed.counts[REPLAYS] and needed.replay_point[run] == point:
-            entry = needed.entry[run]
-            moved_bytes += _replay(layout, scratch, point, entry)
-            replay_s += scratch.store.seconds[entry]
+        for k in range(starts[RELEASE_START, point], starts[RELEASE_START, point + 1]):
+            reach(layout, clock, op)
+            wait_for(rates, copy_s, clock, orders[BY_RELEASE, k], OUT)
+            clock.values[orders[BY_RELEASE, k], RELEASE_TICK] = points[point, TICK]
+        for k in range(starts[PREFETCH_START, point], starts[PREFETCH_START, point + 1]):
+            moved_bytes += _fetch(layout, scratch, point, orders[BY_PREFETCH, k])
+        if run < runs and orders[REPLAY_POINT, run] == point:
+            moved_bytes += _replay(layout, scratch, point, orders[ENTRY, run])
+            replay_s += entry_s[orders[ENTRY, run], OPS_S]
             run += 1
-        used = points.first_use_of[point]
-        if used >= 0 and decisions[used] == SWAP:
+        used = points[point, FIRST_USE_OF]
+        if used >= 0 and scratch.decisions[used] == SWAP:
             moved_bytes += _fetch(layout, scratch, point, used)
             _wait_in(layout, scratch, point, used)
-    recording_s = finish(layout, clock)
+    added_s = finish(layout, clock)
     seconds = clock.seconds
-    added_s = seconds[RUNTIME_S] + recording_s
-    return layout.step_s + replay_s + seconds[STALL_S] + seconds[INTERFERENCE_S] + added_s, moved_bytes
+    added_s = seconds[RUNTIME_S] + added_s
+    return rates[STEP_S] + replay_s + seconds[STALL_S] + seconds[INTERFERENCE_S] + added_s, moved_bytes
 
 
-@compiled
+@part
 def _fetch(layout: Layout, scratch: Scratch, point: int, value: int) -> int:
     """Queues the copy back of a value that is away; returns its bytes."""
     clock = scratch.clock
-    if clock.release_tick[value] < 0 or clock.back_tick[value] >= 0:
+    if clock.values[value, RELEASE_TICK] < 0 or clock.values[value, BACK_TICK] >= 0:
         return 0
-    reach(layout, clock, layout.points.op[point])
-    take(layout, clock, layout.rates.fetch_s)
-    queue_copy(layout.values, clock, value, False)
-    clock.back_tick[value] = layout.points.tick[point]
-    clock.is_arriving[value] = True
-    moved_bytes: int = layout.values.moved_bytes[value]
-    return moved_bytes
+    reach(layout, clock, layout.points[point, OP])
+    take(layout, clock, layout.rates[FETCH_S])
+    queue_copy(layout.copy_s, clock, value, IN)
+    clock.values[value, BACK_TICK] = layout.points[point, TICK]
+    clock.values[value, IS_ARRIVING] = 1
+    return int(layout.values[value, MOVED])
 
 
-@compiled
+@part
 def _wait_in(layout: Layout, scratch: Scratch, point: int, value: int) -> None:
     clock = scratch.clock
-    if clock.is_arriving[value]:
-        clock.is_arriving[value] = False
-        reach(layout, clock, layout.points.op[point])
-        wait_for(layout, clock, clock.is_in, value)
+    if clock.values[value, IS_ARRIVING]:
+        clock.values[value, IS_ARRIVING] = 0
+        reach(layout, clock, layout.points[point, OP])
+        wait_for(layout.rates, layout.copy_s, clock, value, IN)
 
 
-@compiled
+@part
 def _replay(layout: Layout, scratch: Scratch, point: int, entry: int) -> int:
     """Brings back what a replay starts from, and runs it; returns the bytes of copies."""
     store, moved_bytes = scratch.store, 0
-    begin = store.start[entry] + store.targets[entry]
-    for source in store.pool[begin : begin + store.inputs[entry]]:
-        moved_bytes += _fetch(layout, scratch, point, source)
-        _wait_in(layout, scratch, point, source)
-    reach(layout, scratch.clock, layout.points.op[point])
+    begin = store.entries[entry, START] + store.entries[entry, TARGETS]
+    for k in range(begin, begin + store.entries[entry, SOURCES]):
+        moved_bytes += _fetch(layout, scratch, point, store.pool[k])
+        _wait_in(layout, scratch, point, store.pool[k])
+    reach(layout, scratch.clock, layout.points[point, OP])
     run_replay(layout, scratch.clock, store, entry)
     return moved_bytes
 
 
-@compiled
+@part
 def _peak_bytes(layout: Layout, scratch: Scratch) -> int:
-    """Most bytes live at any tick, of this step or of the first one (``lives``)."""
-    values, needed, change = layout.values, scratch.needed, scratch.chosen.change
-    ticks = layout.points.tick
-    last = layout.tick_count - 1
-    change[:] = 0
-    for value in range(layout.value_count):
-        size_bytes, death, end = values.size_bytes[value], values.death[value], needed.end[value]
-        release, back = scratch.clock.release_tick[value], scratch.clock.back_tick[value]
+    """Most bytes live at any tick, of this step or of the first one (``lives``, ``_add_inside_replays``)."""
+    values, points, here, orders, moves = (
+        layout.values,
+        layout.points,
+        scratch.values,
+        scratch.orders,
+        scratch.curves[MOVES],
+    )
+    ticks, entries = len(layout.ticks), scratch.store.entries
+    moves[:] = 0
+    for value in range(len(values)):
+        death, end = values[value, DEATH], here[value, END]
+        release, back = scratch.clock.values[value, RELEASE_TICK], scratch.clock.values[value, BACK_TICK]
         until = max(death, end)
         if scratch.decisions[value] == RECOMPUTE:
-            until = death
-            point = needed.back_point[value]
-            back = ticks[point] if point >= 0 else -1
+            until, replayed_at = death, here[value, REPLAYED_AT]
+            back = points[replayed_at, TICK] if replayed_at >= 0 else -1
         elif release >= 0:
             until = max(death, release - 1)
-        put(change, values.born[value], min(until, last), size_bytes)
+        put(moves, ticks, values[value, BORN], min(until, ticks - 1), values[value, SIZE])
         if back >= 0:
-            put(change, back, min(max(end, back), last), size_bytes)
-    return _most(layout, scratch, change)
-
-
-@compiled
-def _most(layout: Layout, scratch: Scratch, change: Ints) -> int:
-    """The most of a curve given by its differences, replays included, which run at their ticks."""
-    needed, store, ticks = scratch.needed, scratch.store, layout.points.tick
-    live, most, run = 0, 0, 0
-    for tick in range(layout.tick_count):
-        live += change[tick]
-        now = live + layout.base_bytes[tick]
-        if run < needed.counts[REPLAYS] and ticks[needed.replay_point[run]] == tick:
-            now = max(now, now - needed.bytes[run] + store.peak_bytes[needed.entry[run]])
+            put(moves, ticks, back, min(max(end, back), ticks - 1), values[value, SIZE])
+    live, most, run, runs = 0, 0, 0, scratch.counts[REPLAY_COUNT]
+    for tick in range(ticks):
+        live += moves[tick]
+        now = live + layout.ticks[tick, BASE]
+        if run < runs and points[orders[REPLAY_POINT, run], TICK] == tick:
+            now = max(now, now - orders[REPLAY_BYTES, run] + entries[orders[ENTRY, run], PEAK])
             run += 1
-        most = max(most, now, now - layout.first_step_less_bytes[tick])
+        most = max(most, now, now - layout.ticks[tick, LESS])
     return most

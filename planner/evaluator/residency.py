@@ -1,225 +1,278 @@
-"""Where swapped values are given up and fetched, so that memory stays within the budget (``Fitting``)."""
+"""Where swapped values are given up, so that memory stays within the budget (``Fitting``)."""
 
 from __future__ import annotations
 
 from poochplan.planner.problem.arrays import Bytes, Ints
 
-from .codes import LATE_OUT_OF_ORDER, ON_DEMAND, RECOMPUTE, SWAP
-from .compiled import compiled
-from .copies import sort_by
-from .layout import Layout, Points, Uses, Values
-from .scratch import REPLAYS, Chosen, Needed, Store
+from .codes import RECOMPUTE, SWAP
+from .compiled import part
+from .layout import (
+    BASE,
+    BORN,
+    BY_RANK,
+    DEATH,
+    EARLY_POINT,
+    FIRST_USE,
+    FREES_TICK,
+    SAVE_POINT,
+    SIZE,
+    TICK,
+    UNUSED,
+    UNUSED_END,
+    Layout,
+)
+from .scratch import (
+    BACK,
+    BLOCK,
+    CURVE,
+    END,
+    ENTRY,
+    FIRST_NEED,
+    HELP_OF,
+    HELPS,
+    LATER_NEED,
+    MOVES,
+    NEED_POINT,
+    NEEDED,
+    NEXT_NEED,
+    NODE_COUNT,
+    PEAK,
+    PLACE,
+    QUEUED,
+    RELEASE,
+    RELEASED,
+    REPLAY_BYTES,
+    REPLAY_COUNT,
+    REPLAY_POINT,
+    REPLAYED_AT,
+    TRIED,
+    WANTED,
+    Scratch,
+)
 
 
-@compiled
-def put(change: Ints, first: int, last: int, size_bytes: int) -> None:
-    """Has bytes live from tick ``first`` to ``last`` in differences of ticks (``occupancy``)."""
-    ticks = len(change) - 1
+@part
+def put(moves: Ints, ticks: int, first: int, last: int, size_bytes: int) -> None:
+    """Has bytes live from tick ``first`` to ``last`` in what comes and goes at each of ``ticks`` (``occupancy``)."""
     start = min(first, ticks)
-    change[start] += size_bytes
-    change[min(max(last + 1, start), ticks)] -= size_bytes
+    moves[start] += size_bytes
+    moves[min(max(last + 1, start), ticks)] -= size_bytes
 
 
-@compiled
-def lay_curve(layout: Layout, decisions: Bytes, needed: Needed, store: Store, chosen: Chosen) -> None:
+@part
+def lay_curve(layout: Layout, decisions: Bytes, scratch: Scratch) -> None:
     """Bytes live at each tick if no swapped value leaves, inside replays included."""
-    values, points, curve, change = layout.values, layout.points, chosen.curve, chosen.change
-    change[:] = 0
-    for value in range(layout.value_count):
-        size_bytes = values.size_bytes[value]
-        if decisions[value] != RECOMPUTE:
-            put(change, values.born[value], max(values.death[value], needed.end[value]), size_bytes)
-            continue
-        put(change, values.born[value], values.death[value], size_bytes)
-        if needed.back_point[value] >= 0:
-            put(change, points.tick[needed.back_point[value]], needed.end[value], size_bytes)
+    values, points, here, orders = layout.values, layout.points, scratch.values, scratch.orders
+    curve, moves, ticks = scratch.curves[CURVE], scratch.curves[MOVES], len(layout.ticks)
+    moves[:] = 0
+    for value in range(len(values)):
+        size_bytes, death, replayed_at = values[value, SIZE], values[value, DEATH], here[value, REPLAYED_AT]
+        is_away = decisions[value] == RECOMPUTE
+        put(moves, ticks, values[value, BORN], death if is_away else max(death, here[value, END]), size_bytes)
+        if is_away and replayed_at >= 0:
+            put(moves, ticks, points[replayed_at, TICK], here[value, END], size_bytes)
     live = 0
-    for tick in range(layout.tick_count):
-        live += change[tick]
-        curve[tick] = live + layout.base_bytes[tick]
-    for run in range(needed.counts[REPLAYS]):
-        extra = store.peak_bytes[needed.entry[run]] - needed.bytes[run]
+    for tick in range(ticks):
+        live += moves[tick]
+        curve[tick] = live + layout.ticks[tick, BASE]
+    for run in range(scratch.counts[REPLAY_COUNT]):
+        extra = scratch.store.entries[orders[ENTRY, run], PEAK] - orders[REPLAY_BYTES, run]
         if extra > 0:
-            curve[points.tick[needed.replay_point[run]]] += extra
+            curve[points[orders[REPLAY_POINT, run], TICK]] += extra
 
 
-@compiled
-def release_early(layout: Layout, decisions: Bytes, needed: Needed, chosen: Chosen) -> int:
+@part
+def release_early(layout: Layout, decisions: Bytes, scratch: Scratch) -> int:
     """Releases every swapped value as soon as forward lets go of it; returns how many."""
     count = 0
-    chosen.change[:] = 0
-    for value in range(layout.value_count):
+    scratch.curves[MOVES, :] = 0
+    for value in range(len(layout.values)):
         if decisions[value] == SWAP:
-            _release(layout, needed, chosen, value, layout.values.early_point[value], count)
+            _release(layout, scratch, value, layout.values[value, EARLY_POINT], count)
             count += 1
-    _apply(chosen)
+    _apply(scratch.curves[CURVE], scratch.curves[MOVES])
     return count
 
 
-@compiled
-def release_late(layout: Layout, budget_bytes: int, needed: Needed, chosen: Chosen, waiting: int) -> int:
-    """Releases the first ``waiting`` of ``chosen.queued`` where memory asks for it; returns how many."""
-    points, curve, change = layout.points, chosen.curve, chosen.change
-    for position in range(waiting):
-        chosen.next[position] = position + 1
-    head, count, moved, point = 0, 0, 0, -1
-    needed.next_need[:] = needed.first
-    change[:] = 0
-    for tick in range(layout.tick_count):
-        moved += change[tick]
+@part
+def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: int) -> int:
+    """Releases of the first ``waiting`` in the queue where memory asks for it; returns how many."""
+    points, orders, values = layout.points, scratch.orders, layout.values
+    curve, moves = scratch.curves[CURVE], scratch.curves[MOVES]
+    _start_helping(layout, scratch, waiting)
+    count, moved, point, died = 0, 0, -1, 0
+    needed = passed = 0
+    moves[:] = 0
+    for tick in range(len(layout.ticks)):
+        moved += moves[tick]
         over_bytes = curve[tick] + moved - budget_bytes
         if over_bytes <= 0:
             continue
-        while point + 1 < len(points.tick) and points.tick[point + 1] <= tick:
+        while point + 1 < len(points) and points[point + 1, TICK] <= tick:
             point += 1
-        head, tried, helped = _find_help(layout, needed, chosen, head, waiting, tick, point, over_bytes)
-        helped = _take_back(layout.values, chosen, tried, helped, over_bytes)
-        for value in chosen.tried[:tried]:
-            if value >= 0:
-                _release(layout, needed, chosen, value, point, count)
-                count += 1
+        died, needed, passed = _update_help(layout, scratch, tick, point, died, needed, passed)
+        tried, helped = _find_help(values, scratch.values, orders, waiting, over_bytes)
+        for k in range(tried):
+            _stop_helping(values, scratch.values, orders, orders[TRIED, k])
+            _release(layout, scratch, orders[TRIED, k], point, count)
+            count += 1
         moved -= helped
         if over_bytes > helped:
             # These decisions do not fit: release the rest early, so that what is missing is exact.
-            for value in chosen.queued[:waiting]:
-                if chosen.release[value] < 0:
-                    _release(layout, needed, chosen, value, layout.values.early_point[value], count)
+            for place in range(waiting):
+                value = orders[QUEUED, place]
+                if scratch.values[value, RELEASE] < 0:
+                    _release(layout, scratch, value, values[value, EARLY_POINT], count)
                     count += 1
             break
-    _apply(chosen)
+    _apply(curve, moves)
     return count
 
 
-@compiled
-def _find_help(
-    layout: Layout, needed: Needed, chosen: Chosen, head: int, waiting: int, tick: int, point: int, over_bytes: int
+@part
+def _start_helping(layout: Layout, scratch: Scratch, waiting: int) -> None:
+    here, orders = scratch.values, scratch.orders
+    orders[HELPS, :] = 0
+    orders[HELP_OF, :] = 0
+    for place in range(waiting):
+        value = orders[QUEUED, place]
+        here[value, PLACE] = place
+        here[value, NEXT_NEED] = here[value, FIRST_NEED]
+
+
+@part
+def _update_help(
+    layout: Layout, scratch: Scratch, tick: int, point: int, died: int, needed: int, passed: int
 ) -> tuple[int, int, int]:
-    """Tries from the front of the queue until ``tick`` fits: the queue's new front, how many were tried, bytes."""
-    values, tried, helped = layout.values, 0, 0
-    before, position = -1, head
-    while position < waiting:
-        value, after = chosen.queued[position], chosen.next[position]
-        node = _need_after(needed, needed.next_need[value], point)
-        needed.next_need[value] = node  # points that ask only ascend
-        last = _absent_until(layout, needed, value, node)
-        if chosen.release[value] >= 0 or (node < 0 and last < tick):  # it is gone, or will never help
-            if before < 0:
-                head = after
-            else:
-                chosen.next[before] = after
-        else:
-            before = position
-            if values.death[value] < tick and values.save_point[value] <= point and tick <= last:
-                chosen.tried[tried] = value
-                tried += 1
-                helped += values.size_bytes[value]
-                if helped >= over_bytes:
-                    break
-        position = after
-    return head, tried, helped
+    """Which values a release at ``point`` would take away at ``tick``; later ticks go on with what is returned.
 
-
-@compiled
-def _take_back(values: Values, chosen: Chosen, tried: int, helped: int, over_bytes: int) -> int:
-    """Takes out of ``chosen.tried`` (-1) what turns out not to be needed, from its end; returns the bytes of the rest.
-
-    The last in the queue is waited for the longest.
+    It changes only where forward lets go of a value, at a point that needs it, behind that point, and where one that
+    backward never uses is gone anyway.
     """
-    for k in range(tried - 2, -1, -1):
-        size_bytes = values.size_bytes[chosen.tried[k]]
-        if helped - size_bytes >= over_bytes:
-            helped -= size_bytes
-            chosen.tried[k] = -1
-    return helped
+    values, nodes, nodes_end = layout.values, scratch.nodes, scratch.counts[NODE_COUNT]
+    while died < len(values) and values[values[died, BY_RANK], FREES_TICK] <= tick:
+        _refresh(layout, scratch, values[died, BY_RANK], tick, point)
+        died += 1
+    while needed < nodes_end and nodes[needed, NEED_POINT] <= point:
+        _refresh(layout, scratch, nodes[needed, NEEDED], tick, point)
+        needed += 1
+    while passed < nodes_end and nodes[passed, NEED_POINT] < point:
+        _refresh(layout, scratch, nodes[passed, NEEDED], tick, point)
+        passed += 1
+    for k in range(layout.facts[UNUSED], layout.facts[UNUSED_END]):
+        _refresh(layout, scratch, layout.lists[k], tick, point)
+    return died, needed, passed
 
 
-@compiled
-def _release(layout: Layout, needed: Needed, chosen: Chosen, value: int, point: int, count: int) -> None:
-    node = _need_after(needed, needed.first[value], point)
-    last = _absent_until(layout, needed, value, node)
-    first = max(layout.values.death[value] + 1, layout.points.tick[point])
+@part
+def _refresh(layout: Layout, scratch: Scratch, value: int, tick: int, point: int) -> None:
+    """Notes whether a release of the value at ``point`` would take it away at ``tick``."""
+    values, here, orders = layout.values, scratch.values, scratch.orders
+    if not here[value, WANTED] or here[value, RELEASE] >= 0:
+        return
+    node = _need_after(scratch.nodes, here[value, NEXT_NEED], point)
+    here[value, NEXT_NEED] = node  # points that ask only ascend
+    last = _absent_until(layout, here, scratch.nodes, value, node)
+    helps = values[value, DEATH] < tick and values[value, SAVE_POINT] <= point and tick <= last
+    _stop_helping(values, here, orders, value)
+    if helps:
+        place = here[value, PLACE]
+        orders[HELPS, place] = 1
+        orders[HELP_OF, place // BLOCK] += values[value, SIZE]
+
+
+@part
+def _stop_helping(values: Ints, here: Ints, orders: Ints, value: int) -> None:
+    place = here[value, PLACE]
+    if orders[HELPS, place]:
+        orders[HELPS, place] = 0
+        orders[HELP_OF, place // BLOCK] -= values[value, SIZE]
+
+
+@part
+def _find_help(values: Ints, here: Ints, orders: Ints, waiting: int, over_bytes: int) -> tuple[int, int]:
+    """What is released from the front of the queue until a tick fits: how many, their bytes.
+
+    Then goes back over them, but for the last, and lets stay what turns out not to be needed: what is behind in the
+    queue is waited for the longest. A block of the queue is passed at once where all of it does, or stays.
+    """
+    helped, place = 0, 0
+    while place < waiting and helped + orders[HELP_OF, place // BLOCK] < over_bytes:
+        helped += orders[HELP_OF, place // BLOCK]
+        place += BLOCK
+    if place >= waiting:
+        return _all_that_helps(orders, waiting), helped
+    while helped < over_bytes:
+        if orders[HELPS, place]:
+            helped += values[orders[QUEUED, place], SIZE]
+        place += 1
+    spare, place = helped - over_bytes, place - 1
+    orders[TRIED, 0] = orders[QUEUED, place]
+    count, place = 1, place - 1
+    while place >= 0:
+        if place % BLOCK == BLOCK - 1 and orders[HELP_OF, place // BLOCK] <= spare:
+            spare -= orders[HELP_OF, place // BLOCK]
+            place -= BLOCK
+            continue
+        if orders[HELPS, place]:
+            size_bytes = values[orders[QUEUED, place], SIZE]
+            if size_bytes <= spare:
+                spare -= size_bytes
+            else:
+                orders[TRIED, count] = orders[QUEUED, place]
+                count += 1
+        place -= 1
+    for k in range(count // 2):
+        first, last = orders[TRIED, k], orders[TRIED, count - 1 - k]
+        orders[TRIED, k] = last
+        orders[TRIED, count - 1 - k] = first
+    return count, over_bytes + spare
+
+
+@part
+def _all_that_helps(orders: Ints, waiting: int) -> int:
+    count = 0
+    for place in range(waiting):
+        if orders[HELPS, place]:
+            orders[TRIED, count] = orders[QUEUED, place]
+            count += 1
+    return count
+
+
+@part
+def _release(layout: Layout, scratch: Scratch, value: int, point: int, count: int) -> None:
+    values, here, nodes = layout.values, scratch.values, scratch.nodes
+    node = _need_after(nodes, here[value, FIRST_NEED], point)
+    last = _absent_until(layout, here, nodes, value, node)
+    first = max(values[value, DEATH] + 1, layout.points[point, TICK])
     if last >= first:
-        put(chosen.change, first, last, -layout.values.size_bytes[value])
-    chosen.back[value] = needed.node_point[node] if node >= 0 else -1
-    chosen.release[value] = point
-    chosen.released[count] = value
+        put(scratch.curves[MOVES], len(layout.ticks), first, last, -values[value, SIZE])
+    here[value, BACK] = nodes[node, NEED_POINT] if node >= 0 else -1
+    here[value, RELEASE] = point
+    scratch.orders[RELEASED, count] = value
 
 
-@compiled
-def _need_after(needed: Needed, node: int, point: int) -> int:
+@part
+def _need_after(nodes: Ints, node: int, point: int) -> int:
     """The first need at ``point`` or behind it, from ``node`` on; -1 when there is none."""
-    while node >= 0 and needed.node_point[node] < point:
-        node = needed.node_next[node]
+    while node >= 0 and nodes[node, NEED_POINT] < point:
+        node = nodes[node, LATER_NEED]
     return node
 
 
-@compiled
-def _absent_until(layout: Layout, needed: Needed, value: int, node: int) -> int:
+@part
+def _absent_until(layout: Layout, here: Ints, nodes: Ints, value: int, node: int) -> int:
     """Last tick at which a value stays away that is needed at ``node`` next; -1 when it must not leave any more."""
     if node >= 0:
-        last: int = layout.points.tick[needed.node_point[node]] - 1
-        return last
-    if layout.values.first_use_point[value] >= 0:
+        return int(layout.points[nodes[node, NEED_POINT], TICK] - 1)
+    if layout.values[value, FIRST_USE] >= 0:
         return -1
-    held: int = min(max(layout.values.death[value], needed.end[value]), layout.tick_count - 1)
-    return held
+    return int(min(max(layout.values[value, DEATH], here[value, END]), len(layout.ticks) - 1))
 
 
-@compiled
-def _apply(chosen: Chosen) -> None:
+@part
+def _apply(curve: Ints, moves: Ints) -> None:
     moved = 0
-    for tick in range(len(chosen.curve)):
-        moved += chosen.change[tick]
-        chosen.curve[tick] += moved
-
-
-@compiled
-def prefetch(
-    points: Points, values: Values, uses: Uses, chosen: Chosen, released: int, budget_bytes: int, style: int
-) -> int:
-    """Points of the copies back, in the order of need, as early as memory permits; returns how many.
-
-    Copies back begin and end at use points. So what counts is the most that is live between two of them.
-    """
-    count = _order_of_need(points, uses, chosen, released)
-    _fill_segments(uses, chosen)
-    segment, ticks = chosen.segment, uses.tick
-    earliest = ticks[0]
-    for value in chosen.fetched[:count]:
-        back = points.use[chosen.back[value]]
-        use = back
-        if style != ON_DEMAND:
-            size_bytes = values.size_bytes[value]
-            lowest = max(earliest, max(points.tick[chosen.release[value]], values.death[value]) + 1)
-            room = budget_bytes - size_bytes
-            while use > 0 and ticks[use - 1] >= lowest and segment[use - 1] <= room:
-                use -= 1
-            segment[use:back] += size_bytes
-        chosen.prefetch[value] = uses.point[use]
-        if style != LATE_OUT_OF_ORDER:
-            earliest = ticks[use]
-    return count
-
-
-@compiled
-def _order_of_need(points: Points, uses: Uses, chosen: Chosen, released: int) -> int:
-    """Fills ``chosen.fetched``: released values that come back, by the points that need them, then by value."""
-    count = 0
-    chosen.wanted[:] = False
-    for value in chosen.released[:released]:
-        chosen.wanted[value] = chosen.back[value] >= 0
-    for value in range(len(chosen.wanted)):
-        if chosen.wanted[value]:
-            chosen.tried[count] = value
-            count += 1
-    sort_by(chosen.back, chosen.tried, count, chosen.prefetch_start, chosen.fetched)
-    return count
-
-
-@compiled
-def _fill_segments(uses: Uses, chosen: Chosen) -> None:
-    for use in range(len(uses.tick) - 1):
-        most = chosen.curve[uses.tick[use]]
-        for tick in range(uses.tick[use] + 1, uses.tick[use + 1]):
-            most = max(most, chosen.curve[tick])
-        chosen.segment[use] = most
+    for tick in range(len(curve)):
+        moved += moves[tick]
+        curve[tick] += moved

@@ -6,24 +6,81 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from poochplan.planner.problem.arrays import Bytes, Flags, Floats, Ints
+from poochplan.planner.problem.arrays import Bytes, Floats, Ints
+from poochplan.planner.schedule.recording import MERGE_GAP_OPS
 
-from .codes import AHEAD
-from .layout import Layout
+from .codes import AHEAD, COMPUTING, RECOMPUTE
+from .compiled import part
+from .layout import (
+    BEFORE_S,
+    INPUTS,
+    INPUTS_END,
+    KIND,
+    LAST_SAVE_OP,
+    OFF,
+    ON,
+    OP,
+    OPS,
+    OPS_END,
+    RECORD_S,
+    RECORDED,
+    RECORDED_END,
+    SAVE_POINT,
+    WORK_S,
+    Layout,
+)
 
 SLOTS: Final = 1 << 16
 """Of the table of merged replays, which holds half as many before it is cleared."""
 POOLED: Final = 1 << 20
-"""Targets, inputs and ops that it holds before it is cleared, for a small problem."""
+"""Targets, inputs and ops that it holds before it is cleared; for large problems more."""
 
-ENTRIES, POOL_END, MARK = 0, 1, 2
-"""Of ``Store.counts``: replays in the store, what its pool holds, and the last mark given."""
-REPLAYS, NODES = 0, 1
-"""Of ``Needed.counts``."""
-NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, OUT_LEFT_S, IN_LEFT_S, TAKEN_S, DONE_S = range(8)
+# Columns of Store.entries: the sum of its targets' keys, its begin in the pool, how many targets, inputs and ops lie
+# there, and the most bytes that it holds.
+SET_KEY, START, TARGETS, SOURCES, RUNS, PEAK = range(6)
+# Columns of Store.entry_s: of its ops, of their launches, and how late the thread comes to one of them at most.
+OPS_S, LAUNCHES_S, LATE_S = range(3)
+ENTRIES, POOL_END, MARK, LEAST_ROOM = range(4)
+"""Of ``Store.counts``: how full it is, the last mark given, and what one evaluation can add to the pool."""
+CHOSEN, LAST_TOUCH, CHANGE = range(3)
+"""Rows of ``Store.merging``: ops of the replay in hand; per value of the profile the last of them that touches it; what
+comes and goes at each."""
+
+# Columns of Scratch.values. The point that a replay brings it back at; the last tick at which a replay needs it, and at
+# which anything does; the first point that needs it, the last one, and the first that the releases have not passed, as
+# rows of Scratch.nodes. All -1 for none.
+REPLAYED_AT, CLAIM, END, FIRST_NEED, FINAL_NEED, NEXT_NEED = range(6)
+# The points chosen for it: its release, the point that needs it next then, its copy back. Whether the queue has it, the
+# save point that its copy must not pass, and its place in the queue.
+RELEASE, BACK, PREFETCH, WANTED, DUE_AT, PLACE = range(6, 12)
+
+# Rows of Scratch.orders: values in an order, or what is said of each in it.
+TO_REPLAY, RELEASED, FETCHED, TRIED, DUE, QUEUED, QUEUED_AT, PENDING, BY_RELEASE, BY_PREFETCH = range(10)
+# Per replay: its point, its entry in the store, the bytes of its targets.
+REPLAY_POINT, ENTRY, REPLAY_BYTES = range(10, 13)
+# Per place in the queue: whether a release helps the tick in hand; per block of places the bytes of those that do.
+HELPS, HELP_OF = 13, 14
+BLOCK: Final = 32
+DUE_START, RELEASE_START, PREFETCH_START = range(3)
+"""Rows of ``Scratch.starts``: where in ``DUE`` those of each save point begin, in the others those of a point."""
+NEED_POINT, LATER_NEED, NEEDED = range(3)
+"""Columns of ``Scratch.nodes``, which ascend by point; ``NEEDED`` is the value."""
+CURVE, MOVES, SEGMENT, BLOCK_MOST, BLOCK_RAISED = range(5)
+"""Rows of ``Scratch.curves``: bytes at each tick; what comes and goes there; the most from a use point to the next, and
+of each ``BLOCK`` of these; what all of a block was raised by, which its segments do not contain."""
+REPLAY_COUNT, NODE_COUNT = range(2)
+"""Of ``Scratch.counts``."""
+
+NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, LEFT_OUT_S, LEFT_IN_S, TAKEN_S, DONE_S = range(8)
 """Of ``Clock.seconds``; what is left of a copy counts alone on the link, ``TAKEN_S`` is the thread's at points."""
-OUT_NOW, OUT_HEAD, OUT_END, IN_NOW, IN_HEAD, IN_END, THREAD_OP = range(7)
-"""Of ``Clock.state``: for each queue the copy that runs (-1: none), the next one and the end; the thread's op."""
+NOW_OUT, NOW_IN, HEAD_OUT, HEAD_IN, END_OUT, END_IN, THREAD_OP = range(7)
+"""Of ``Clock.state``: the copy that runs in each queue (-1: none), the next one, and the end; the thread's op."""
+IS_OUT, IS_IN, IS_ARRIVING, RELEASE_TICK, BACK_TICK, QUEUE_OUT, QUEUE_IN = range(7)
+"""Columns of ``Clock.values``: whether its copies are done, or one back is under way; when it left and came back (-1).
+Of the queues the value at each place."""
+COMPUTED_S, BEHIND_S = range(2)
+"""Columns of ``Clock.op_s``: work before the op, recording included where the thread computes; by how much a thread
+that works ahead comes to the op later than a device would that never waits."""
 
 
 class Store(NamedTuple):
@@ -32,84 +89,12 @@ class Store(NamedTuple):
     counts: Ints
     slots: Ints
     """Entry + 1; 0 for none."""
-    key: Ints
-    start: Ints
-    """Per entry: where the pool has its targets, behind them its inputs, behind these its ops."""
-    targets: Ints
-    """How many."""
-    inputs: Ints
-    ops: Ints
-    seconds: Floats
-    peak_bytes: Ints
-    launch_s: Floats
-    behind_s: Floats
+    entries: Ints
+    entry_s: Floats
     pool: Ints
     marks: Ints
-    """Per saved value, then per value of the profile, per op: the last mark it was given."""
-    chosen: Ints
-    """Ops of the replay that is being merged."""
-    last: Ints
-    """Per value of the profile: position of the last op that touches it."""
-    change: Ints
-    least_room: int
-    """What one evaluation can add to the pool."""
-
-
-class Needed(NamedTuple):
-    """What decisions need back (``Needs``)."""
-
-    counts: Ints
-    back_point: Ints
-    claim: Ints
-    """Last tick at which a replay needs the value; -1 when none does."""
-    end: Ints
-    """Last tick at which anything does."""
-    first: Ints
-    """Per value: the first point that needs it, as a node; -1 when none does."""
-    final: Ints
-    """Per such value: the last one."""
-    next_need: Ints
-    """Per value: the first one that the releases have not passed."""
-    node_point: Ints
-    node_next: Ints
-    replay_point: Ints
-    entry: Ints
-    """Per replay: its entry in the store."""
-    bytes: Ints
-    """Per replay: bytes of its targets."""
-    targets: Ints
-
-
-class Chosen(NamedTuple):
-    """The points chosen so far (``Fitting``)."""
-
-    curve: Ints
-    change: Ints
-    release: Ints
-    """Per value: its point; -1 for none."""
-    back: Ints
-    """Per released value: the point that needs it next; -1 when none does."""
-    prefetch: Ints
-    released: Ints
-    """In the order of their releases."""
-    fetched: Ints
-    """In the order of need."""
-    segment: Ints
-    """Per use point: most bytes from there to the next."""
-    next: Ints
-    """Per place in the queue: the next place that may still help."""
-    tried: Ints
-    wanted: Flags
-    pending: Flags
-    due_start: Ints
-    due: Ints
-    queued: Ints
-    queued_at: Ints
-    release_start: Ints
-    by_release: Ints
-    prefetch_start: Ints
-    by_prefetch: Ints
-    place: Ints
+    """Per saved value, then per value of the profile, then per op: the last mark it was given."""
+    merging: Ints
 
 
 class Clock(NamedTuple):
@@ -117,20 +102,10 @@ class Clock(NamedTuple):
 
     seconds: Floats
     state: Ints
-    out_queue: Ints
-    in_queue: Ints
-    is_out: Flags
-    """Whether the value's copy out is done."""
-    is_in: Flags
-    is_arriving: Flags
-    release_tick: Ints
-    back_tick: Ints
+    values: Ints
     recorded: Ints
     """Per op and behind the last: ops recorded before it."""
-    work_s: Floats
-    """Per op and behind the last: seconds of the compute stream before it, recording included where it counts there."""
-    behind_s: Floats
-    """Per op: by how much a thread that works ahead comes to it later than a device would that never waits."""
+    op_s: Floats
 
 
 class Scratch(NamedTuple):
@@ -138,116 +113,129 @@ class Scratch(NamedTuple):
 
     decisions: Bytes
     """After an evaluation: the final decisions, where swaps that memory never asked to release are kept."""
+    values: Ints
+    orders: Ints
+    starts: Ints
+    nodes: Ints
+    curves: Ints
+    counts: Ints
     store: Store
-    needed: Needed
-    chosen: Chosen
     clock: Clock
 
 
 def scratch_for(layout: Layout) -> Scratch:
     """New work arrays for evaluations of ``layout``."""
-    values = layout.value_count
-    return Scratch(np.zeros(values, dtype=np.int8), _store(layout), _needed(layout), _chosen(layout), _clock(layout))
-
-
-def _store(layout: Layout) -> Store:
-    replays = layout.replays
-    ops, values = len(replays.op_s), len(replays.value_bytes)
-    kept_ops = len(replays.ops) if layout.rates.kind == AHEAD else 0
-    least_room = layout.value_count + len(replays.inputs) + kept_ops
-    slots = SLOTS
-    while slots < 4 * layout.value_count:
-        slots *= 2
-    entries = slots // 2
-    return Store(
-        counts=_zeros(3),
-        slots=_zeros(slots),
-        key=_room(entries),
-        start=_room(entries),
-        targets=_room(entries),
-        inputs=_room(entries),
-        ops=_room(entries),
-        seconds=np.empty(entries),
-        peak_bytes=_room(entries),
-        launch_s=np.empty(entries),
-        behind_s=np.empty(entries),
-        pool=_room(max(POOLED, 4 * least_room)),
-        marks=_zeros(layout.value_count + values + ops),
-        chosen=_zeros(ops + 1),
-        last=_zeros(values + 1),
-        change=_zeros(ops + 2),
-        least_room=least_room,
-    )
-
-
-def _needed(layout: Layout) -> Needed:
-    values = layout.value_count
-    nodes = values + len(layout.replays.inputs)
-    return Needed(
+    values, points, ticks = len(layout.values), len(layout.points), len(layout.ticks)
+    inputs = int((layout.values[:, INPUTS_END] - layout.values[:, INPUTS]).sum())
+    return Scratch(
+        decisions=np.zeros(values, dtype=np.int8),
+        values=_zeros(values, 12),
+        orders=_zeros(15, values),
+        starts=_zeros(3, max(points, values) + 1),
+        nodes=_zeros(values + inputs, 3),
+        curves=_zeros(5, ticks + 1),
         counts=_zeros(2),
-        back_point=_zeros(values),
-        claim=_zeros(values),
-        end=_zeros(values),
-        first=_zeros(values),
-        final=_zeros(values),
-        next_need=_zeros(values),
-        node_point=_zeros(nodes),
-        node_next=_zeros(nodes),
-        replay_point=_zeros(values),
-        entry=_zeros(values),
-        bytes=_zeros(values),
-        targets=_zeros(values),
+        store=_store(layout, values + inputs),
+        clock=_clock(layout),
     )
 
 
-def _chosen(layout: Layout) -> Chosen:
-    values, points, ticks = layout.value_count, len(layout.points.tick), layout.tick_count
-    return Chosen(
-        curve=_zeros(ticks),
-        change=_zeros(ticks + 1),
-        release=_zeros(values),
-        back=_zeros(values),
-        prefetch=_zeros(values),
-        released=_zeros(values),
-        fetched=_zeros(values),
-        segment=_zeros(len(layout.uses.tick) + 1),
-        next=_zeros(values),
-        tried=_zeros(values),
-        wanted=np.zeros(values, dtype=np.bool_),
-        pending=np.zeros(values, dtype=np.bool_),
-        due_start=_zeros(values + 1),
-        due=_zeros(values),
-        queued=_zeros(values),
-        queued_at=_zeros(values),
-        release_start=_zeros(points + 1),
-        by_release=_zeros(values),
-        prefetch_start=_zeros(points + 1),
-        by_prefetch=_zeros(values),
-        place=_zeros(values),
+def _store(layout: Layout, least_room: int) -> Store:
+    ops, values = len(layout.ops), len(layout.value_bytes)
+    if layout.facts[KIND] == AHEAD:
+        least_room += int((layout.values[:, OPS_END] - layout.values[:, OPS]).sum())
+    slots = SLOTS
+    while slots < 4 * len(layout.values):
+        slots *= 2
+    counts = _zeros(4)
+    counts[LEAST_ROOM] = least_room
+    return Store(
+        counts=counts,
+        slots=_zeros(slots),
+        entries=np.empty((slots // 2, 6), dtype=np.int64),
+        entry_s=np.empty((slots // 2, 3)),
+        pool=np.empty(max(POOLED, 4 * least_room), dtype=np.int64),
+        marks=_zeros(len(layout.values) + values + ops),
+        merging=_zeros(3, max(ops, values) + 2),
     )
 
 
 def _clock(layout: Layout) -> Clock:
-    values, ops = layout.value_count, len(layout.replays.op_s)
-    return Clock(
-        seconds=np.zeros(8),
-        state=_zeros(7),
-        out_queue=_zeros(values),
-        in_queue=_zeros(values),
-        is_out=np.zeros(values, dtype=np.bool_),
-        is_in=np.zeros(values, dtype=np.bool_),
-        is_arriving=np.zeros(values, dtype=np.bool_),
-        release_tick=_zeros(values),
-        back_tick=_zeros(values),
-        recorded=_zeros(ops + 1),
-        work_s=np.zeros(ops + 1),
-        behind_s=np.zeros(ops),
-    )
+    rows = len(layout.op_s)
+    return Clock(np.zeros(8), _zeros(7), _zeros(len(layout.values), 7), _zeros(rows), np.zeros((rows, 2)))
 
 
-def _zeros(count: int) -> Ints:
-    return np.zeros(count, dtype=np.int64)
+def _zeros(*shape: int) -> Ints:
+    return np.zeros(shape, dtype=np.int64)
 
 
-def _room(count: int) -> Ints:
-    return np.empty(count, dtype=np.int64)
+# -- the begin of a step ---------------------------------------------------------------------------------------------
+
+
+@part
+def start_clock(layout: Layout, decisions: Bytes, clock: Clock) -> None:
+    """Puts the clock to the begin of a step in which the thread records what ``decisions`` ask for."""
+    rates, op_s, recorded, kind = layout.rates, layout.op_s, clock.recorded, layout.facts[KIND]
+    clock.seconds[:] = 0.0
+    clock.state[:] = 0
+    clock.state[NOW_OUT] = -1
+    clock.state[NOW_IN] = -1
+    for value in range(len(clock.values)):
+        clock.values[value, IS_OUT] = 0
+        clock.values[value, IS_IN] = 0
+        clock.values[value, IS_ARRIVING] = 0
+        clock.values[value, RELEASE_TICK] = -1
+        clock.values[value, BACK_TICK] = -1
+    record_s = rates[RECORD_S]
+    if record_s > 0.0:
+        _record(layout, decisions, recorded)
+    for op in range(len(op_s)):
+        clock.op_s[op, COMPUTED_S] = op_s[op, WORK_S]
+        if kind == COMPUTING:
+            clock.op_s[op, COMPUTED_S] += record_s * recorded[op]
+    if kind == AHEAD:
+        for op in range(len(op_s) - 1):
+            launched_s = op_s[op, BEFORE_S] + record_s * recorded[op] + record_s * (recorded[op + 1] - recorded[op])
+            clock.op_s[op, BEHIND_S] = launched_s - op_s[op, WORK_S]
+
+
+@part
+def _record(layout: Layout, decisions: Bytes, recorded: Ints) -> None:
+    """Ops recorded before each op, and in all (``recording_of``, ``recorded_before``)."""
+    values, lists, ops, points = layout.values, layout.lists, layout.ops, layout.points
+    recorded[:] = 0
+    for value in range(len(values)):
+        if decisions[value] == RECOMPUTE:
+            for k in range(values[value, RECORDED], values[value, RECORDED_END]):
+                recorded[lists[k]] = 1
+    begin, end = -2, -1  # no window yet
+    for op in range(len(ops)):
+        if recorded[op] > 0:
+            recorded[op] = 0
+            on = ops[op, ON]
+            if begin == -2:
+                begin = on
+            elif on >= 0 and end < len(values):
+                gap = points[values[on, SAVE_POINT], OP] - points[values[end, SAVE_POINT], OP]
+                if gap >= MERGE_GAP_OPS:
+                    _switch(layout, recorded, begin, end)
+                    begin = on
+            end = ops[op, OFF]
+    if begin > -2:
+        _switch(layout, recorded, begin, end)
+    done = 0
+    for op in range(len(recorded)):
+        was = recorded[op]
+        recorded[op] = done
+        if was < 0:
+            done += 1
+
+
+@part
+def _switch(layout: Layout, recorded: Ints, begin: int, end: int) -> None:
+    """Marks (-1) the ops between two save points, or the step's begin and recording's end."""
+    values, points = layout.values, layout.points
+    first = points[values[begin, SAVE_POINT], OP] if begin >= 0 else 0
+    last = points[values[end, SAVE_POINT], OP] if end < len(values) else layout.facts[LAST_SAVE_OP]
+    for op in range(first, last):
+        recorded[op] = -1

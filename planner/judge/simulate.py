@@ -19,6 +19,7 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.problem.arrays import Floats, Ints
 from poochplan.planner.problem.needs import claim_for_never_replayed, replay_closure
 from poochplan.planner.problem.problem import Problem
+from poochplan.planner.problem.replays import in_order
 from poochplan.planner.schedule.schedule import Schedule
 
 from .launching import recorded_before, thread_for
@@ -88,7 +89,7 @@ def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Si
     peak_tick = int(np.argmax(memory))
     timed = _time(problem, schedule, walk, trace)
     streams = timed.streams
-    replay_s = sum(run.seconds for run in walk.replays)
+    replay_s = in_order(run.seconds for run in walk.replays)
     added_s = streams.runtime_s + timed.recording_s
     return Simulation(
         peak_bytes=int(memory[peak_tick]),

@@ -18,6 +18,14 @@ from poochplan.formats.occupancy import ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 
 
+def in_order(seconds: Iterable[float]) -> float:
+    """Their sum, one after the other: from Python 3.12 on ``sum`` rounds otherwise, and results are to be the same."""
+    total = 0.0
+    for more in seconds:
+        total += more
+    return total
+
+
 @dataclass(frozen=True)
 class Replay:
     """How one saved value is recomputed on its own."""
@@ -106,7 +114,7 @@ class ReplayGraph:
         return MergedReplay(
             ops=ops,
             inputs=tuple(sorted(inputs.difference(targets))),
-            seconds=sum(self.op_seconds[op] for op in ops),
+            seconds=in_order(self.op_seconds[op] for op in ops),
             peak_bytes=self._peak(ops, {self.value_of[target] for target in targets}),
         )
 
@@ -259,7 +267,7 @@ def _replay_of(
             if reason:
                 return None, reason
     ordered = tuple(sorted(ops))
-    return Replay(ordered, tuple(sorted(inputs)), sum(profile.ops[op].duration_s for op in ordered)), ""
+    return Replay(ordered, tuple(sorted(inputs)), in_order(profile.ops[op].duration_s for op in ordered)), ""
 
 
 def _preexisting_reason(versions: _Versions, value: int, op: int, read: int, needed_tick: int) -> str:

@@ -23,6 +23,9 @@ from poochplan.planner.problem.problem import Problem
 
 from .style import Style, Tuning
 
+LOOK_TICKS = 512
+"""Memory is looked at in so many ticks at a time: what is over is most often near."""
+
 Lists: TypeAlias = dict[int, dict[str, list[int]]]
 """Point -> field of ``PointActions`` -> values."""
 
@@ -112,10 +115,6 @@ class Fitting:
         self.back[value] = self._need_after(value, point)
         self.curve[self._absence(value, point)] -= self.size[value]
 
-    def _take_back(self, value: int) -> None:
-        self.curve[self._absence(value, self.release.pop(value))] += self.size[value]
-        del self.back[value]
-
     def _early_point(self, value: int) -> int:
         """The last save point before which forward has let go of the value, its own at the earliest."""
         problem = self.problem
@@ -128,32 +127,50 @@ class Fitting:
         waiting = sorted(swapped, key=lambda v: (first.get(v, len(first)), queued[v]))
         tick = 0
         while True:
-            over = np.flatnonzero(self.curve[tick:] > self.budget_bytes)
-            if not len(over):
+            tick = self._next_over(tick)
+            if tick < 0:
                 return
-            tick += int(over[0])
             point = bisect_right(self.ticks, tick) - 1
-            for value in self._released_for(tick, point, waiting):
-                waiting.remove(value)
+            released = self._released_for(tick, point, waiting)
+            for value in released:
+                self._release_at(value, point)
+            gone = set(released)
+            waiting = [value for value in waiting if value not in gone]
             if self.curve[tick] > self.budget_bytes:
                 # These decisions do not fit: release the rest early, so that what is missing is exact.
                 for value in waiting:
                     self._release_at(value, self._early_point(value))
                 return
 
+    def _next_over(self, tick: int) -> int:
+        """The first tick from ``tick`` on that has more than the budget; -1 when none does."""
+        for begin in range(tick, len(self.curve), LOOK_TICKS):
+            over = np.flatnonzero(self.curve[begin : begin + LOOK_TICKS] > self.budget_bytes)
+            if len(over):
+                return begin + int(over[0])
+        return -1
+
     def _released_for(self, tick: int, point: int, waiting: Sequence[int]) -> list[int]:
-        """Releases from the front of ``waiting`` until ``tick`` fits, less those it turns out not to need."""
-        released = []
+        """The front of ``waiting`` that makes ``tick`` fit, less what it turns out not to need; in its order.
+
+        Each that helps takes its bytes from the tick, so that sums tell how many it takes, and what may stay.
+        """
+        over_bytes = int(self.curve[tick]) - self.budget_bytes
+        helping, helped_bytes = [], 0
         for value in waiting:
             if self._helps(value, tick, point):
-                self._release_at(value, point)
-                released.append(value)
-                if self.curve[tick] <= self.budget_bytes:
+                helping.append(value)
+                helped_bytes += self.size[value]
+                if helped_bytes >= over_bytes:
                     break
-        for value in reversed(released[:-1]):  # the last in the queue is waited for the longest
-            if self.curve[tick] + self.size[value] <= self.budget_bytes:
-                self._take_back(value)
-        return [value for value in released if value in self.release]
+        spare_bytes = helped_bytes - over_bytes
+        released = helping[-1:]
+        for value in reversed(helping[:-1]):  # the last in the queue is waited for the longest
+            if self.size[value] <= spare_bytes:
+                spare_bytes -= self.size[value]
+            else:
+                released.append(value)
+        return released[::-1]
 
     def _helps(self, value: int, tick: int, point: int) -> bool:
         return (
