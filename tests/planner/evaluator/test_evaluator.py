@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +52,17 @@ def random_problems(count: int) -> Iterator[tuple[int, Profile, Problem]]:
         seed += 1
 
 
-def simulated(problem: Problem, wish: list[Decision] | tuple[Decision, ...], budget_bytes: int, style: Style):
+def simulated(
+    problem: Problem, wish: Sequence[Decision], budget_bytes: int, style: Style
+) -> tuple[Evaluation, tuple[Decision, ...]]:
     found = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
     moved_bytes = found.simulation.out_bytes + found.simulation.in_bytes
     return Evaluation(found.simulation.step_s, found.peak_bytes, moved_bytes), found.schedule.decisions
 
 
-def assert_same(problem: Problem, evaluator: Evaluator, wish, budget_bytes: int) -> list[Evaluation]:
+def assert_same(
+    problem: Problem, evaluator: Evaluator, wish: Sequence[Decision], budget_bytes: int
+) -> list[Evaluation]:
     found = []
     for style in STYLE_OF:
         wanted, decisions = simulated(problem, wish, budget_bytes, style)
