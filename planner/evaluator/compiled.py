@@ -54,7 +54,9 @@ def compiled(function: Function) -> Function:
     if folder is not None:
         NUMBA.config.CACHE_DIR = str(folder)  # read while numba decorates, and then no more
     try:
-        made: Function = NUMBA.njit(nogil=True, cache=folder is not None, error_model="numpy")(function)
+        made: Function = NUMBA.njit(nogil=True, cache=folder is not None, error_model="numpy", no_cfunc_wrapper=True)(
+            function
+        )
     finally:
         NUMBA.config.CACHE_DIR = before
     return made

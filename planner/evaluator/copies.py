@@ -52,7 +52,8 @@ def sort_by(here: Ints, key: int, items: Ints, count: int, keys: int, start: Int
 
     Then ``found[start[k] : start[k + 1]]`` are those of key ``k``.
     """
-    start[: keys + 1] = 0
+    for k in range(keys + 1):
+        start[k] = 0
     for i in range(count):
         start[here[items[i], key] + 1] += 1
     for k in range(1, keys + 1):
@@ -77,7 +78,7 @@ def queue_out(layout: Layout, scratch: Scratch, is_released: bool) -> int:
     values, points, copy_s, op_s = layout.values, layout.points, layout.copy_s, layout.op_s
     here, orders, start = scratch.values, scratch.orders, scratch.starts[DUE_START]
     pending = orders[PENDING]
-    pending[:] = 0
+    pending.fill(0)
     last = len(values) - 1
     count, waiting, low, link_free_s = 0, 0, last + 1, 0.0
     for index in range(last + 1):

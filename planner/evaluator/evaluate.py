@@ -108,7 +108,8 @@ def evaluate(
 
     ``scratch.decisions`` are then the final ones: a swap that memory never asked to release is kept.
     """
-    scratch.decisions[:] = decisions
+    for value in range(len(decisions)):
+        scratch.decisions[value] = decisions[value]
     find_needs(layout, decisions, scratch)
     lay_curve(layout, decisions, scratch)
     queued = _schedule(layout, scratch, budget_bytes, style)
@@ -220,7 +221,7 @@ def _peak_bytes(layout: Layout, scratch: Scratch) -> int:
         scratch.curves[MOVES],
     )
     ticks, entries = len(layout.ticks), scratch.store.entries
-    moves[:] = 0
+    moves.fill(0)
     for value in range(len(values)):
         death, end = values[value, DEATH], here[value, END]
         release, back = scratch.clock.values[value, RELEASE_TICK], scratch.clock.values[value, BACK_TICK]

@@ -74,7 +74,7 @@ def find_needs(layout: Layout, decisions: Bytes, scratch: Scratch) -> None:
     """When ``decisions`` need which value."""
     values, here = layout.values, scratch.values
     _make_room(scratch.store)
-    scratch.counts[:] = 0
+    scratch.counts.fill(0)
     for value in range(len(values)):
         here[value, REPLAYED_AT] = -1
         here[value, CLAIM] = -1
@@ -104,7 +104,7 @@ def _make_room(store: Store) -> None:
     """Clears the store where one evaluation could fill it."""
     room = len(store.pool) - store.counts[POOL_END]
     if room < store.counts[LEAST_ROOM] or len(store.entries) - store.counts[ENTRIES] < len(store.slots) // 4:
-        store.slots[:] = 0
+        store.slots.fill(0)
         store.counts[ENTRIES] = 0
         store.counts[POOL_END] = 0
 

@@ -64,7 +64,7 @@ def lay_curve(layout: Layout, decisions: Bytes, scratch: Scratch) -> None:
     """Bytes live at each tick if no swapped value leaves, inside replays included."""
     values, points, here, orders = layout.values, layout.points, scratch.values, scratch.orders
     curve, moves, ticks = scratch.curves[CURVE], scratch.curves[MOVES], len(layout.ticks)
-    moves[:] = 0
+    moves.fill(0)
     for value in range(len(values)):
         size_bytes, death, replayed_at = values[value, SIZE], values[value, DEATH], here[value, REPLAYED_AT]
         is_away = decisions[value] == RECOMPUTE
@@ -85,7 +85,7 @@ def lay_curve(layout: Layout, decisions: Bytes, scratch: Scratch) -> None:
 def release_early(layout: Layout, decisions: Bytes, scratch: Scratch) -> int:
     """Releases every swapped value as soon as forward lets go of it; returns how many."""
     count = 0
-    scratch.curves[MOVES, :] = 0
+    scratch.curves[MOVES].fill(0)
     for value in range(len(layout.values)):
         if decisions[value] == SWAP:
             _release(layout, scratch, value, layout.values[value, EARLY_POINT], count)
@@ -102,7 +102,7 @@ def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: i
     _start_helping(layout, scratch, waiting)
     count, moved, point, died = 0, 0, -1, 0
     needed = passed = 0
-    moves[:] = 0
+    moves.fill(0)
     for tick in range(len(layout.ticks)):
         moved += moves[tick]
         over_bytes = curve[tick] + moved - budget_bytes
@@ -132,8 +132,8 @@ def release_late(layout: Layout, scratch: Scratch, budget_bytes: int, waiting: i
 @part
 def _start_helping(layout: Layout, scratch: Scratch, waiting: int) -> None:
     here, orders = scratch.values, scratch.orders
-    orders[HELPS, :] = 0
-    orders[HELP_OF, :] = 0
+    orders[HELPS].fill(0)
+    orders[HELP_OF].fill(0)
     for place in range(waiting):
         value = orders[QUEUED, place]
         here[value, PLACE] = place

@@ -176,8 +176,8 @@ def _zeros(*shape: int) -> Ints:
 def start_clock(layout: Layout, decisions: Bytes, clock: Clock) -> None:
     """Puts the clock to the begin of a step in which the thread records what ``decisions`` ask for."""
     rates, op_s, recorded, kind = layout.rates, layout.op_s, clock.recorded, layout.facts[KIND]
-    clock.seconds[:] = 0.0
-    clock.state[:] = 0
+    clock.seconds.fill(0.0)
+    clock.state.fill(0)
     clock.state[NOW_OUT] = -1
     clock.state[NOW_IN] = -1
     for value in range(len(clock.values)):
@@ -203,7 +203,7 @@ def start_clock(layout: Layout, decisions: Bytes, clock: Clock) -> None:
 def _record(layout: Layout, decisions: Bytes, recorded: Ints) -> None:
     """Ops recorded before each op, and in all (``recording_of``, ``recorded_before``)."""
     values, lists, ops, points = layout.values, layout.lists, layout.ops, layout.points
-    recorded[:] = 0
+    recorded.fill(0)
     for value in range(len(values)):
         if decisions[value] == RECOMPUTE:
             for k in range(values[value, RECORDED], values[value, RECORDED_END]):

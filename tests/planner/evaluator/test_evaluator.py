@@ -10,24 +10,27 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.evaluator import compiled
 from poochplan.planner.evaluator.codes import STYLE_OF, codes_of, decisions_of, style_code
+from poochplan.planner.evaluator.elapsed import compute, queue_copy, wait_for
 from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator, evaluate, warm_up
 from poochplan.planner.evaluator.layout import KEY
-from poochplan.planner.evaluator.scratch import ENTRIES, LEAST_ROOM
+from poochplan.planner.evaluator.scratch import ENTRIES, INTERFERENCE_S, LEAST_ROOM, NOW_S, STALL_S, start_clock
 from poochplan.planner.judge.candidate import swap_all, try_style
+from poochplan.planner.judge.streams import Streams
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.style import Style
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions
-from tests.planner.random_profiles import random_profile, transformer_like, with_random_thread
+from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,12 +47,33 @@ def random_problems(count: int) -> Iterator[tuple[int, Profile, Problem]]:
         profile = random_profile(seed, 3 + seed % 43)
         if seed % 3:
             profile = with_random_thread(profile, seed)
+        if seed % 4:
+            profile = with_busy_backward(profile, seed)
         try:
             yield seed, profile, build_problem(profile)
             found += 1
         except PoochError:  # nothing is saved
             pass
         seed += 1
+
+
+def with_busy_backward(profile: Profile, seed: int) -> Profile:
+    """The profile with much workspace in backward, so that values leave there too, while others come back already."""
+    rng = random.Random(f"backward {seed}")
+    most_bytes = max(value.size_bytes for value in profile.values)
+    ops = [
+        msgspec.structs.replace(op, workspace_bytes=rng.randint(0, 3 * most_bytes) * rng.randint(0, 1))
+        if op.phase is Phase.BACKWARD
+        else op
+        for op in profile.ops
+    ]
+    return msgspec.structs.replace(profile, ops=tuple(ops))
+
+
+def random_budget(problem: Problem, rng: random.Random) -> int:
+    """Between nothing and all; every other one is such that bytes can come out even."""
+    most_bytes = int(problem.base_bytes.max() + problem.rounded_bytes.sum())
+    return int(most_bytes * rng.uniform(0.1, 1.0)) // 512 * 512 + rng.choice((0, 1))
 
 
 def simulated(
@@ -76,13 +100,13 @@ def test_any_decisions_give_what_the_simulator_says_to_the_bit() -> None:
     lanes: set[tuple[bool, bool] | None] = set()
     fits: set[bool] = set()
     links: set[tuple[bool, bool, bool]] = set()
-    for seed, profile, problem in random_problems(tries(80, 1250)):
+    for seed, _, problem in random_problems(tries(100, 1250)):
         lanes.add(None if problem.lane is None else (problem.lane.is_compute, problem.lane.record_s > 0))
-        link = problem.link
-        links.add((link.duplex < 1, link.interference_out > 0, link.interference_in > 0))
+        line = problem.link
+        links.add((line.duplex < 1, line.interference_out > 0, line.interference_in > 0))
         rng, evaluator = random.Random(seed), Evaluator(problem)
         for wish in (random_decisions(problem, seed), swap_all(problem)):
-            budget_bytes = int(profile.in_core_peak_bytes * rng.uniform(0.1, 1.0))
+            budget_bytes = random_budget(problem, rng)
             for result in assert_same(problem, evaluator, wish, budget_bytes):
                 fits.add(result.peak_bytes <= budget_bytes)
     assert lanes == {None, (True, True), (True, False), (False, True), (False, False)}
@@ -102,13 +126,11 @@ def test_networks_give_what_the_simulator_says(network: str) -> None:
 
 
 def test_large_steps_with_a_launching_thread_give_what_the_simulator_says() -> None:
-    for seed in seeds(4, 40):
-        profile = with_random_thread(random_profile(seed, 150), seed)
-        problem = build_problem(profile)
-        evaluator = Evaluator(problem)
-        for share in (0.8, 0.4):
-            wish = random_decisions(problem, seed)
-            assert_same(problem, evaluator, wish, int(profile.in_core_peak_bytes * share))
+    for seed in seeds(6, 40):
+        problem = build_problem(with_busy_backward(with_random_thread(random_profile(seed, 150), seed), seed))
+        rng, evaluator = random.Random(seed), Evaluator(problem)
+        for more in range(3):
+            assert_same(problem, evaluator, random_decisions(problem, 10 * seed + more), random_budget(problem, rng))
 
 
 def test_replays_are_told_apart_by_their_targets_and_not_by_a_hash() -> None:
@@ -160,6 +182,31 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout
 
 
+def same_clocks(seed: int, problem: Problem) -> None:
+    """Random copies and work, in plain Python only: schedules hardly ever have copies both ways beside each other."""
+    rng = random.Random(seed)
+    both = link(duplex=rng.choice([0.3, 0.7]), interference_out=rng.choice([0, 0.3]), interference_in=0.5)
+    evaluator = Evaluator(problem)
+    layout, clock, streams = evaluator.layout, evaluator.scratch.clock, Streams(both, trace=False)
+    layout.rates[:3] = both.duplex, both.interference_out, both.interference_in
+    layout.copy_s[:] = [(rng.random(), rng.random()) for _ in layout.values]
+    start_clock(layout, evaluator.scratch.decisions, clock)
+    for value in range(problem.value_count):
+        streams.queue_out(value, layout.copy_s[value, 0], "")
+        queue_copy(layout.copy_s, clock, value, 0)
+        if rng.random() < 0.5:
+            streams.queue_in(value, layout.copy_s[value, 1], "")
+            queue_copy(layout.copy_s, clock, value, 1)
+        work_s = rng.random()
+        streams.compute(work_s)
+        compute(layout.rates, layout.copy_s, clock, work_s)
+        if rng.random() < 0.3:
+            streams.wait_out(value, "")
+            wait_for(layout.rates, layout.copy_s, clock, value, 0)
+        wanted = streams.now_s, streams.stall_s, streams.interference_s
+        assert tuple(clock.seconds[[NOW_S, STALL_S, INTERFERENCE_S]]) == wanted
+
+
 def test_without_numba_plain_python_gives_the_same() -> None:
     said = run_python(
         """
@@ -167,10 +214,11 @@ def test_without_numba_plain_python_gives_the_same() -> None:
         sys.modules["numba"] = None
         from poochplan.planner.evaluator.compiled import is_compiled
         from poochplan.planner.evaluator.evaluate import Evaluator, evaluate, warm_up
-        from tests.planner.evaluator.test_evaluator import assert_same, random_decisions, random_problems
+        from tests.planner.evaluator.test_evaluator import assert_same, random_decisions, random_problems, same_clocks
         assert not is_compiled() and evaluate.__class__.__name__ == "function"
         for seed, profile, problem in random_problems(9):
             assert_same(problem, Evaluator(problem), random_decisions(problem, seed), profile.in_core_peak_bytes // 2)
+            same_clocks(seed, problem)
         assert warm_up(problem) < 60
         print("same")
         """
