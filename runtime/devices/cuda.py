@@ -17,7 +17,7 @@ from poochplan.tensors.storages import new_storage
 from poochplan.tensors.torch_private import captures_graphs, raw_stream, unseen_by_modes, without_modes
 
 from .device import Event, Stream
-from .pinned import PinnedMemory, cupy_or_none, processors_near
+from .pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near
 from .pinned_tier import Part, PinnedTier
 from .stopwatch import CudaStopwatch
 
@@ -69,7 +69,7 @@ class ComputeStream(CudaStream):
     __slots__ = ("seen",)
 
     def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams) -> None:
-        super().__init__(stream)
+        self.stream = stream
         self.seen = seen
 
     def wait(self, event: Event) -> float:
@@ -81,6 +81,8 @@ class ComputeStream(CudaStream):
 
 class CudaCopy:
     """One queued copy; ``error`` when there was no host memory for it."""
+
+    __slots__ = ("_seen", "error")
 
     def __init__(self, seen: SeenStreams, error: OSError | None = None) -> None:
         self.error = error
@@ -106,7 +108,8 @@ class CudaDevice:
         self._index = self.where.index
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
-        self._cupy = cupy = cupy_or_none()
+        cupy = cupy_or_none()
+        self._memcpy = memcpy_async(cupy)
         near = processors_near(self.where)
         self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
         self._streams: weakref.ref[SeenStreams] | None = None
@@ -114,7 +117,10 @@ class CudaDevice:
 
     @property
     def compute(self) -> ComputeStream:
-        seen, address = self._seen(), raw_stream(self._index)
+        seen = self._streams() if self._streams is not None else None
+        if seen is None:
+            seen = self._seen()
+        address = raw_stream(self._index)
         stream = seen.get(address)
         if stream is None:  # asking torch for it takes many times as long
             stream = seen[address] = torch.cuda.current_stream(self.where)
@@ -166,14 +172,13 @@ class CudaDevice:
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
     ) -> None:
-        if self._cupy is not None:
+        if self._memcpy is not None:
             at = storage.data_ptr()
-            for part in parts:
-                to, source = at, part.memory.pointer + part.offset
-                if kind == _TO_HOST:
-                    to, source = source, to
-                self._cupy.cuda.runtime.memcpyAsync(to, source, part.size_bytes, kind, stream.stream.cuda_stream)
-                at += part.size_bytes
+            for memory, offset, size_bytes in parts:
+                host = memory.pointer + offset
+                to, source = (host, at) if kind == _TO_HOST else (at, host)
+                self._memcpy(to, source, size_bytes, kind, stream.stream.cuda_stream)
+                at += size_bytes
             return
         with unseen_by_modes(), torch.cuda.stream(stream.stream):
             whole = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)
