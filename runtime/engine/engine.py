@@ -250,8 +250,7 @@ class Engine:
             self._diverge(reason)
             index = None
             decision = self._decision(index, tensor, record, ordinal)
-        value = SavedValue(decision, record, tensor)
-        value.home = self.device.compute
+        value = SavedValue.of(decision, record, tensor, self.device.compute)
         record.attach(value)
         record.packed = True
         assert self._driver is not None

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from .tape import Content, RecordedOp, StorageRecord
@@ -91,20 +93,19 @@ def _check(closure: Closure) -> None:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 
-class Recipe:
+class Recipe(msgspec.Struct, eq=False, weakref=True):
     """What the replay of one value needs to stay, held from its save point until it is back.
 
     ``values`` are saved values it reads (on the device, on the host, or recipes of their own); ``storages`` what was
     there before recording began: parameters, buffers, inputs.
     """
 
-    __slots__ = ("__weakref__", "generation", "record", "storages", "values")
+    record: StorageRecord
+    generation: int
+    values: Sequence[Content] = ()
+    storages: Sequence[torch.UntypedStorage] = ()
 
-    def __init__(self, record: StorageRecord, generation: int) -> None:
-        self.record = record
-        self.generation = generation
-        self.values: list[Content] = []
-        self.storages: list[torch.UntypedStorage] = []
+    def __post_init__(self) -> None:
         self.refresh()
 
     def refresh_if_possible(self) -> None:

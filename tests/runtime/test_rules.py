@@ -86,7 +86,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
-        (SavedValue, "__init__", "detached_alias(tensor)", "tensor"),
+        (SavedValue, "of", "detached_alias(tensor)", "tensor"),
         test_user_code.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (
