@@ -33,15 +33,15 @@ from poochplan.errors import DivergenceError
 from poochplan.formats.plan import Decision
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.transfers import raise_held_back
+from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.drivers.driver import NOTHING, Actions, Chooser, Diverged, Driver
 from poochplan.runtime.replays.closure import NotReplayable, Recipe
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import StorageRecord, Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
-from poochplan.tensors.storages import has_storage, is_plain, keys_of, own_tensors, storage_key
-from poochplan.tensors.torch_private import in_backward
+from poochplan.tensors.storages import has_storage, keys_of, own_tensors, plain_storage
+from poochplan.tensors.torch_private import in_backward, storage_identity
 
 from .cursor import Cursor, Segment
 from .fallbacks import Fallbacks
@@ -205,15 +205,17 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
-        raise_held_back()
+        if held_back:
+            raise_held_back()
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
-        if self._outside_the_plan(tensor):
+        storage = plain_storage(tensor, self.device.kind)  # Rule 2
+        if storage is None or self._outside_the_plan(tensor, storage):
             return Handle.untouched(tensor)
         segment = cursor.segment
         driver = self._driver or self._driver_of_a_save()
-        record = self.tape.met(tensor, self.recorder.window)
+        record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         ordinal = segment.packs
         segment.packs += 1
@@ -225,11 +227,10 @@ class Engine:
             self._diverge(reason)
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
-    def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
+    def _outside_the_plan(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return (
-            not is_plain(tensor, self.device.kind)  # Rule 2
+            storage_identity(storage) in self.tape.static  # Rule 2
             or tensor.get_device() != self._index
-            or storage_key(tensor) in self.tape.static
             or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )
 
@@ -292,7 +293,8 @@ class Engine:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
-        raise_held_back()
+        if held_back:
+            raise_held_back()
         value = handle.value
         if value is not None:
             self.recorder.switch_off()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
-from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, version_probe
-from poochplan.tensors.torch_private import version_of
+from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
+from poochplan.tensors.torch_private import tensor_identity, version_of
 from poochplan.tensors.writes import writes_of
 
 from .tape import OFF, RecordedOp, Scratch, StorageRecord, Tape, View
@@ -23,6 +24,8 @@ class Recorder(ToggledMode):
         super().__init__()
         self.tape = tape
         self._device_type = tape.device_type
+        self._probes: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        """Of parameters, by the address of each: the parameter, its address in C, and its probe."""
 
     @property
     def window(self) -> int:
@@ -82,14 +85,29 @@ class Recorder(ToggledMode):
         return [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
 
     def _reference(self, leaf: torch.Tensor) -> Any:
-        if not is_plain(leaf, self._device_type):
+        storage = plain_storage(leaf, self._device_type)
+        if storage is None:
             # A number in host memory is taken now; it may be another when a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
-        version = version_of(leaf)
-        record = self.tape.record_of(leaf)
-        record.meet(version, self.tape.window)
-        watch = None if record.is_known else (version_probe(leaf), version)
+        record = self.tape.met(leaf, storage, self.tape.window)
+        watch = None if record.is_known else (self._probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), watch)
+
+    def _probe(self, leaf: torch.Tensor) -> torch.Tensor:
+        """A version probe: of a parameter the one that was made when it was first read.
+
+        It shares the counter as long as the parameter is the same one in C too (``torch.utils.swap_tensors``).
+        """
+        if type(leaf) is not torch.nn.Parameter:
+            return version_probe(leaf)
+        known = self._probes.get(id(leaf))
+        if known is not None and known[0]() is leaf and known[1] == tensor_identity(leaf):
+            return known[2]
+        if len(self._probes) >= _MOST_PROBES:
+            self._probes.clear()
+        probe = version_probe(leaf)
+        self._probes[id(leaf)] = weakref.ref(leaf), tensor_identity(leaf), probe
+        return probe
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
@@ -104,10 +122,12 @@ class Recorder(ToggledMode):
                 self._born(op, position, output)
 
     def _born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
-        if is_plain(output, self._device_type) and self.tape.known(output) is None:
-            self.tape.was_born(op, position, output)
+        storage = plain_storage(output, self._device_type)
+        if storage is not None:
+            self.tape.was_born(op, position, output, storage)
 
 
+_MOST_PROBES = 10_000
 _NONE: list[StorageRecord] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""

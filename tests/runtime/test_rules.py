@@ -82,7 +82,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_outside_the_plan", "storage_key(tensor) in self.tape.static", "False"),
+        (Engine, "_outside_the_plan", "storage_identity(storage) in self.tape.static", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (

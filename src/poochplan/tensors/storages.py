@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -115,18 +116,29 @@ def stands_for_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether the runtime may move and rebuild it: it has a storage, and its elements are just what lies there."""
+    return plain_storage(tensor, device_type) is not None
+
+
+def plain_storage(tensor: torch.Tensor, device_type: str) -> torch.UntypedStorage | None:
+    """The storage of a tensor that :func:`is_plain`; None of any other."""
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        keys = dispatch_keys(tensor)
-        known = _PLAIN.get((keys, device_type))
+    if kind is _TENSOR or kind is _PARAMETER:
+        keys, found = dispatch_keys(tensor).raw_repr(), _PLAIN[device_type]
+        known = found.get(keys)
         if known is None:
-            known = _PLAIN[keys, device_type] = _is_plain(tensor, device_type)
-        return known and tensor.untyped_storage().nbytes() > 0
-    return stands_for_memory(tensor) and _is_plain(tensor, device_type) and tensor.untyped_storage().nbytes() > 0
+            known = found[keys] = _is_plain(tensor, device_type)
+    else:
+        known = stands_for_memory(tensor) and _is_plain(tensor, device_type)
+    if not known:
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() > 0 else None
 
 
-_PLAIN: dict[tuple[int, str], bool] = {}
-"""What was found for tensors of the same dispatch keys: layout, device and all the bits asked for below are in them."""
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_PLAIN: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+"""By type of device, what was found for tensors of the same dispatch keys: layout, device and all the bits asked for
+below are in them."""
 
 
 def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
@@ -153,8 +165,9 @@ def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
 
 def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
     """Storage keys of a tensor, or of the parts that it is made of, as far as they lie on that device."""
-    if is_plain(tensor, device_type):
-        return (storage_key(tensor),)
+    storage = plain_storage(tensor, device_type)
+    if storage is not None:
+        return (storage_identity(storage),)
     return [storage_key(part) for part in parts_of(tensor) if has_storage(part, device_type)]
 
 

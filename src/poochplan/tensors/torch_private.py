@@ -70,6 +70,7 @@ __all__ = [
     "sequence_number",
     "set_non_persistent_buffers",
     "storage_identity",
+    "tensor_identity",
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
@@ -101,6 +102,9 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The address of a storage's implementation: one number for all tensors on it, for as long as it lives."""
 
+tensor_identity: Callable[[torch.Tensor], int] = attrgetter("_cdata")
+"""The address of a tensor's implementation: another one behind the same object once tensors have been swapped."""
+
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 """An op's schema: which arguments it writes, and whether its results are views."""
 
@@ -126,9 +130,9 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
-def dispatch_keys(tensor: torch.Tensor) -> int:
-    """The set of the tensor's dispatch keys, as a number: tensors of one set differ in dtype, shape and memory only."""
-    return int(torch._C._dispatch_keys(tensor).raw_repr())
+dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
+"""The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
+memory only."""
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:
@@ -149,15 +153,17 @@ def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS)
+    if not _is_excluded(_COUNTS_VERSIONS):
+        return tensor.detach()
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
     try:
         return tensor.detach()
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, excluded)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 # --- Autograd -------------------------------------------------------------------------------------------------------
