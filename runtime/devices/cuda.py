@@ -6,8 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from poochplan.errors import UsageError
@@ -25,8 +25,7 @@ _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
 
 
-@dataclass(slots=True, eq=False)
-class CudaEvent:
+class CudaEvent(msgspec.Struct, gc=False, eq=False):
     event: torch.cuda.Event
 
     def done(self) -> bool:
@@ -66,11 +65,14 @@ class ComputeStream(CudaStream):
     it was allocated on, which need not be the one that lets it go.
     """
 
-    __slots__ = ("seen",)
+    __slots__ = ("__weakref__", "address", "queued", "seen")
 
     def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams) -> None:
         self.stream = stream
+        self.address = int(stream.cuda_stream)
         self.seen = seen
+        self.queued = CudaCopy(seen)
+        """Stands for any copy that could be queued."""
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
@@ -113,18 +115,22 @@ class CudaDevice:
         near = processors_near(self.where)
         self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
         self._streams: weakref.ref[SeenStreams] | None = None
+        self._latest: weakref.ref[ComputeStream] | None = None
         self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
     def compute(self) -> ComputeStream:
-        seen = self._streams() if self._streams is not None else None
-        if seen is None:
-            seen = self._seen()
         address = raw_stream(self._index)
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.address == address:
+            return latest
+        seen = self._seen()
         stream = seen.get(address)
         if stream is None:  # asking torch for it takes many times as long
             stream = seen[address] = torch.cuda.current_stream(self.where)
-        return ComputeStream(stream, seen)
+        latest = ComputeStream(stream, seen)
+        self._latest = weakref.ref(latest)
+        return latest
 
     def _seen(self) -> SeenStreams:
         """Since anything was last alive that a stream was seen for."""
@@ -153,7 +159,8 @@ class CudaDevice:
             self._host.trim(size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
-        seen = self.compute.seen
+        compute = self.compute
+        seen = compute.seen
         try:
             parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
@@ -162,12 +169,12 @@ class CudaDevice:
             for stream in tuple(seen.values()):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, parts, _TO_HOST, self.outward)
-        return CudaCopy(seen)
+        return compute.queued
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         parts = self._host.parts(host_offset, storage.nbytes())
         self._queue(storage, parts, _TO_DEVICE, self.inward)
-        return CudaCopy(self.compute.seen)
+        return self.compute.queued
 
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream

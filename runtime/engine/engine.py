@@ -41,7 +41,7 @@ from poochplan.runtime.replays.tape import StorageRecord, Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
 from poochplan.tensors.storages import has_storage, keys_of, own_tensors, plain_storage
-from poochplan.tensors.torch_private import in_backward, storage_identity
+from poochplan.tensors.torch_private import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import Cursor, Segment
 from .fallbacks import Fallbacks
@@ -181,7 +181,11 @@ class Engine:
     def _look_at_model(self, segment: Segment) -> None:
         kind, static = self.device.kind, set[int]()
         for tensor in own_tensors(self._model):
-            static.update(keys_of(tensor, kind))
+            storage = plain_storage(tensor, kind)
+            if storage is not None:
+                static.add(storage_identity(storage))
+            else:
+                static.update(keys_of(tensor, kind))
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
@@ -198,9 +202,12 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Forward saves ``tensor``: returns what autograd holds in its place."""
         start_s = time.perf_counter()
-        with self._lock, Unseen():
+        with self._lock:
             try:
-                return self._pack(tensor)
+                if not mode_count():
+                    return self._pack(tensor)
+                with Unseen():
+                    return self._pack(tensor)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
@@ -286,9 +293,12 @@ class Engine:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if need be."""
         start_s = time.perf_counter()
-        with self._lock, Unseen():
+        with self._lock:
             try:
-                return self._unpack(handle)
+                if not mode_count():
+                    return self._unpack(handle)
+                with Unseen():
+                    return self._unpack(handle)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
@@ -301,10 +311,13 @@ class Engine:
             if not handle.used:
                 handle.used = True
                 self._use_point(handle)
-        handle.check_version()  # Rule 5
-        if value is None or handle.geometry is None:
+        if value is None:
+            handle.check_version()
             return handle.tensor
-        return handle.geometry.on(self.mechanism.resident(value))  # Rule 6
+        if version_of(handle.tensor) != handle.version:  # Rule 5
+            handle.check_version()
+        geometry = handle.geometry
+        return handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
 
     def _use_point(self, handle: Handle) -> None:
         segment = self.segment

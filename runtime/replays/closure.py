@@ -52,6 +52,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
     that the replay does not own.
     """
     closure = Closure()
+    ops = closure.ops
     pending, seen = [(root, generation)], set()
     while pending:
         need = record, wanted = pending.pop()
@@ -74,20 +75,23 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
             continue
         closure.rebuilt[record] = None
         for op in writers:
-            closure.ops[op.order] = op
-            # Of the storage itself an op reads what the writers before it left: they run anyway.
-            pending += [(view.record, view.generation) for view in op.reads if view.record is not record]
+            ops[op.order] = op
+            for view in op.reads:
+                # Of the storage itself an op reads what the writers before it left: they run anyway.
+                if view.record is not record:
+                    pending.append((view.record, view.generation))
     _check(closure)
     return closure
 
 
 def _check(closure: Closure) -> None:
     """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
-    for op in closure.ops.values():
+    ops, rebuilt = closure.ops.values(), closure.rebuilt
+    for op in ops:
         for written in op.writes:
-            if written not in closure.rebuilt:
+            if written not in rebuilt:
                 raise NotReplayable("an op of the replay writes into something it does not own")
-    for op in closure.ops.values():
+    for op in ops:
         for view in op.reads:
             if view.watch is not None and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
@@ -128,7 +132,7 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
         for record in closure.rebuilt:
             if record is not self.record:
                 record.wait_for_value(self)
-        self.values, self.storages = values, storages
+        self.values, self.storages = tuple(values), tuple(storages)
 
 
 def storage_of(record: StorageRecord) -> torch.UntypedStorage:

@@ -24,8 +24,8 @@ class Recorder(ToggledMode):
         super().__init__()
         self.tape = tape
         self._device_type = tape.device_type
-        self._probes: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
-        """Of parameters, by the address of each: the parameter, its address in C, and its probe."""
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int, Watch]] = {}
+        """Of parameters, by the address of each: the parameter, its address in C, and what watches it."""
 
     @property
     def window(self) -> int:
@@ -90,24 +90,26 @@ class Recorder(ToggledMode):
             # A number in host memory is taken now; it may be another when a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         record = self.tape.met(leaf, storage, self.tape.window)
-        watch = None if record.is_known else (self._probe(leaf), version_of(leaf))
+        watch = None if record.is_known else self._watch(leaf)
         return View(record, len(record.writes), Geometry.of(leaf), watch)
 
-    def _probe(self, leaf: torch.Tensor) -> torch.Tensor:
-        """A version probe: of a parameter the one that was made when it was first read.
+    def _watch(self, leaf: torch.Tensor) -> Watch:
+        """A version probe and the version: of a parameter the same as long as it is not written.
 
-        It shares the counter as long as the parameter is the same one in C too (``torch.utils.swap_tensors``).
+        The probe shares the counter as long as the parameter is the same one in C too (``torch.utils.swap_tensors``).
         """
         if type(leaf) is not torch.nn.Parameter:
-            return version_probe(leaf)
-        known = self._probes.get(id(leaf))
-        if known is not None and known[0]() is leaf and known[1] == tensor_identity(leaf):
-            return known[2]
-        if len(self._probes) >= _MOST_PROBES:
-            self._probes.clear()
-        probe = version_probe(leaf)
-        self._probes[id(leaf)] = weakref.ref(leaf), tensor_identity(leaf), probe
-        return probe
+            return version_probe(leaf), version_of(leaf)
+        known = self._watched.get(id(leaf))
+        if known is not None:
+            reference, identity, watch = known
+            if watch[1] == version_of(leaf) and identity == tensor_identity(leaf) and reference() is leaf:
+                return watch
+        if len(self._watched) >= _MOST_WATCHED:
+            self._watched.clear()
+        watch = version_probe(leaf), version_of(leaf)
+        self._watched[id(leaf)] = weakref.ref(leaf), tensor_identity(leaf), watch
+        return watch
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
@@ -127,7 +129,8 @@ class Recorder(ToggledMode):
             self.tape.was_born(op, position, output, storage)
 
 
-_MOST_PROBES = 10_000
+Watch = tuple[torch.Tensor, int]
+_MOST_WATCHED = 10_000
 _NONE: list[StorageRecord] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""

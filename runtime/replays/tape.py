@@ -75,6 +75,13 @@ class Scratch(NamedTuple):
     device: torch.device
 
 
+class Birth(msgspec.Struct, gc=False, eq=False):
+    """A storage that an op has borne, and the position of the tensor on it among the op's flat outputs."""
+
+    position: int
+    record: StorageRecord
+
+
 class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """One op as it was called."""
 
@@ -93,8 +100,7 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """Bears storages whose contents are undefined."""
     overwrites: StorageRecord | None = None
     """The storage whose every byte it writes without reading one."""
-    births: tuple[tuple[int, StorageRecord], ...] = ()
-    """(position among the flat outputs, storage born there)."""
+    births: tuple[Birth, ...] = ()
     writes: tuple[StorageRecord, ...] = ()
     """Storages that were there before and are written in place."""
     generator: torch.Generator | None = None
@@ -302,7 +308,7 @@ class Tape:
         record = StorageRecord(weakref.ref(storage), version_of(output), birth=op, seen_in=self.window)
         self._registry[key] = record
         self._recorded.append(record)
-        op.births = (*op.births, (position, record))
+        op.births = (*op.births, Birth(position, record))
 
     def were_written(self, op: RecordedOp, records: list[StorageRecord]) -> None:
         """The op has written these in place."""

@@ -39,12 +39,23 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        """The same object for the same answer: a step asks for thousands, of which there are few."""
+        key = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        found = _GEOMETRIES.get(key)
+        if found is None:
+            if len(_GEOMETRIES) >= _MOST_GEOMETRIES:
+                _GEOMETRIES.clear()
+            found = _GEOMETRIES[key] = Geometry(*key)
+        return found
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+_GEOMETRIES: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], Geometry] = {}
+_MOST_GEOMETRIES = 4096
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
