@@ -60,12 +60,12 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
             continue
         seen.add(need)
         value = record.value_at(wanted) if record is not root else None
-        writers = record.writers_up_to(wanted)
-        if value is not None and not (follow_recipes and value.waits_for_replay):
-            closure.leaves[need] = value
-            continue
         if value is not None:
+            if not (follow_recipes and value.waits_for_replay):
+                closure.leaves[need] = value
+                continue
             closure.targets.append((record, value))
+        writers = record.writers_up_to(wanted)
         if writers is None:
             if record is root or value is not None:
                 raise NotReplayable("a writer of the value was not recorded or cannot be run again")
