@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.tensors.torch_private import tensor_identity, version_of
+from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
 
 from .tape import OFF, RecordedOp, Scratch, StorageRecord, Tape, View
@@ -24,8 +23,6 @@ class Recorder(ToggledMode):
         super().__init__()
         self.tape = tape
         self._device_type = tape.device_type
-        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int, Watch]] = {}
-        """Of parameters, by the address of each: the parameter, its address in C, and what watches it."""
 
     @property
     def window(self) -> int:
@@ -90,26 +87,8 @@ class Recorder(ToggledMode):
             # A number in host memory is taken now; it may be another when a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
         record = self.tape.met(leaf, storage, self.tape.window)
-        watch = None if record.is_known else self._watch(leaf)
+        watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), watch)
-
-    def _watch(self, leaf: torch.Tensor) -> Watch:
-        """A version probe and the version: of a parameter the same as long as it is not written.
-
-        The probe shares the counter as long as the parameter is the same one in C too (``torch.utils.swap_tensors``).
-        """
-        if type(leaf) is not torch.nn.Parameter:
-            return version_probe(leaf), version_of(leaf)
-        known = self._watched.get(id(leaf))
-        if known is not None:
-            reference, identity, watch = known
-            if watch[1] == version_of(leaf) and identity == tensor_identity(leaf) and reference() is leaf:
-                return watch
-        if len(self._watched) >= _MOST_WATCHED:
-            self._watched.clear()
-        watch = version_probe(leaf), version_of(leaf)
-        self._watched[id(leaf)] = weakref.ref(leaf), tensor_identity(leaf), watch
-        return watch
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
@@ -129,8 +108,6 @@ class Recorder(ToggledMode):
             self.tape.was_born(op, position, output, storage)
 
 
-Watch = tuple[torch.Tensor, int]
-_MOST_WATCHED = 10_000
 _NONE: list[StorageRecord] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""

@@ -70,7 +70,6 @@ __all__ = [
     "sequence_number",
     "set_non_persistent_buffers",
     "storage_identity",
-    "tensor_identity",
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
@@ -101,9 +100,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The address of a storage's implementation: one number for all tensors on it, for as long as it lives."""
-
-tensor_identity: Callable[[torch.Tensor], int] = attrgetter("_cdata")
-"""The address of a tensor's implementation: another one behind the same object once tensors have been swapped."""
 
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 """An op's schema: which arguments it writes, and whether its results are views."""
