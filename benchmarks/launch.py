@@ -10,7 +10,7 @@ empty dispatch mode around forward, and saved-tensors hooks that do nothing. Cos
 run's plain op: the plain step over the number of its ops, views left out.
 
     python -m benchmarks.launch -o benchmarks/results/launch.json   # all plans, 40 pairs each: some 2 minutes
-    python -m benchmarks.launch --plans swap,mixed --cupy           # copies as with CuPy
+    python -m benchmarks.launch --plans swap,mixed --copies cupy    # copies as with CuPy, or as torch's
     python -m benchmarks.launch --quick                             # 2 pairs: does it run?
     python -m benchmarks.launch --make-plans                        # profile here, and write the plans anew
 """
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import poochplan
 from benchmarks.facts import PACKAGES, facts_of_run, write_results
-from benchmarks.launch_device import StandIn, stand_in
+from benchmarks.launch_device import COPIES, StandIn, stand_in
 from benchmarks.launch_network import (
     RECORDED,
     SEED,
@@ -177,12 +177,12 @@ def costs(found: dict[str, Pairs], facts: dict[str, dict[str, Any]], counts: Cou
     return {name: round(cost * counts.ops, 2) for name, cost in priced.items()}
 
 
-def measured(names: list[str], pairs: int, *, with_cupy: bool) -> dict[str, Any]:
+def measured(names: list[str], pairs: int, copies: str) -> dict[str, Any]:
     """Everything that is reported of one run."""
     bench = Bench(pairs)
     found = bench.floors()
     facts: dict[str, dict[str, Any]] = {}
-    with stand_in(with_cupy=with_cupy) as device:
+    with stand_in(copies) as device:
         for name in names:
             found[name], facts[name] = bench.under(load_plan(name), device)
             print(table_row(name, summary(found[name])), flush=True)
@@ -221,7 +221,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--plans", default=",".join(PLANS), help="which, by commas (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of steps a plan (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 pairs")
-    parser.add_argument("--cupy", action="store_true", help="copies as with CuPy; without it they are torch's")
+    parser.add_argument("--copies", choices=COPIES, default=COPIES[0], help="who makes them (default: %(default)s)")
+    parser.add_argument("--cupy", dest="copies", action="store_const", const="cupy", help="the same as --copies cupy")
     parser.add_argument("--make-plans", action="store_true", help=f"write those of {', '.join((*WEIGHTS, THIRD))} anew")
     parser.add_argument("-o", "--output", help="write the results as JSON here")
     arguments = parser.parse_args(words)
@@ -234,7 +235,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     print("| plan | plain ms | planned ms | ratio (95%) | forward | backward | plain mean/median | planned's |")
     print("|---|---|---|---|---|---|---|---|")
-    found = measured(names, 2 if arguments.quick else arguments.pairs, with_cupy=arguments.cupy)
+    found = measured(names, 2 if arguments.quick else arguments.pairs, arguments.copies)
     print(f"plain op {found['plain_op_us']:.1f} us ({found['counts']['ops']} ops); what one adds, in plain ops:")
     for name, cost in found["costs_in_plain_ops"].items():
         print(f"  {name}: {cost:.2f}")

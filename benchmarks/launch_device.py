@@ -2,7 +2,8 @@
 
 The calling thread is what is measured. So the stand-ins for what ``torch.cuda`` does in Python make the same frames
 and objects as torch 2.13 does, and those for what it does in C do next to nothing. Copies are made at once, by the
-calling thread: as ``copy_`` of torch, or as ``memmove`` where CuPy is to be there.
+calling thread: by a C function called through ``ctypes``, as the CUDA runtime is; by ``memmove`` where CuPy is to be
+there; or as ``copy_`` of torch.
 
 The stand-ins take the place of the name ``torch`` in the modules of the CUDA device. So whatever those call of
 ``torch.cuda`` that is not stood in for here fails on a machine without CUDA, and is not measured wrongly.
@@ -163,11 +164,23 @@ def _copy(to: int, source: int, size_bytes: int, kind: int, stream: int) -> None
     ctypes.memmove(to, source, size_bytes)
 
 
+def _runtimes_copy() -> Any:
+    """``cudaMemcpyAsync`` called through ``ctypes``: a C function, which takes no notice of kind and stream."""
+    queue = ctypes.CDLL(None).memmove
+    queue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    queue.restype = lambda status: None
+    return queue
+
+
 CUPY = SimpleNamespace(
     cuda=SimpleNamespace(
         runtime=SimpleNamespace(memcpyAsync=_copy, CUDARuntimeError=RuntimeError), PinnedMemory=_Pinned
     )
 )
+
+
+COPIES = ("runtime", "cupy", "torch")
+"""Who makes the copies: the CUDA runtime, called through ``ctypes``; CuPy; torch, where neither is found."""
 
 
 class StandIn(cuda.CudaDevice):
@@ -181,12 +194,16 @@ class StandIn(cuda.CudaDevice):
 
 
 @contextlib.contextmanager
-def stand_in(*, with_cupy: bool = False) -> Iterator[Callable[[], StandIn]]:
-    """Within the block ``apply(..., device=...)`` takes what is given."""
+def stand_in(copies: str = "runtime") -> Iterator[Callable[[], StandIn]]:
+    """Within the block ``apply(..., device=...)`` takes what is given. ``copies``: one of ``COPIES``."""
+    with_cupy = copies == "cupy"
     instead = _Instead(torch, {"cuda": _Instead(torch.cuda, TORCH_CUDA)})
     with contextlib.ExitStack() as stack:
         for module in (cuda, pinned):
             stack.enter_context(patch.object(module, "torch", instead))
         stack.enter_context(patch.object(cuda, "cupy_or_none", lambda: CUPY if with_cupy else None))
+        if copies != "cupy":
+            queue = _runtimes_copy() if copies == "runtime" else None
+            stack.enter_context(patch.object(cuda, "memcpy_async", lambda cupy: queue))
         stack.enter_context(patch.object(cuda, "raw_stream", lambda index: 0))
         yield StandIn

@@ -6,8 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from poochplan.errors import UsageError
@@ -17,7 +17,7 @@ from poochplan.tensors.storages import new_storage
 from poochplan.tensors.torch_private import captures_graphs, raw_stream, unseen_by_modes, without_modes
 
 from .device import Event, Stream
-from .pinned import PinnedMemory, cupy_or_none, processors_near
+from .pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near
 from .pinned_tier import Part, PinnedTier
 from .stopwatch import CudaStopwatch
 
@@ -25,8 +25,7 @@ _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
 
 
-@dataclass(slots=True, eq=False)
-class CudaEvent:
+class CudaEvent(msgspec.Struct, gc=False, eq=False):
     event: torch.cuda.Event
 
     def done(self) -> bool:
@@ -66,11 +65,14 @@ class ComputeStream(CudaStream):
     it was allocated on, which need not be the one that lets it go.
     """
 
-    __slots__ = ("seen",)
+    __slots__ = ("__weakref__", "address", "queued", "seen")
 
     def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams) -> None:
-        super().__init__(stream)
+        self.stream = stream
+        self.address = int(stream.cuda_stream)
         self.seen = seen
+        self.queued = CudaCopy(seen)
+        """Stands for any copy that could be queued."""
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
@@ -81,6 +83,8 @@ class ComputeStream(CudaStream):
 
 class CudaCopy:
     """One queued copy; ``error`` when there was no host memory for it."""
+
+    __slots__ = ("_seen", "error")
 
     def __init__(self, seen: SeenStreams, error: OSError | None = None) -> None:
         self.error = error
@@ -106,19 +110,27 @@ class CudaDevice:
         self._index = self.where.index
         self.outward = CudaStream(torch.cuda.Stream(self.where))
         self.inward = CudaStream(torch.cuda.Stream(self.where))
-        self._cupy = cupy = cupy_or_none()
+        cupy = cupy_or_none()
+        self._memcpy = memcpy_async(cupy)
         near = processors_near(self.where)
         self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
         self._streams: weakref.ref[SeenStreams] | None = None
+        self._latest: weakref.ref[ComputeStream] | None = None
         self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
     def compute(self) -> ComputeStream:
-        seen, address = self._seen(), raw_stream(self._index)
+        address = raw_stream(self._index)
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.address == address:
+            return latest
+        seen = self._seen()
         stream = seen.get(address)
         if stream is None:  # asking torch for it takes many times as long
             stream = seen[address] = torch.cuda.current_stream(self.where)
-        return ComputeStream(stream, seen)
+        latest = ComputeStream(stream, seen)
+        self._latest = weakref.ref(latest)
+        return latest
 
     def _seen(self) -> SeenStreams:
         """Since anything was last alive that a stream was seen for."""
@@ -147,7 +159,8 @@ class CudaDevice:
             self._host.trim(size_bytes)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
-        seen = self.compute.seen
+        compute = self.compute
+        seen = compute.seen
         try:
             parts = self._host.parts(host_offset, storage.nbytes())
         except OSError as error:
@@ -156,24 +169,23 @@ class CudaDevice:
             for stream in tuple(seen.values()):
                 self.outward.stream.wait_stream(stream)
         self._queue(storage, parts, _TO_HOST, self.outward)
-        return CudaCopy(seen)
+        return compute.queued
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         parts = self._host.parts(host_offset, storage.nbytes())
         self._queue(storage, parts, _TO_DEVICE, self.inward)
-        return CudaCopy(self.compute.seen)
+        return self.compute.queued
 
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
     ) -> None:
-        if self._cupy is not None:
+        if self._memcpy is not None:
             at = storage.data_ptr()
-            for part in parts:
-                to, source = at, part.memory.pointer + part.offset
-                if kind == _TO_HOST:
-                    to, source = source, to
-                self._cupy.cuda.runtime.memcpyAsync(to, source, part.size_bytes, kind, stream.stream.cuda_stream)
-                at += part.size_bytes
+            for memory, offset, size_bytes in parts:
+                host = memory.pointer + offset
+                to, source = (host, at) if kind == _TO_HOST else (at, host)
+                self._memcpy(to, source, size_bytes, kind, stream.stream.cuda_stream)
+                at += size_bytes
             return
         with unseen_by_modes(), torch.cuda.stream(stream.stream):
             whole = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage)

@@ -19,10 +19,10 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +42,33 @@ def cupy_or_none() -> Any:
         cupy.cuda.runtime.runtimeGetVersion()
         return cupy
     return None
+
+
+MemcpyAsync = Callable[[int, int, int, int, int], object]
+"""``cudaMemcpyAsync(to, source, size_bytes, kind, stream)``, which raises where CUDA refuses."""
+
+
+def memcpy_async(cupy: Any) -> MemcpyAsync | None:
+    """CuPy's; without it that of the CUDA runtime that torch has loaded; None where that is not found by its name.
+
+    A ``copy_`` of torch queues the same copy. It wants a tensor for each side, and the stream made the current one and
+    back: some ten Python calls.
+    """
+    if cupy is not None:
+        return cast(MemcpyAsync, cupy.cuda.runtime.memcpyAsync)
+    if torch.version.cuda is None:
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        queue = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}").cudaMemcpyAsync
+        queue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        queue.restype = _raised
+        return cast(MemcpyAsync, queue)
+    return None
+
+
+def _raised(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"CUDA error {status}: a copy between device and host could not be queued")
 
 
 class PinnedMemory:

@@ -77,6 +77,8 @@ class PinnedTier(Generic[M]):
 
         Raises ``OSError`` where pages are missing that cannot be pinned, or that the limit does not allow.
         """
+        if self._slab is not None and offset + size_bytes <= self._slab.size_bytes:  # as planned
+            return [Part(self._slab, offset, size_bytes)]
         pieces = list(self._pieces(offset, size_bytes))
         missing = [page for page, _, _ in pieces if page >= 0 and page not in self._pages]
         if missing:

@@ -14,20 +14,21 @@ import torch
 
 from .device import Device, Event, Job
 
-_held_back: list[BaseException] = []
+held_back: list[BaseException] = []
+"""Looked at in each hook; see :func:`raise_held_back`."""
 
 
 def raise_held_back() -> None:
     """Raises what was raised where nobody could catch it, once."""
-    if _held_back:
-        error = _held_back[0]
-        _held_back.clear()
+    if held_back:
+        error = held_back[0]
+        held_back.clear()
         raise error
 
 
 def forget_held_back() -> None:
     """What was held back has been heard of another way."""
-    _held_back.clear()
+    held_back.clear()
 
 
 class Copy:
@@ -62,7 +63,7 @@ class Copy:
         try:
             self.wait()
         except BaseException as error:
-            _held_back.append(error.with_traceback(None))  # which would hold this copy
+            held_back.append(error.with_traceback(None))  # which would hold this copy
 
 
 def copy_out(device: Device, storage: torch.UntypedStorage, host_offset: int) -> Copy:

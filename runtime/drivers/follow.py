@@ -52,6 +52,7 @@ class Follow:
         self.instructions: Instructions | None = course.instructions
         self._course = course
         self._planned = course.instructions.values
+        self._handles, self._uses = course.instructions.handles, course.instructions.uses
         self._last = len(self._planned) - 1
         self._safe = safe
         self._policy = policy
@@ -69,7 +70,7 @@ class Follow:
         return self._planned[index].decision
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        handles = self._course.instructions.handles
+        handles = self._handles
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
             raise Diverged(self._course.why_not_handle(ordinal, index, tensor))
 
@@ -85,25 +86,29 @@ class Follow:
         return actions._replace(record=False) if index == self._last else actions
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
-        uses = self._course.instructions.uses
+        uses = self._uses
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
             raise Diverged(self._course.why_not_use(number, handle.ordinal, saves))
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 
     def _resolved(self, planned: PointActions) -> Actions:
-        alive = self._alive
+        alive, out, release, fetch, again = (
+            self._alive,
+            planned.swap_out,
+            planned.release,
+            planned.prefetch,
+            planned.replay,
+        )
         return Actions(
-            alive(planned.swap_out),
-            alive(planned.release),
-            alive(planned.prefetch),
-            alive(planned.replay),
+            alive(out) if out else (),
+            alive(release) if release else (),
+            alive(fetch) if fetch else (),
+            alive(again) if again else (),
             _RECORD[planned.record],
         )
 
     def _alive(self, indices: Sequence[int]) -> Sequence[SavedValue]:
-        if not indices:
-            return ()
         values = self._values
         found = [values[index]() for index in indices if index in values]
         return [value for value in found if value is not None]

@@ -111,7 +111,8 @@ class Cursor:
 
     def save_begins_one(self) -> bool:
         """Something is saved: whether a segment begins here."""
-        return not self.is_open or ((self.segment.used or self.segment.raised) and not self.segment.is_held)
+        segment = self.segment
+        return not self.is_open or ((segment.used or segment.raised) and not segment.is_held)
 
     def announced(self) -> None:
         """The caller says that one begins here, and will say so from now on."""

@@ -33,15 +33,15 @@ from poochplan.errors import DivergenceError
 from poochplan.formats.plan import Decision
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.transfers import raise_held_back
+from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.drivers.driver import NOTHING, Actions, Chooser, Diverged, Driver
 from poochplan.runtime.replays.closure import NotReplayable, Recipe
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import StorageRecord, Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
-from poochplan.tensors.storages import has_storage, is_plain, keys_of, own_tensors, storage_key
-from poochplan.tensors.torch_private import in_backward
+from poochplan.tensors.storages import has_storage, keys_of, own_tensors, plain_storage
+from poochplan.tensors.torch_private import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import Cursor, Segment
 from .fallbacks import Fallbacks
@@ -181,7 +181,11 @@ class Engine:
     def _look_at_model(self, segment: Segment) -> None:
         kind, static = self.device.kind, set[int]()
         for tensor in own_tensors(self._model):
-            static.update(keys_of(tensor, kind))
+            storage = plain_storage(tensor, kind)
+            if storage is not None:
+                static.add(storage_identity(storage))
+            else:
+                static.update(keys_of(tensor, kind))
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
@@ -198,22 +202,27 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Forward saves ``tensor``: returns what autograd holds in its place."""
         start_s = time.perf_counter()
-        with self._lock, Unseen():
+        with self._lock:
             try:
-                return self._pack(tensor)
+                if not mode_count():
+                    return self._pack(tensor)
+                with Unseen():
+                    return self._pack(tensor)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
-        raise_held_back()
+        if held_back:
+            raise_held_back()
         cursor = self.cursor
         if cursor.save_begins_one():
             self.begin()
-        if self._outside_the_plan(tensor):
+        storage = plain_storage(tensor, self.device.kind)  # Rule 2
+        if storage is None or self._outside_the_plan(tensor, storage):
             return Handle.untouched(tensor)
         segment = cursor.segment
         driver = self._driver or self._driver_of_a_save()
-        record = self.tape.met(tensor, self.recorder.window)
+        record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         ordinal = segment.packs
         segment.packs += 1
@@ -225,11 +234,10 @@ class Engine:
             self._diverge(reason)
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
 
-    def _outside_the_plan(self, tensor: torch.Tensor) -> bool:
+    def _outside_the_plan(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return (
-            not is_plain(tensor, self.device.kind)  # Rule 2
+            storage_identity(storage) in self.tape.static  # Rule 2
             or tensor.get_device() != self._index
-            or storage_key(tensor) in self.tape.static
             or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )
 
@@ -250,8 +258,7 @@ class Engine:
             self._diverge(reason)
             index = None
             decision = self._decision(index, tensor, record, ordinal)
-        value = SavedValue(decision, record, tensor)
-        value.home = self.device.compute
+        value = SavedValue.of(decision, record, tensor, self.device.compute)
         record.attach(value)
         record.packed = True
         assert self._driver is not None
@@ -286,24 +293,31 @@ class Engine:
     def unpack(self, handle: Handle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if need be."""
         start_s = time.perf_counter()
-        with self._lock, Unseen():
+        with self._lock:
             try:
-                return self._unpack(handle)
+                if not mode_count():
+                    return self._unpack(handle)
+                with Unseen():
+                    return self._unpack(handle)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
-        raise_held_back()
+        if held_back:
+            raise_held_back()
         value = handle.value
         if value is not None:
             self.recorder.switch_off()
             if not handle.used:
                 handle.used = True
                 self._use_point(handle)
-        handle.check_version()  # Rule 5
-        if value is None or handle.geometry is None:
+        if value is None:
+            handle.check_version()
             return handle.tensor
-        return handle.geometry.on(self.mechanism.resident(value))  # Rule 6
+        if version_of(handle.tensor) != handle.version:  # Rule 5
+            handle.check_version()
+        geometry = handle.geometry
+        return handle.tensor if geometry is None else geometry.on(self.mechanism.resident(value))  # Rule 6
 
     def _use_point(self, handle: Handle) -> None:
         segment = self.segment

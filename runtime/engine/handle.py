@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from poochplan.formats.plan import Decision
@@ -23,30 +24,21 @@ class Lease:
         self.whole = whole
 
 
-class Handle:
-    """One pack. ``value`` is None for what the engine does not touch; ``segment`` is the number of its segment."""
+class Handle(msgspec.Struct, gc=False, eq=False):
+    """One pack. ``value`` is None for what the engine does not touch; ``segment`` is the number of its segment.
 
-    __slots__ = ("geometry", "lease", "ordinal", "segment", "tensor", "used", "value", "version")
+    The garbage collector knows of none (``gc=False``): autograd holds them, where it could not see them either.
+    """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        version: int,
-        geometry: Geometry | None = None,
-        value: SavedValue | None = None,
-        lease: Lease | None = None,
-        segment: int = 0,
-        ordinal: int = -1,
-    ) -> None:
-        self.tensor = tensor
-        """What is handed back, detached; where there is a ``geometry``, a version probe of it."""
-        self.version = version
-        self.geometry = geometry
-        self.value = value
-        self.lease = lease
-        self.segment = segment
-        self.ordinal = ordinal
-        self.used = False
+    tensor: torch.Tensor
+    """What is handed back, detached; where there is a ``geometry``, a version probe of it."""
+    version: int
+    geometry: Geometry | None = None
+    value: SavedValue | None = None
+    lease: Lease | None = None
+    segment: int = 0
+    ordinal: int = -1
+    used: bool = False
 
     @classmethod
     def untouched(cls, tensor: torch.Tensor) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
 import torch
 
 from poochplan.errors import SpillError
@@ -43,55 +44,44 @@ _TRANSITIONS = {
 """What may happen to a value, and in which states."""
 
 
-class SavedValue:
+class SavedValue(msgspec.Struct, eq=False, weakref=True):
     """A saved value. Lives as long as a handle or a recipe refers to it.
 
     Whoever interrupts a transition (Ctrl-C) leaves the old state or the new one: a state that promises a filled
     storage is entered last, one that promises nothing of it first.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "decision",
-        "generation",
-        "geometry",
-        "home",
-        "host_offset",
-        "in_copy",
-        "index",
-        "name",
-        "out_copy",
-        "probe",
-        "recipe",
-        "record",
-        "size_bytes",
-        "state",
-        "storage",
-        "version",
-    )
+    decision: Decision
+    record: StorageRecord
+    generation: int
+    probe: torch.Tensor
+    """Shares its version counter; of a value that is kept it is the first handle's tensor as well."""
+    version: int
+    geometry: Geometry | None
+    """How its tensor lies on the storage; None where the probe is that tensor."""
+    size_bytes: int
+    storage: torch.UntypedStorage | None
+    home: Stream | None = None
+    """The compute stream on which ``storage`` was saved or came back."""
+    index: int | None = None
+    """Its save point, or None outside the plan."""
+    name: str = "a saved value"
+    state: State = State.ON_DEVICE
+    host_offset: int = -1
+    out_copy: Copy | None = None
+    in_copy: Copy | None = None
+    recipe: Recipe | None = None
 
-    def __init__(self, decision: Decision, record: StorageRecord, tensor: torch.Tensor) -> None:
+    @classmethod
+    def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:
+        """Of a tensor that is on the device, on whose storage nobody has made one that still stands for it."""
         storage = tensor.untyped_storage()
-        self.index: int | None = None
-        """Its save point, or None outside the plan."""
-        self.name = "a saved value"
-        self.decision = decision
-        self.record = record
-        self.generation = len(record.writes)
-        self.probe = detached_alias(tensor) if decision is Decision.KEEP else version_probe(tensor)
-        """Shares its version counter; of a value that is kept it is the first handle's tensor as well."""
-        self.version = version_of(tensor)
-        self.geometry = None if decision is Decision.KEEP else Geometry.of(tensor)
-        """How its tensor lies on the storage; None where the probe is that tensor."""
-        self.size_bytes = storage.nbytes()
-        self.state = State.ON_DEVICE
-        self.storage: torch.UntypedStorage | None = storage
-        self.home: Stream | None = None
-        """The compute stream on which ``storage`` was saved or came back."""
-        self.host_offset = -1
-        self.out_copy: Copy | None = None
-        self.in_copy: Copy | None = None
-        self.recipe: Recipe | None = None
+        if decision is Decision.KEEP:
+            probe, geometry = detached_alias(tensor), None
+        else:
+            probe, geometry = version_probe(tensor), Geometry.of(tensor)
+        written, version = len(record.writes), version_of(tensor)
+        return cls(decision, record, written, probe, version, geometry, storage.nbytes(), storage, home)
 
     @property
     def unwritten(self) -> bool:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from .tape import Content, RecordedOp, StorageRecord
@@ -50,6 +52,7 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
     that the replay does not own.
     """
     closure = Closure()
+    ops = closure.ops
     pending, seen = [(root, generation)], set()
     while pending:
         need = record, wanted = pending.pop()
@@ -57,12 +60,12 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
             continue
         seen.add(need)
         value = record.value_at(wanted) if record is not root else None
-        writers = record.writers_up_to(wanted)
-        if value is not None and not (follow_recipes and value.waits_for_replay):
-            closure.leaves[need] = value
-            continue
         if value is not None:
+            if not (follow_recipes and value.waits_for_replay):
+                closure.leaves[need] = value
+                continue
             closure.targets.append((record, value))
+        writers = record.writers_up_to(wanted)
         if writers is None:
             if record is root or value is not None:
                 raise NotReplayable("a writer of the value was not recorded or cannot be run again")
@@ -72,39 +75,41 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
             continue
         closure.rebuilt[record] = None
         for op in writers:
-            closure.ops[op.order] = op
-            # Of the storage itself an op reads what the writers before it left: they run anyway.
-            pending += [(view.record, view.generation) for view in op.reads if view.record is not record]
+            ops[op.order] = op
+            for view in op.reads:
+                # Of the storage itself an op reads what the writers before it left: they run anyway.
+                if view.record is not record:
+                    pending.append((view.record, view.generation))
     _check(closure)
     return closure
 
 
 def _check(closure: Closure) -> None:
     """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
-    for op in closure.ops.values():
+    ops, rebuilt = closure.ops.values(), closure.rebuilt
+    for op in ops:
         for written in op.writes:
-            if written not in closure.rebuilt:
+            if written not in rebuilt:
                 raise NotReplayable("an op of the replay writes into something it does not own")
-    for op in closure.ops.values():
+    for op in ops:
         for view in op.reads:
             if view.watch is not None and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 
-class Recipe:
+class Recipe(msgspec.Struct, eq=False, weakref=True):
     """What the replay of one value needs to stay, held from its save point until it is back.
 
     ``values`` are saved values it reads (on the device, on the host, or recipes of their own); ``storages`` what was
     there before recording began: parameters, buffers, inputs.
     """
 
-    __slots__ = ("__weakref__", "generation", "record", "storages", "values")
+    record: StorageRecord
+    generation: int
+    values: Sequence[Content] = ()
+    storages: Sequence[torch.UntypedStorage] = ()
 
-    def __init__(self, record: StorageRecord, generation: int) -> None:
-        self.record = record
-        self.generation = generation
-        self.values: list[Content] = []
-        self.storages: list[torch.UntypedStorage] = []
+    def __post_init__(self) -> None:
         self.refresh()
 
     def refresh_if_possible(self) -> None:
@@ -127,7 +132,7 @@ class Recipe:
         for record in closure.rebuilt:
             if record is not self.record:
                 record.wait_for_value(self)
-        self.values, self.storages = values, storages
+        self.values, self.storages = tuple(values), tuple(storages)
 
 
 def storage_of(record: StorageRecord) -> torch.UntypedStorage:

@@ -9,7 +9,7 @@ import torch
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
-from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, version_probe
+from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
 from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
 
@@ -82,13 +82,12 @@ class Recorder(ToggledMode):
         return [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
 
     def _reference(self, leaf: torch.Tensor) -> Any:
-        if not is_plain(leaf, self._device_type):
+        storage = plain_storage(leaf, self._device_type)
+        if storage is None:
             # A number in host memory is taken now; it may be another when a replay reads it.
             return leaf.detach().clone() if is_host_scalar(leaf, self._device_type) else _UNUSABLE
-        version = version_of(leaf)
-        record = self.tape.record_of(leaf)
-        record.meet(version, self.tape.window)
-        watch = None if record.is_known else (version_probe(leaf), version)
+        record = self.tape.met(leaf, storage, self.tape.window)
+        watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), watch)
 
     def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
@@ -104,8 +103,9 @@ class Recorder(ToggledMode):
                 self._born(op, position, output)
 
     def _born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
-        if is_plain(output, self._device_type) and self.tape.known(output) is None:
-            self.tape.was_born(op, position, output)
+        storage = plain_storage(output, self._device_type)
+        if storage is not None:
+            self.tape.was_born(op, position, output, storage)
 
 
 _NONE: list[StorageRecord] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.arguments import outputs_of, unflatten
+from poochplan.tensors.arguments import Flat, outputs_of, unflatten
 
 from .closure import NotReplayable, closure_of, storage_of
 from .tape import Content, RecordedOp, Scratch, StorageRecord, View
@@ -64,9 +64,10 @@ def run_ops(
                 with_gradients = op.grad_enabled
                 stack.enter_context(torch.set_grad_enabled(with_gradients))
             outputs = _call(op, there, built)
-            for position, record in op.births:
+            for birth in op.births:
+                record = birth.record
                 if record in keep or last_use.get(record, 0) > op.order:
-                    built[record] = outputs[position].untyped_storage()
+                    built[record] = outputs[birth.position].untyped_storage()
             del outputs
             for view in op.reads:
                 if last_use[view.record] == op.order and view.record not in keep:
@@ -79,9 +80,12 @@ def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.Untype
         _tensor(argument, op, there, built) if type(argument) is View or type(argument) is Scratch else argument
         for argument in op.arguments
     ]
-    args, kwargs = unflatten(arguments, op.spec)
     if op.generator is None or op.state is None:
+        if type(op.spec) is Flat and not op.spec.names:
+            return outputs_of(op.func(*arguments))
+        args, kwargs = unflatten(arguments, op.spec)
         return outputs_of(op.func(*args, **kwargs))
+    args, kwargs = unflatten(arguments, op.spec)
     now = op.generator.get_state()
     op.generator.set_state(op.state)
     try:

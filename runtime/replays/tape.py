@@ -75,6 +75,13 @@ class Scratch(NamedTuple):
     device: torch.device
 
 
+class Birth(msgspec.Struct, gc=False, eq=False):
+    """A storage that an op has borne, and the position of the tensor on it among the op's flat outputs."""
+
+    position: int
+    record: StorageRecord
+
+
 class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """One op as it was called."""
 
@@ -93,8 +100,7 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     """Bears storages whose contents are undefined."""
     overwrites: StorageRecord | None = None
     """The storage whose every byte it writes without reading one."""
-    births: tuple[tuple[int, StorageRecord], ...] = ()
-    """(position among the flat outputs, storage born there)."""
+    births: tuple[Birth, ...] = ()
     writes: tuple[StorageRecord, ...] = ()
     """Storages that were there before and are written in place."""
     generator: torch.Generator | None = None
@@ -182,6 +188,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         """
         if self.birth is None or (self.birth.uninitialised and not self._overwritten(generation)):
             return None
+        if not self.broken and self.birth.usable:
+            return [self.birth, *self.writes[:generation]]  # type: ignore[list-item]  # none of them is missing
         writers = [self.birth]
         for writer in self.writes[:generation]:
             if writer is None:
@@ -267,19 +275,20 @@ class Tape:
 
     def record_of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record of the tensor's storage, made when it is new."""
-        storage = tensor.untyped_storage()
+        return self.known(tensor) or self._new(tensor, tensor.untyped_storage())
+
+    def _new(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage_identity(storage)
-        record = self._registry.get(key)
-        if record is not None and record.storage() is storage:
-            return record
         before = self._earlier.get(key)
         was_there = before is not None and before.storage() is storage
         record = self._registry[key] = StorageRecord(weakref.ref(storage), version_of(tensor), was_there)
         return record
 
-    def met(self, tensor: torch.Tensor, window: int) -> StorageRecord:
+    def met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, window: int) -> StorageRecord:
         """The record of a tensor that is read or packed in that window; what was written unrecorded shows here."""
-        record = self.record_of(tensor)
+        record = self._registry.get(storage_identity(storage))
+        if record is None or record.storage() is not storage:
+            record = self._new(tensor, storage)
         record.meet(version_of(tensor), window)
         return record
 
@@ -290,13 +299,16 @@ class Tape:
         self._count += 1
         return RecordedOp(self._count, func, arguments, reads, spec, torch.is_grad_enabled(), usable)
 
-    def was_born(self, op: RecordedOp, position: int, output: torch.Tensor) -> None:
-        """The op has borne the storage of its output at ``position``."""
-        storage = output.untyped_storage()
+    def was_born(self, op: RecordedOp, position: int, output: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """The op has given its output at ``position``: with a storage that is not known it has borne that."""
+        key = storage_identity(storage)
+        record = self._registry.get(key)
+        if record is not None and record.storage() is storage:
+            return
         record = StorageRecord(weakref.ref(storage), version_of(output), birth=op, seen_in=self.window)
-        self._registry[storage_identity(storage)] = record
+        self._registry[key] = record
         self._recorded.append(record)
-        op.births = (*op.births, (position, record))
+        op.births = (*op.births, Birth(position, record))
 
     def were_written(self, op: RecordedOp, records: list[StorageRecord]) -> None:
         """The op has written these in place."""

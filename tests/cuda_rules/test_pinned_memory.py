@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ import torch
 import poochplan
 from poochplan.runtime.devices import pinned
 from poochplan.runtime.devices.cuda import CudaDevice
-from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, processors_near
-from poochplan.runtime.devices.transfers import copy_out
+from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near
+from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
 from tests.gpu.test_cuda_device import test_compute_goes_on_beside_a_copy_that_nobody_waits_for as goes_on
@@ -68,6 +70,55 @@ def test_cupys_refusal_is_an_os_error_too() -> None:
         gpu.host_memory.most_bytes = MIB
         with pytest.raises(OSError, match="could not be pinned: cudaErrorMemoryAllocation: out of memory"):
             PinnedMemory(2 * MIB, cupy_or_none())
+
+
+@pytest.fixture
+def runtime_library(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A CUDA runtime that is found by its name (12) and whose copies the stand-in queues; the names asked for."""
+    asked: list[str] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    def copy(to: int, source: int, size_bytes: int, kind: int, stream: int | None) -> int:
+        if size_bytes > 4 * MIB:
+            return 1
+        gpu.copy_asynchronously(to, source, size_bytes, kind, stream or 0)
+        return 0
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(pinned.ctypes, "CDLL", lambda name: asked.append(name) or SimpleNamespace(cudaMemcpyAsync=copy))
+    yield asked
+    monkeypatch.undo()
+
+
+def test_without_cupy_copies_are_queued_by_the_runtime_that_torch_has_loaded(
+    gpu: Machine, runtime_library: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    device = CudaDevice(WHERE)
+    device.reserve_host(MIB)
+    storage = device.allocate(MIB)
+    out = copy_out(device, storage, 0)
+    out.wait()
+    back = copy_in(device, storage, 0)
+    back.wait()
+    assert out.error is None
+    assert back.error is None
+    device.close()
+    assert runtime_library == ["libcudart.so.12"]
+
+
+@pytest.mark.usefixtures("gpu", "runtime_library")
+def test_a_copy_that_the_runtime_refuses_is_an_error() -> None:
+    queue = memcpy_async(None)
+    assert queue is not None
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        queue(1, 2, 5 * MIB, 1, 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_runtime_that_is_not_found_leaves_the_copies_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "0.0")
+    assert memcpy_async(None) is None
 
 
 def test_a_session_whose_slab_is_refused_keeps_its_values_and_is_exact(gpu: Machine) -> None:

@@ -217,7 +217,7 @@ def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkey
 
 def _value(size_bytes: int, fill: int = 0) -> SavedValue:
     tensor = torch.full((size_bytes,), fill, dtype=torch.uint8)
-    return SavedValue(Decision.SWAP, Tape("cpu").record_of(tensor), tensor)
+    return SavedValue.of(Decision.SWAP, Tape("cpu").record_of(tensor), tensor, None)
 
 
 @pytest.mark.cpu_device

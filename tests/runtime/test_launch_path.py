@@ -16,13 +16,13 @@ from benchmarks.launch_network import load_plan, network
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
 
 
-def _gradients(plan: poochplan.Plan | None, *, with_cupy: bool = False) -> list[torch.Tensor]:
+def _gradients(plan: poochplan.Plan | None, copies: str = "runtime") -> list[torch.Tensor]:
     model, forward = network()
     torch.manual_seed(1)
     if plan is None:
         forward().backward()  # type: ignore[no-untyped-call]
     else:
-        with stand_in(with_cupy=with_cupy) as device, poochplan.apply(plan, model, meter="never", device=device) as run:
+        with stand_in(copies) as device, poochplan.apply(plan, model, meter="never", device=device) as run:
             forward().backward()  # type: ignore[no-untyped-call]
             assert run.report().total.fallbacks == 0
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -35,7 +35,7 @@ def in_core() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", launch.PLANS)
 def test_each_plan_is_followed_bitwise_on_the_stand_in(name: str, in_core: list[torch.Tensor]) -> None:
-    planned = _gradients(load_plan(name), with_cupy=name == "mixed")
+    planned = _gradients(load_plan(name), {"mixed": "cupy", "third": "torch"}.get(name, "runtime"))
     assert len(in_core) == len(planned) > 100
     assert all(torch.equal(one, other) for one, other in zip(in_core, planned, strict=True))
 

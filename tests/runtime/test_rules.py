@@ -82,11 +82,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("attention", SWAP),
     ),
     "parameters are never touched": (
-        (Engine, "_outside_the_plan", "storage_key(tensor) in self.tape.static", "False"),
+        (Engine, "_outside_the_plan", "storage_identity(storage) in self.tape.static", "False"),
         Exact("residual", SWAP),
     ),
     "what is packed is detached": (
-        (SavedValue, "__init__", "detached_alias(tensor)", "tensor"),
+        (SavedValue, "of", "detached_alias(tensor)", "tensor"),
         test_user_code.test_a_forward_without_backward_leaks_nothing,
     ),
     "a saved value that was written is an error": (

@@ -31,7 +31,7 @@ class Life:
         tensor = source * 2.0
         recorder.switch_off()
         self.source = source
-        self.value = SavedValue(Decision.SWAP, self.tape.record_of(tensor), tensor)
+        self.value = SavedValue.of(Decision.SWAP, self.tape.record_of(tensor), tensor, None)
         self.recipe = Recipe(self.value.record, self.value.generation)
         self.storage = tensor.untyped_storage()
 

@@ -29,12 +29,12 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], L
     for leaf in leaves:
         if type(leaf) not in _LEAVES and not _is_leaf(leaf):
             return pytree.tree_flatten((args, kwargs))
-    return leaves, Flat(len(args), tuple(kwargs)) if kwargs else _positional(len(args))
+    return leaves, _flat(len(args), tuple(kwargs) if kwargs else ())
 
 
 @functools.cache
-def _positional(count: int) -> Flat:
-    return Flat(count, ())
+def _flat(positional: int, names: tuple[str, ...]) -> Flat:
+    return Flat(positional, names)
 
 
 def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,7 +47,11 @@ def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[
 
 def outputs_of(outputs: Any) -> list[Any]:
     """The leaves of what an op returned."""
-    return [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if type(outputs) is tuple and all(type(output) in _LEAVES for output in outputs):
+        return list(outputs)
+    return pytree.tree_leaves(outputs)
 
 
 _LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype, torch.device}

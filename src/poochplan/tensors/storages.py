@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,12 +39,23 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        """The same object for the same answer: a step asks for thousands, of which there are few."""
+        key = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        found = _GEOMETRIES.get(key)
+        if found is None:
+            if len(_GEOMETRIES) >= _MOST_GEOMETRIES:
+                _GEOMETRIES.clear()
+            found = _GEOMETRIES[key] = Geometry(*key)
+        return found
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+_GEOMETRIES: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], Geometry] = {}
+_MOST_GEOMETRIES = 4096
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:
@@ -115,18 +127,29 @@ def stands_for_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether the runtime may move and rebuild it: it has a storage, and its elements are just what lies there."""
+    return plain_storage(tensor, device_type) is not None
+
+
+def plain_storage(tensor: torch.Tensor, device_type: str) -> torch.UntypedStorage | None:
+    """The storage of a tensor that :func:`is_plain`; None of any other."""
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        keys = dispatch_keys(tensor)
-        known = _PLAIN.get((keys, device_type))
+    if kind is _TENSOR or kind is _PARAMETER:
+        keys, found = dispatch_keys(tensor).raw_repr(), _PLAIN[device_type]
+        known = found.get(keys)
         if known is None:
-            known = _PLAIN[keys, device_type] = _is_plain(tensor, device_type)
-        return known and tensor.untyped_storage().nbytes() > 0
-    return stands_for_memory(tensor) and _is_plain(tensor, device_type) and tensor.untyped_storage().nbytes() > 0
+            known = found[keys] = _is_plain(tensor, device_type)
+    else:
+        known = stands_for_memory(tensor) and _is_plain(tensor, device_type)
+    if not known:
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() > 0 else None
 
 
-_PLAIN: dict[tuple[int, str], bool] = {}
-"""What was found for tensors of the same dispatch keys: layout, device and all the bits asked for below are in them."""
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_PLAIN: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+"""By type of device, what was found for tensors of the same dispatch keys: layout, device and all the bits asked for
+below are in them."""
 
 
 def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
@@ -153,8 +176,9 @@ def static_keys(model: torch.nn.Module, device_type: str) -> set[int]:
 
 def keys_of(tensor: torch.Tensor, device_type: str) -> Sequence[int]:
     """Storage keys of a tensor, or of the parts that it is made of, as far as they lie on that device."""
-    if is_plain(tensor, device_type):
-        return (storage_key(tensor),)
+    storage = plain_storage(tensor, device_type)
+    if storage is not None:
+        return (storage_identity(storage),)
     return [storage_key(part) for part in parts_of(tensor) if has_storage(part, device_type)]
 
 

@@ -126,9 +126,9 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
-def dispatch_keys(tensor: torch.Tensor) -> int:
-    """The set of the tensor's dispatch keys, as a number: tensors of one set differ in dtype, shape and memory only."""
-    return int(torch._C._dispatch_keys(tensor).raw_repr())
+dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
+"""The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
+memory only."""
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:
@@ -149,15 +149,17 @@ def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_VERSIONS)
+    if not _is_excluded(_COUNTS_VERSIONS):
+        return tensor.detach()
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, False)
     try:
         return tensor.detach()
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, excluded)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 # --- Autograd -------------------------------------------------------------------------------------------------------

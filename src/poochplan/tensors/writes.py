@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import outputs_of
 from .operators import Traits
 from .storages import is_plain, storage_key
-from .torch_private import covers_itself_once, pytree
+from .torch_private import covers_itself_once
 
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
 """The operator, and the positions of two of its arguments; its last is the state of its generator."""
@@ -68,4 +69,4 @@ def _declared(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         return []
     candidates = [args[position] for position in facts.written if position < len(args)]
     candidates += [value for name, value in kwargs.items() if name in facts.written_names]
-    return [leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in outputs_of(tuple(candidates)) if isinstance(leaf, torch.Tensor)]

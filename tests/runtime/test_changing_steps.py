@@ -1,0 +1,209 @@
+"""A loop whose sequence of ops changes: what is replayed is what ran in this step, whatever ran in those before.
+
+What tensors of all steps share (their geometries) must never stand for another one: without what tells them apart a
+test here fails. Nothing else of a step is used again in the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.tensors import storages
+from tests.runtime.detours import Step, fresh_model, gradients_of, in_core_steps, our_warnings, profile_of
+from tests.runtime.mutants import rewritten
+from tests.runtime.random_plans import random_plan
+
+PLANNED = "as planned"
+
+
+def _zeroed_head(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1)[:5].zero_()
+    return x
+
+
+BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    PLANNED: lambda h: h + 1,
+    "another op": lambda h: h * 2,
+    "another number": lambda h: h + 3,
+    "one op more": lambda h: (h + 1) * 0.5,
+    "a write in place": lambda h: (h + 1).mul_(0.5),
+    "a write to a part": lambda h: _zeroed_head(h + 1),
+    "a write to what was read": lambda h: h.add_(1),
+    "other strides": lambda h: (h + 1).t().contiguous().t(),
+    "the first rows": lambda h: h + h[:4].repeat(2, 1),
+    "the last rows": lambda h: h + h[4:].repeat(2, 1),
+    "random numbers": lambda h: h + torch.rand_like(h),
+    "more random numbers": lambda h: h + torch.rand(3).sum() + torch.rand_like(h),
+    "without gradients in between": lambda h: h + h.detach().mul(2).sigmoid_(),
+}
+"""What runs between two saves, of which the plan knows nothing: shapes and bytes of what is saved are the same."""
+
+
+class Square(nn.Module):
+    """Saves the same in every step; ``between`` is what it computes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.between = BETWEEN[PLANNED]
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        low = torch.tanh(self.between(self.linear(batch)))
+        high = torch.sigmoid(torch.tanh(low * 3 + self.scale) * 2)
+        return (high @ high.t()).sum()
+
+
+@functools.cache
+def _batch(rows: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 8).view(rows, 8)
+
+
+def _step(name: str, rows: int = 8) -> Step:
+    def step(model: nn.Module) -> torch.Tensor:
+        assert isinstance(model, Square)
+        model.between = BETWEEN[name]
+        return model(_batch(rows))
+
+    return step
+
+
+@functools.cache
+def _plan() -> Plan:
+    plan = random_plan(profile_of(Square, _step(PLANNED)), 0, (0, 0, 1))
+    assert [value.decision for value in plan.values].count(Decision.RECOMPUTE) >= 3
+    return plan
+
+
+def _follow(steps: list[Step]) -> tuple[list[list[torch.Tensor]], list[int]]:
+    """What each step gives under the plan, and how many values each has replayed."""
+    model = fresh_model(Square)
+    torch.manual_seed(1)
+    found, replayed = [], []
+    with poochplan.apply(_plan(), model) as session:
+        for step in steps:
+            found.append(gradients_of(model, step(model)))
+            replayed.append(session.report().last_step.replayed_values)
+    return found, replayed
+
+
+def _are_exact(steps: list[Step]) -> list[int]:
+    reference = in_core_steps(Square, steps)
+    found, replayed = _follow(steps)
+    for one, other in zip(reference, found, strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return replayed
+
+
+@pytest.mark.parametrize("name", [name for name in BETWEEN if name != PLANNED])
+def test_replays_follow_what_ran_now(name: str) -> None:
+    steps = [PLANNED, PLANNED, name, PLANNED, name, name, PLANNED]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replayed = _are_exact([_step(one) for one in steps])
+    assert our_warnings(caught) == []
+    assert len(set(replayed)) == 1
+    assert replayed[0] >= 3
+
+
+def test_a_step_of_another_shape_between_is_exact_and_the_next_follows_again() -> None:
+    with pytest.warns(RuntimeWarning, match="diverged from the plan"):
+        replayed = _are_exact([_step(PLANNED), _step(PLANNED, rows=4), _step(PLANNED), _step("another op")])
+    assert replayed[1] == 0
+    assert replayed[0] == replayed[2] == replayed[3] >= 3
+
+
+def _written_between(change: Callable[[Square], None]) -> None:
+    """Three steps; then the parameter is another one, and is written between forward and backward: an error."""
+    model, step = fresh_model(Square), _step(PLANNED)
+    assert isinstance(model, Square)
+    with poochplan.apply(_plan(), model):
+        for _ in range(3):
+            gradients_of(model, step(model))
+        change(model)
+        gradients_of(model, step(model))
+        loss = step(model)
+        with torch.no_grad():
+            model.scale.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _swapped(model: Square) -> None:
+    """Another tensor behind the same object."""
+    torch.utils.swap_tensors(model.scale, nn.Parameter(model.scale.detach() * 2))
+
+
+def _replaced(model: Square) -> None:
+    model.scale = nn.Parameter(model.scale.detach() * 2)
+
+
+def _reseated(model: Square) -> None:
+    """The same tensor in another memory."""
+    model.scale.data = model.scale.detach() * 2
+
+
+def _stepped(model: Square) -> None:
+    with torch.no_grad():
+        model.scale.add_(1)
+
+
+CHANGES = [lambda model: None, _swapped, _replaced, _reseated, _stepped]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_is_written_before_a_replay_reads_it_is_an_error(change: Callable[[Square], None]) -> None:
+    _written_between(change)
+
+
+def _goes_on(change: Callable[[Square], None]) -> None:
+    """The parameter is another one, or written, between two steps: the next is replayed like the one before."""
+    model, step = fresh_model(Square), _step(PLANNED)
+    assert isinstance(model, Square)
+    with poochplan.apply(_plan(), model) as session:
+        for _ in range(2):
+            gradients_of(model, step(model))
+        change(model)
+        found = gradients_of(model, step(model))
+        assert session.report().total.fallbacks == 0
+    assert all(torch.equal(one, other) for one, other in zip(gradients_of(model, step(model)), found, strict=True))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_changes_between_steps_is_read_as_it_is_now(change: Callable[[Square], None]) -> None:
+    _goes_on(change)
+
+
+_GEOMETRY = (storages.Geometry, "of", "_GEOMETRIES.get(key)")
+_ALIKE = "_GEOMETRIES.get(next((k for k in _GEOMETRIES if k[:{0}] + k[{0} + 1 :] == key[:{0}] + key[{0} + 1 :]), key))"
+CHECKS: dict[str, tuple[tuple[Any, str, str, str], Callable[[], object]]] = {
+    "other strides are another geometry": (
+        (*_GEOMETRY, _ALIKE.format(2)),
+        lambda: _are_exact([_step(PLANNED), _step("other strides")]),
+    ),
+    "another offset is another geometry": (
+        (*_GEOMETRY, _ALIKE.format(3)),
+        lambda: _are_exact([_step("the first rows"), _step("the last rows")]),
+    ),
+}
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_the_check_its_test_fails(check: str) -> None:
+    where, test = CHECKS[check]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        test()
+        with rewritten(*where).in_place(), pytest.raises((AssertionError, pytest.fail.Exception)):
+            test()
