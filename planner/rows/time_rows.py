@@ -2,93 +2,104 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
 
+from .run_rows import add_runs
+
 
 def add_time(model: FluidModel) -> None:
-    """Time is added for each replay, where it runs.
-
-    PLAN has it run at the slot of its return. BOUND lets it run at any use point up to there: of the time added since
-    backward began, the replays so far take their part, and all of them take theirs in the end.
-    """
-    own, shared_ops = _replay_costs(model)
-    jumps = _replay_jumps(model, own)
-    if not model.is_bound:
-        for slot, terms in jumps.items():
-            model.linear.row([(model.extra[slot], 1.0), *((c, -seconds) for c, seconds in terms)], low=0)
+    """Time is added for each replay: in PLAN at the slot of its return, in BOUND at some use point up to there."""
+    if model.is_bound:
+        _add_replay_time(model)
         return
-    idle: int | None = None
-    since = model.slots.first_backward
-    for slot in sorted(jumps):
-        now = model.linear.column(model.longest)
-        terms = [(now, 1.0), *jumps[slot], *((extra, -1.0) for extra in model.extra[since : slot + 1])]
-        if idle is not None:
-            terms.append((idle, -1.0))
-        model.linear.row(terms, low=0, high=0)
-        idle, since = now, slot + 1
-    if shared_ops or model.out_s or model.fetch_s:
-        _add_totals(model, own, shared_ops)
-
-
-def _replay_jumps(model: FluidModel, own: list[float]) -> dict[int, list[Term]]:
-    """Per slot: the seconds of the replays that are done by it, and were not by the slot of the return before."""
     jumps = dict[int, list[Term]]()
-    for value, column in model.recompute.items():
-        if model.use_slot[value] == model.slots.count:
-            continue
-        before: int | None = None
-        returns = [(early.slot, early.replayed) for early in model.early.get(value, ())]
-        for slot, now in [*returns, (model.use_slot[value], column)]:
-            assert now is not None
-            terms = jumps.setdefault(slot, [])
-            terms.append((now, own[value]))
-            if before is not None:
-                terms.append((before, -own[value]))
-            before = now
-    return jumps
-
-
-def _replay_costs(model: FluidModel) -> tuple[list[float], dict[int, list[int]]]:
-    """Seconds of each value's own replay, and for BOUND the ops that several replays run, which may run once."""
-    if not model.is_bound:
-        return model.replay_time, {}
-    problem = model.problem
-    users = dict[int, list[int]]()
     for value in model.recompute:
-        replay = problem.replay.replays[value]
-        assert replay is not None
-        if model.use_slot[value] < model.slots.count:
-            for op in replay.ops:
-                users.setdefault(op, []).append(value)
-    shared = {op: values for op, values in users.items() if len(values) > 1}
-    own = list(model.replay_time)
-    for op, values in shared.items():
-        for value in values:
-            own[value] -= model.op_time(op)
-    return [max(0.0, seconds) for seconds in own], shared
+        seconds = model.replay_time[value]
+        before: int | None = None
+        for slot, now in _returns(model, value):
+            terms = jumps.setdefault(slot, [])
+            terms.append((now, -seconds))
+            if before is not None:
+                terms.append((before, seconds))
+            before = now
+    for slot, terms in jumps.items():
+        model.linear.row([(model.extra[slot], 1.0), *terms], low=0)
 
 
-def _add_totals(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
-    """All the time added is at least that of all replays, an op that several replays share counted once; and, where the
-    thread is the compute stream, that of all swaps besides."""
+def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
+    """Slots and columns "replayed by then" of a recomputable value, its own use last; none if that never comes."""
+    if model.use_slot[value] == model.slots.count:
+        return []
+    early = [(one.slot, one.replayed) for one in model.early.get(value, ()) if one.replayed is not None]
+    return [*early, (model.use_slot[value], model.recompute[value])]
+
+
+@dataclass
+class _Jump:
+    """What changes at a slot at which some value may be back."""
+
+    done: list[Term] = field(default_factory=list)
+    """Seconds of replays that are done by the slot's points, and were not by the slot before: at least these."""
+    begun: list[Term] = field(default_factory=list)
+    """Seconds of the replays that may run since the slot before: those that are done by the next return at most."""
+
+
+def _add_replay_time(model: FluidModel) -> None:
+    """BOUND: of the time added between two returns some is spent in replays.
+
+    All of it up to a slot pays for the replays done by then, and for none that is not done by the return after.
+    """
     linear = model.linear
-    groups = dict[tuple[int, ...], float]()
-    for op, values in shared_ops.items():
-        key = tuple(values)
-        groups[key] = groups.get(key, 0.0) + model.op_time(op)
-    replays: list[Term] = []
-    for value, column in model.recompute.items():
-        if model.use_slot[value] < model.slots.count:
-            replays.append((column, -own[value]))
-    for users, seconds in groups.items():
-        is_run = linear.column(1.0)
-        for value in users:
-            linear.row([(is_run, 1.0), (model.recompute[value], -1.0)], low=0)
-        replays.append((is_run, -seconds))
-    in_backward: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
-    if shared_ops:
-        linear.row([*in_backward, *replays], low=0)
+    own, replays = add_runs(model)
+    jumps = _jumps(model, own)
+    since = model.slots.first_backward
+    idle: int | None = None
+    early: int | None = None
+    spent: list[Term] = []
+    for slot in sorted(jumps):
+        replaying = linear.column(model.longest)
+        linear.row([(replaying, 1.0), *((extra, -1.0) for extra in model.extra[since : slot + 1])], high=0)
+        idle = _running(model, idle, [(replaying, -1.0), *jumps[slot].done])
+        early = _running(model, early, [(replaying, 1.0), *((c, -s) for c, s in jumps[slot].begun)])
+        spent.append((replaying, 1.0))
+        since = slot + 1
+    linear.row([*spent, *((column, -seconds) for column, seconds in replays)], low=0)
     if model.out_s or model.fetch_s:
         swaps: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
-        linear.row([*((extra, 1.0) for extra in model.extra), *replays, *swaps], low=0)
+        linear.row([*((extra, 1.0) for extra in model.extra), *((c, -s) for c, s in replays), *swaps], low=0)
+
+
+def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
+    """A column, no less than nothing, that is the one before less what is ``added``."""
+    now = model.linear.column(model.longest)
+    previous: list[Term] = [] if before is None else [(before, -1.0)]
+    model.linear.row([(now, 1.0), *previous, *added], low=0, high=0)
+    return now
+
+
+def _jumps(model: FluidModel, own: list[float]) -> dict[int, _Jump]:
+    """Per slot with a return of any value; ``own`` are the seconds that no other value's replay can spare."""
+    returns = {value: _returns(model, value) for value in model.recompute}
+    slots = sorted({slot for steps in returns.values() for slot, _ in steps})
+    if not slots:
+        return {}
+    jumps = {slot: _Jump() for slot in slots}
+    after = dict(zip(slots, [*slots[1:], -1], strict=True))
+    for value, steps in returns.items():
+        seconds = model.replay_time[value]
+        if not steps:  # never used in backward: if at all, it is replayed for another
+            jumps[slots[0]].begun.append((model.recompute[value], seconds))
+            continue
+        before: int | None = None
+        begins = slots[0]
+        for slot, now in steps:
+            jumps[slot].done.append((now, own[value]))
+            jumps[begins].begun.append((now, seconds))
+            if before is not None:
+                jumps[slot].done.append((before, -own[value]))
+                jumps[begins].begun.append((before, -seconds))
+            before, begins = now, after[slot]
+    return jumps
