@@ -72,6 +72,8 @@ class FluidModel:
     """Ascending by slot, all before the value's own use."""
     consumers: dict[int, list[int]] = field(default_factory=dict)
     """Per value: the recomputable values whose replay starts from it."""
+    replayed_ahead: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Per backward slot, in BOUND: seconds of replays that no return up to the slot tells of, and bytes a second."""
     extra: list[int] = field(default_factory=list)
     """Per slot: time the step takes beyond its compute (stalls and replays)."""
     not_out: list[int] = field(default_factory=list)

@@ -44,6 +44,7 @@ def add_memory(model: FluidModel) -> None:
         terms: list[Term] = [(kept_column, 1.0), *inside.get(tick, ())]
         terms += [(claim.column, claim.scaled_bytes) for claim in claims if claim.first_tick <= tick <= claim.last_tick]
         terms += returned.at(tick, slot)
+        terms += model.replayed_ahead.get(slot, ())
         if whole is None or model.is_bound:  # both kinds of row hold of every plan
             fluid = [*terms, *_ahead_terms(model, slot)]
             backlog = [(model.swap[v], -model.moved[v]) for v in _saved_and_alive(model, tick, slot)]

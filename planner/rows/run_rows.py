@@ -21,11 +21,7 @@ def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
         for value in values:
             own[value] -= model.op_time(op)
     own = [max(0.0, seconds) for seconds in own]
-    replays: list[Term] = [
-        (column, own[value]) for value, column in model.recompute.items() if model.use_slot[value] < model.slots.count
-    ]
-    replays += [(_runs_of(model, values), seconds) for values, seconds in groups.items()]
-    return own, replays
+    return own, [(_runs_of(model, values), seconds) for values, seconds in groups.items()]
 
 
 def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:

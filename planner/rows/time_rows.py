@@ -9,6 +9,12 @@ from poochplan.planner.model.linear import Term
 
 from .run_rows import add_runs
 
+CLASS_WIDTH = 1.5
+"""Replays are told apart by the bytes that a second of them brings back, up to this factor."""
+MOST_CLASSES = 6
+MOST_RATIO = 1e3
+"""Of a mean value's tenth to a thousandth of the step; more would be less exact for the solver."""
+
 
 def add_time(model: FluidModel) -> None:
     """Time is added for each replay: in PLAN at the slot of its return, in BOUND at some use point up to there."""
@@ -39,37 +45,49 @@ def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
 
 @dataclass
 class _Jump:
-    """What changes at a slot at which some value may be back."""
+    """What changes at a slot of backward."""
 
-    done: list[Term] = field(default_factory=list)
-    """Seconds of replays that are done by the slot's points, and were not by the slot before: at least these."""
+    done: dict[int, list[Term]] = field(default_factory=dict)
+    """Per class: seconds of replays that are done by the slot's points, and were not by the slot before."""
     begun: list[Term] = field(default_factory=list)
     """Seconds of the replays that may run since the slot before: those that are done by the next return at most."""
 
 
 def _add_replay_time(model: FluidModel) -> None:
-    """BOUND: of the time added between two returns some is spent in replays.
+    """BOUND: of the time added at a slot some is spent in replays, in those of each class and in ops they share.
 
     All of it up to a slot pays for the replays done by then, and for none that is not done by the return after.
     """
     linear = model.linear
-    own, replays = add_runs(model)
-    jumps = _jumps(model, own)
-    since = model.slots.first_backward
-    idle: int | None = None
+    own, shared = add_runs(model)
+    classes = _classes(model, own)
+    jumps = _jumps(model, own, classes)
+    ahead: dict[int, int] = {}
     early: int | None = None
-    spent: list[Term] = []
-    for slot in sorted(jumps):
-        replaying = linear.column(model.longest)
-        linear.row([(replaying, 1.0), *((extra, -1.0) for extra in model.extra[since : slot + 1])], high=0)
-        idle = _running(model, idle, [(replaying, -1.0), *jumps[slot].done])
-        early = _running(model, early, [(replaying, 1.0), *((c, -s) for c, s in jumps[slot].begun)])
-        spent.append((replaying, 1.0))
-        since = slot + 1
-    linear.row([*spent, *((column, -seconds) for column, seconds in replays)], low=0)
+    all_shared: list[Term] = []
+    for slot in range(model.slots.first_backward, model.slots.count):
+        jump = jumps[slot]
+        spent: list[Term] = []
+        for number, ratio in enumerate(classes.ratios):
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            ahead[number] = _running(model, ahead.get(number), [(column, -1.0), *jump.done.get(number, ())])
+            model.replayed_ahead.setdefault(slot, []).append((ahead[number], ratio))
+        if shared:
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            all_shared.append((column, 1.0))
+        if spent:
+            linear.row([(model.extra[slot], 1.0), *((c, -1.0) for c, _ in spent)], low=0)
+            early = _running(model, early, [*spent, *((c, -s) for c, s in jump.begun)])
+    runs: list[Term] = [(column, -seconds) for column, seconds in shared]
+    if shared:
+        linear.row([*all_shared, *runs], low=0)
     if model.out_s or model.fetch_s:
-        swaps: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
-        linear.row([*((extra, 1.0) for extra in model.extra), *((c, -s) for c, s in replays), *swaps], low=0)
+        used = [v for v in model.recompute if model.use_slot[v] < model.slots.count]
+        costs: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
+        costs += [(model.recompute[value], -own[value]) for value in used]
+        linear.row([*((extra, 1.0) for extra in model.extra), *runs, *costs], low=0)
 
 
 def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
@@ -80,26 +98,48 @@ def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
     return now
 
 
-def _jumps(model: FluidModel, own: list[float]) -> dict[int, _Jump]:
-    """Per slot with a return of any value; ``own`` are the seconds that no other value's replay can spare."""
-    returns = {value: _returns(model, value) for value in model.recompute}
-    slots = sorted({slot for steps in returns.values() for slot, _ in steps})
-    if not slots:
-        return {}
-    jumps = {slot: _Jump() for slot in slots}
-    after = dict(zip(slots, [*slots[1:], -1], strict=True))
-    for value, steps in returns.items():
+@dataclass(frozen=True)
+class _Classes:
+    """Recomputable values, told apart by the bytes that a second of their replay brings back."""
+
+    of_value: dict[int, int]
+    ratios: list[float]
+    """Per class: the least of these, in the model's units."""
+
+
+def _classes(model: FluidModel, own: list[float]) -> _Classes:
+    """Classes of values with seconds of their own, the ratios of each within a factor of ``CLASS_WIDTH``."""
+    ratios = {
+        value: min(MOST_RATIO, model.resident[value] / own[value])
+        for value in model.recompute
+        if own[value] > 0 and model.use_slot[value] < model.slots.count
+    }
+    order = sorted(ratios, key=lambda value: ratios[value])
+    of_value: dict[int, int] = {}
+    least: list[float] = []
+    for value in order:
+        if not least or (ratios[value] > CLASS_WIDTH * least[-1] and len(least) < MOST_CLASSES):
+            least.append(ratios[value])
+        of_value[value] = len(least) - 1
+    return _Classes(of_value, least)
+
+
+def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
+    """Per slot of backward; ``own`` are the seconds that no other value's replay can spare."""
+    first = model.slots.first_backward
+    jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
+    for value in model.recompute:
         seconds = model.replay_time[value]
-        if not steps:  # never used in backward: if at all, it is replayed for another
-            jumps[slots[0]].begun.append((model.recompute[value], seconds))
-            continue
+        steps = _returns(model, value)
+        if not steps and jumps:  # never used in backward: if at all, it is replayed for another
+            jumps[first].begun.append((model.recompute[value], seconds))
         before: int | None = None
-        begins = slots[0]
+        begins = first
         for slot, now in steps:
-            jumps[slot].done.append((now, own[value]))
-            jumps[begins].begun.append((now, seconds))
-            if before is not None:
-                jumps[slot].done.append((before, -own[value]))
-                jumps[begins].begun.append((before, -seconds))
-            before, begins = now, after[slot]
+            changes = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
+            if value in classes.of_value:
+                done = jumps[slot].done.setdefault(classes.of_value[value], [])
+                done += [(column, sign * own[value]) for column, sign in changes]
+            jumps[begins].begun += [(column, sign * seconds) for column, sign in changes]
+            before, begins = now, slot + 1
     return jumps
