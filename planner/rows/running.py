@@ -1,0 +1,63 @@
+"""Sums over many columns that change little from row to row: each is the one before, and what enters or leaves.
+
+So rows stay short, and building them takes time in proportion to what changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from poochplan.planner.model.fluid import FluidModel
+from poochplan.planner.model.linear import Term
+
+
+class Span(NamedTuple):
+    """A term of the sums from ``start`` to before ``stop``; nothing where that is no later."""
+
+    start: int
+    stop: int
+    column: int
+    coefficient: float
+
+
+FEW = 1000
+"""PLAN of fewer values has its sums written out: its relaxation is rounded, and reads better without middlemen."""
+
+
+def running_sums(model: FluidModel, count: int, spans: Iterable[Span]) -> list[list[Term]]:
+    """For each of ``count`` places the sum of its terms, mostly as one column; empty where no term has come yet.
+
+    A sum is between 0 and twice the bytes of all candidates.
+    """
+    entering: list[list[Span]] = [[] for _ in range(count + 1)]
+    leaving: list[list[Span]] = [[] for _ in range(count + 1)]
+    for span in spans:
+        if span.start < span.stop:
+            entering[span.start].append(span)
+            leaving[span.stop].append(span)
+    if not model.is_bound and len(model.request.candidates) < FEW:
+        return _written_out(entering, leaving)
+    sums: list[list[Term]] = []
+    before: int | None = None
+    for enters, leaves in zip(entering[:count], leaving[:count], strict=True):
+        if enters or leaves:
+            now = model.linear.column(2 * model.all_bytes)
+            terms: list[Term] = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
+            terms += [(span.column, -span.coefficient) for span in enters]
+            terms += [(span.column, span.coefficient) for span in leaves]
+            model.linear.row(terms, low=0, high=0)
+            before = now
+        sums.append([] if before is None else [(before, 1.0)])
+    return sums
+
+
+def _written_out(entering: list[list[Span]], leaving: list[list[Span]]) -> list[list[Term]]:
+    active: dict[Span, Term] = {}
+    sums: list[list[Term]] = []
+    for enters, leaves in zip(entering[:-1], leaving[:-1], strict=True):
+        for span in leaves:
+            del active[span]
+        active.update((span, (span.column, span.coefficient)) for span in enters)
+        sums.append(list(active.values()))
+    return sums
