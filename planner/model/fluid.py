@@ -52,6 +52,8 @@ class Request:
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
     """Values, all of them candidates, that PLAN moves in one piece; see ``whole_rows.py``."""
+    free: tuple[int, ...] = ()
+    """Values, none of them candidates, that BOUND lets leave and come back for nothing."""
     grid: int = 30
     """At how many slots at most these leave and return."""
 

@@ -64,13 +64,16 @@ def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: floa
 
 def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
     """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
-    problem = model.problem
-    ticks, size_bytes = problem.tick_count, problem.rounded_bytes
-    candidates = sorted(set(model.request.candidates))
-    gaps = np.array([_gap(model, value) for value in candidates], dtype=np.int64).reshape(-1, 2)
-    gap = occupancy(ticks, (gaps[:, 0], gaps[:, 1], size_bytes[candidates]))
-    live = occupancy(ticks, (problem.born, np.maximum(problem.forward_death, problem.freed), size_bytes))
-    return problem.base_bytes + live - gap, gap
+    problem, free = model.problem, model.request.free
+    live = (problem.born, np.maximum(problem.forward_death, problem.freed), problem.rounded_bytes)
+    gap, free_gap = _gap_bytes(model, model.request.candidates), _gap_bytes(model, free)
+    return problem.base_bytes + occupancy(problem.tick_count, live) - gap - free_gap, gap
+
+
+def _gap_bytes(model: FluidModel, values: tuple[int, ...]) -> Ints:
+    """Per tick: bytes of those of ``values`` that a decision may have moved away."""
+    gaps = np.array([_gap(model, value) for value in values], dtype=np.int64).reshape(-1, 2)
+    return occupancy(model.problem.tick_count, (gaps[:, 0], gaps[:, 1], model.problem.rounded_bytes[list(values)]))
 
 
 def _gap(model: FluidModel, value: int) -> tuple[int, int]:

@@ -12,16 +12,21 @@ from poochplan.planner.model.linear import Term
 
 
 def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
-    """Seconds of each value's replay that it shares with no other, and the terms of what all replays take at least."""
-    shared = _shared_ops(model)
+    """Per value: seconds that its replay takes at least; and the terms of what all replays take at least beyond these.
+
+    An op that several replays share is counted with the largest value of these: in the run that brings it back.
+    """
     own = list(model.replay_time)
     groups = dict[tuple[int, ...], float]()
-    for op, values in shared.items():
+    for op, values in _shared_ops(model).items():
         groups[values] = groups.get(values, 0.0) + model.op_time(op)
+    beyond: list[Term] = []
+    for values, seconds in groups.items():
+        largest = max(values, key=lambda value: (model.resident[value], -value))
         for value in values:
-            own[value] -= model.op_time(op)
-    own = [max(0.0, seconds) for seconds in own]
-    return own, [(_runs_of(model, values), seconds) for values, seconds in groups.items()]
+            own[value] -= seconds if value != largest else 0.0
+        beyond += [(_runs_of(model, values), seconds), (model.recompute[largest], -seconds)]
+    return [max(0.0, seconds) for seconds in own], beyond
 
 
 def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:

@@ -125,7 +125,7 @@ def _classes(model: FluidModel, own: list[float]) -> _Classes:
 
 
 def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
-    """Per slot of backward; ``own`` are the seconds that no other value's replay can spare."""
+    """Per slot of backward; ``own`` are the seconds that each value's replay takes at least."""
     first = model.slots.first_backward
     jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
     for value in model.recompute:
