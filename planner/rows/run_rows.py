@@ -21,11 +21,12 @@ def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
     for op, values in _shared_ops(model).items():
         groups[values] = groups.get(values, 0.0) + model.op_time(op)
     beyond: list[Term] = []
+    inputs = _inputs(model)
     for values, seconds in groups.items():
         largest = max(values, key=lambda value: (model.resident[value], -value))
         for value in values:
             own[value] -= seconds if value != largest else 0.0
-        beyond += [(_runs_of(model, values), seconds), (model.recompute[largest], -seconds)]
+        beyond += [(_runs_of(model, values, inputs), seconds), (model.recompute[largest], -seconds)]
     return [max(0.0, seconds) for seconds in own], beyond
 
 
@@ -41,10 +42,17 @@ def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
     return {op: tuple(values) for op, values in users.items() if len(values) > 1}
 
 
-def _runs_of(model: FluidModel, values: tuple[int, ...]) -> int:
+def _inputs(model: FluidModel) -> set[int]:
+    """Values that some replay starts from, those of values that are free included."""
+    replays = model.problem.replay.replays
+    movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
+    return {source for replay in movable if replay is not None for source in replay.inputs}
+
+
+def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> int:
     """A column no less than the number of runs that the ``values`` need, which all run some op."""
-    leaves = [value for value in values if not model.consumers.get(value)]
-    inner = [value for value in values if model.consumers.get(value)]
+    leaves = [value for value in values if value not in inputs]
+    inner = [value for value in values if value in inputs]
     reached = _starts(model, leaves, inner)
     runs = model.linear.column(float(max(1, len(leaves) + 1)))
     alone: list[Term] = [(model.recompute[value], -1.0) for value in leaves]
