@@ -117,7 +117,7 @@ def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] =
     candidates = movable(problem)
     request = Request(budget_bytes, tuple(candidates), Purpose.BOUND, whole=whole, grid=grid)
     if len(candidates) > FEW:
-        free = _smallest(problem, candidates, FREE_SHARE)
+        free = _smallest(problem, [value for value in candidates if value not in whole], FREE_SHARE)
         rest = tuple(value for value in candidates if value not in free)
         request = replace(request, candidates=rest, free=tuple(sorted(free)), window=SHORT_WINDOW)
     return build_fluid_model(problem, request)

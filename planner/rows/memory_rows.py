@@ -145,7 +145,8 @@ def _ahead_terms(model: FluidModel, slot: int) -> list[Term]:
 def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Span]:
     """Recomputed values that are back before their own need."""
     spans = []
-    for value, returns in model.early.items():
+    for value in sorted(model.early, key=lambda value: (model.early[value][0].slot, value)):
+        returns = model.early[value]
         if value not in model.recompute:
             continue
         end = bisect_left(ticks, int(model.problem.first_use[value]))

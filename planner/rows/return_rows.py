@@ -22,7 +22,7 @@ def add_early_returns(model: FluidModel) -> None:
             wanted.update(early.slot for early in model.early.get(user, ()))
             wanted.update(before_death.get(user, ()))
         wanted = {slot for slot in wanted if slot < model.use_slot[value]}
-        window = sorted(wanted | before_death.get(value, set()))[-model.request.window :]
+        window = sorted(wanted | before_death.get(value, set()))[-model.window :]
         if _is_dense(model, value):
             window = sorted({*window, *range(model.slots.first_backward, model.use_slot[value])})
         _add_early_columns(model, value, window, wanted)

@@ -30,34 +30,34 @@ def running_sums(model: FluidModel, count: int, spans: Iterable[Span]) -> list[l
 
     A sum is between 0 and twice the bytes of all candidates.
     """
-    entering: list[list[Span]] = [[] for _ in range(count + 1)]
-    leaving: list[list[Span]] = [[] for _ in range(count + 1)]
-    for span in spans:
-        if span.start < span.stop:
-            entering[span.start].append(span)
-            leaving[span.stop].append(span)
+    entering: list[list[int]] = [[] for _ in range(count + 1)]
+    leaving: list[list[int]] = [[] for _ in range(count + 1)]
+    spans = [span for span in spans if span.start < span.stop]
+    for index, span in enumerate(spans):
+        entering[span.start].append(index)
+        leaving[span.stop].append(index)
     if not model.is_bound and len(model.request.candidates) < FEW:
-        return _written_out(entering, leaving)
+        return _written_out(spans, entering, leaving)
     sums: list[list[Term]] = []
     before: int | None = None
     for enters, leaves in zip(entering[:count], leaving[:count], strict=True):
         if enters or leaves:
             now = model.linear.column(2 * model.all_bytes)
             terms: list[Term] = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
-            terms += [(span.column, -span.coefficient) for span in enters]
-            terms += [(span.column, span.coefficient) for span in leaves]
+            terms += [(spans[index].column, -spans[index].coefficient) for index in enters]
+            terms += [(spans[index].column, spans[index].coefficient) for index in leaves]
             model.linear.row(terms, low=0, high=0)
             before = now
         sums.append([] if before is None else [(before, 1.0)])
     return sums
 
 
-def _written_out(entering: list[list[Span]], leaving: list[list[Span]]) -> list[list[Term]]:
-    active: dict[Span, Term] = {}
+def _written_out(spans: list[Span], entering: list[list[int]], leaving: list[list[int]]) -> list[list[Term]]:
+    """The sums in the order of ``spans``."""
+    active: set[int] = set()
     sums: list[list[Term]] = []
     for enters, leaves in zip(entering[:-1], leaving[:-1], strict=True):
-        for span in leaves:
-            del active[span]
-        active.update((span, (span.column, span.coefficient)) for span in enters)
-        sums.append(list(active.values()))
+        active.update(enters)
+        active.difference_update(leaves)
+        sums.append([(spans[index].column, spans[index].coefficient) for index in sorted(active)])
     return sums
