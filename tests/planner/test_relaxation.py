@@ -7,12 +7,13 @@ import random
 
 import pytest
 
-from benchmarks.planning import instance
+from benchmarks.planning import budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, movable, try_style
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.model import relaxation
+from poochplan.planner.model.bound import lower_bound
 from poochplan.planner.model.relaxation import Relaxation
 from poochplan.planner.model.solvers import Limits, SolverStatus
 from poochplan.planner.problem.problem import Problem, build_problem
@@ -121,3 +122,18 @@ def test_no_plan_of_a_network_is_below_the_bound_of_its_decisions(seed: int) -> 
     network, link = NETWORKS[seed % len(NETWORKS)]
     problem = build_problem(instance(network, link))
     assert_no_bound_is_above(problem, plan_of(problem, seed))
+
+
+PROVEN = {
+    "replays ahead of their use take room": ("gpt2-medium", "pcie5", 0.1, 0.160),
+    "leaves share no run": ("seq2seq", "pcie3", 0.1, 0.120),
+    "a shared op is its owner's": ("resnet50-b256", "pcie4", 0.1, 0.175),
+}
+
+
+@pytest.mark.parametrize(("network", "link", "kept", "overhead"), PROVEN.values(), ids=PROVEN)
+def test_the_relaxation_proves_as_much_as_it_did(network: str, link: str, kept: float, overhead: float) -> None:
+    profile = instance(network, link)
+    problem = build_problem(profile)
+    proven_s = lower_bound(problem, budget_of(profile, kept), "highs", LIMITS)
+    assert proven_s > problem.step_s * (1 + overhead)
