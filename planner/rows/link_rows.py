@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
 
-from .running import Span, running_sums
+from .running import Span, is_written_out, running_sums
 
 
 def add_link(model: FluidModel) -> None:
@@ -67,6 +68,11 @@ def _add_early_fetches(model: FluidModel) -> None:
         ends = [*(start for start, _ in fetches), bisect_left(marks, model.use_slot[value])][1:]
         for (start, column), stop in zip(fetches, ends, strict=True):
             spans.append(Span(start, stop, column, model.moved[value]))
-    for slot, fetched in zip(marks, running_sums(model, len(marks), spans), strict=True):
-        if fetched:
-            model.linear.row([(model.ahead[slot], 1.0), *((column, -size) for column, size in fetched)], low=0)
+    sums = running_sums(model, len(marks), spans)
+    places: Iterable[int] = range(len(marks))
+    if is_written_out(model):  # by value, which is how the reference plans were made
+        places = dict.fromkeys(place for span in spans for place in range(span.start, span.stop))
+    for place in places:
+        if sums[place]:
+            fetched: list[Term] = [(column, -size) for column, size in sums[place]]
+            model.linear.row([(model.ahead[marks[place]], 1.0), *fetched], low=0)

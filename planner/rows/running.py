@@ -25,6 +25,11 @@ FEW = 1000
 """PLAN of fewer values has its sums written out: its relaxation is rounded, and reads better without middlemen."""
 
 
+def is_written_out(model: FluidModel) -> bool:
+    """Whether each sum stands in full in its row."""
+    return not model.is_bound and len(model.request.candidates) < FEW
+
+
 def running_sums(model: FluidModel, count: int, spans: Iterable[Span]) -> list[list[Term]]:
     """For each of ``count`` places the sum of its terms, mostly as one column; empty where no term has come yet.
 
@@ -36,7 +41,7 @@ def running_sums(model: FluidModel, count: int, spans: Iterable[Span]) -> list[l
     for index, span in enumerate(spans):
         entering[span.start].append(index)
         leaving[span.stop].append(index)
-    if not model.is_bound and len(model.request.candidates) < FEW:
+    if is_written_out(model):
         return _written_out(spans, entering, leaving)
     sums: list[list[Term]] = []
     before: int | None = None
