@@ -120,9 +120,21 @@ INSTANCES = {
 
 def instance_profile(name: str, device: str) -> Profile:
     """The profile of one network on one device, durations rounded."""
-    instance = INSTANCES[name]
+    return profile_of(INSTANCES[name], name, device)
+
+
+def gpt_blocks(layers: int, device: str = "v100", seed: int = 0) -> Profile:
+    """A step of 18 saved values a layer and 10 more, for how planning grows with them: no file holds it."""
+    blocks = Instance(
+        lambda: gpt(layers, 256, 4, length=256, batch=4, dropout=0.1), f"{layers} layers of 256", transformer=True
+    )
+    return profile_of(blocks, f"gpt-blocks-{layers}", device, seed)
+
+
+def profile_of(instance: Instance, name: str, device: str, seed: int = 0) -> Profile:
+    """The profile of ``instance`` on one device, durations rounded."""
     dtype = torch.bfloat16 if instance.transformer and device != "v100" else torch.float32
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with building(), default_dtype(dtype):
         workload = instance.build()
     profile = poochplan.profile(

@@ -16,7 +16,7 @@ from poochplan.planner.problem.problem import Problem
 from poochplan.planner.rows.whole_rows import large_values
 
 from .relaxation import bound_model, bound_seconds
-from .solvers import Cancel, Limits, solve_linear
+from .solvers import Cancel, Limits, SolverStatus, solve_linear
 
 INTEGRAL_SHARE = 0.0005
 """Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
@@ -44,10 +44,25 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits
 def integral_bound(
     problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None = None
 ) -> float:
-    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum."""
+    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum.
+
+    First all copies are fluid. Where that is solved in time, large values move in one piece besides, which is slower.
+    """
     started_s = time.perf_counter()
+    fluid_s, status = _integral(problem, budget_bytes, solver, limits, cancel, ())
     large = large_values(problem, movable(problem), LARGE_SHARE)
-    model = bound_model(problem, budget_bytes, whole=large, grid=GRID)
+    if status is not SolverStatus.OPTIMAL or not large or (cancel is not None and cancel.is_set):
+        return fluid_s
+    rest = limits.since(started_s)
+    return max(fluid_s, _integral(problem, budget_bytes, solver, rest, cancel, large)[0])
+
+
+def _integral(
+    problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None, whole: tuple[int, ...]
+) -> tuple[float, SolverStatus]:
+    """Seconds that the MIP proves, and how it ended."""
+    started_s = time.perf_counter()
+    model = bound_model(problem, budget_bytes, whole=whole, grid=GRID)
     small = INTEGRAL_SHARE * model.all_bytes
     for columns in (model.swap, model.recompute):
         for value, column in columns.items():
@@ -56,7 +71,8 @@ def integral_bound(
     absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
     scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
-    return max(problem.keep_all_s, bound_seconds(model, found.bound) - SAFETY * problem.step_s)
+    proven_s = bound_seconds(model, found.bound) - SAFETY * problem.step_s
+    return max(problem.keep_all_s, proven_s), found.status
 
 
 class Proof:

@@ -19,6 +19,9 @@ from .slots import Slots
 WINDOW_NEEDS = 30
 """How many of the last points that replay something a value may be brought back at before its own use."""
 
+MANY, MANY_NEEDS = 1000, 4
+"""With more values than the first PLAN has only so many: its relaxation says the same, in a tenth of the time."""
+
 
 class Purpose(StrEnum):
     """What the model is for."""
@@ -52,6 +55,8 @@ class Request:
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
     """Values, all of them candidates, that PLAN moves in one piece; see ``whole_rows.py``."""
+    free: tuple[int, ...] = ()
+    """Values, none of them candidates, that BOUND lets leave and come back for nothing."""
     grid: int = 30
     """At how many slots at most these leave and return."""
 
@@ -72,6 +77,8 @@ class FluidModel:
     """Ascending by slot, all before the value's own use."""
     consumers: dict[int, list[int]] = field(default_factory=dict)
     """Per value: the recomputable values whose replay starts from it."""
+    replayed_ahead: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Per backward slot, in BOUND: seconds of replays that no return up to the slot tells of, and bytes a second."""
     extra: list[int] = field(default_factory=list)
     """Per slot: time the step takes beyond its compute (stalls and replays)."""
     not_out: list[int] = field(default_factory=list)
@@ -112,6 +119,12 @@ class FluidModel:
     @property
     def is_bound(self) -> bool:
         return self.request.purpose is Purpose.BOUND
+
+    @property
+    def window(self) -> int:
+        """Points before its own use at which a value may be brought back, at most."""
+        is_large = not self.is_bound and len(self.request.candidates) > MANY
+        return min(MANY_NEEDS, self.request.window) if is_large else self.request.window
 
     def op_time(self, op: int) -> float:
         """What a replay of one op takes."""

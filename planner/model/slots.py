@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,7 +33,11 @@ class Slots:
 
     def at_tick(self, tick: int) -> int:
         """The slot that holds a tick; 0 for a tick before the first point."""
-        return max(0, int(np.searchsorted(self.start_tick, tick, side="right")) - 1)
+        return max(0, bisect_right(self._starts, tick) - 1)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(map(int, self.start_tick))
 
 
 def slots_of(problem: Problem) -> Slots:

@@ -223,6 +223,9 @@ class Warm:
         highs = self._highs
         highs.setOptionValue("time_limit", highs.getRunTime() + max(0.1, limits.time_s))  # its clock never stands still
         highs.run()
+        if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # from here the simplex did not find its way
+            highs.clearSolver()
+            highs.run()
         status, info, solution = _highs_status(highs), highs.getInfo(), highs.getSolution()
         is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         duals = np.array(solution.row_dual) if solution.dual_valid else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from bisect import bisect_left
+from collections.abc import Iterable
 
 from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
+
+from .running import Span, is_written_out, running_sums
 
 
 def add_link(model: FluidModel) -> None:
@@ -59,18 +62,17 @@ def _add_inward(model: FluidModel, slot: int, needed: list[Term], rate: float, s
 def _add_early_fetches(model: FluidModel) -> None:
     """What was fetched for a replay stays until its own use; a row at each slot where such a fetch may be."""
     marks = sorted({early.slot for returns in model.early.values() for early in returns if early.fetched is not None})
-    wanted = dict[int, list[Term]]()
+    spans = []
     for value, returns in model.early.items():
-        latest: int | None = None
-        steps = iter(returns)
-        step = next(steps, None)
-        for slot in marks[int(np.searchsorted(marks, returns[0].slot)) :]:
-            if slot >= model.use_slot[value]:
-                break
-            while step is not None and step.slot <= slot:
-                latest = step.fetched if step.fetched is not None else latest
-                step = next(steps, None)
-            if latest is not None:
-                wanted.setdefault(slot, []).append((latest, -model.moved[value]))
-    for slot, terms in wanted.items():
-        model.linear.row([(model.ahead[slot], 1.0), *terms], low=0)
+        fetches = [(bisect_left(marks, early.slot), early.fetched) for early in returns if early.fetched is not None]
+        ends = [*(start for start, _ in fetches), bisect_left(marks, model.use_slot[value])][1:]
+        for (start, column), stop in zip(fetches, ends, strict=True):
+            spans.append(Span(start, stop, column, model.moved[value]))
+    sums = running_sums(model, len(marks), spans)
+    places: Iterable[int] = range(len(marks))
+    if is_written_out(model):  # by value, which is how the reference plans were made
+        places = dict.fromkeys(place for span in spans for place in range(span.start, span.stop))
+    for place in places:
+        if sums[place]:
+            fetched: list[Term] = [(column, -size) for column, size in sums[place]]
+            model.linear.row([(model.ahead[marks[place]], 1.0), *fetched], low=0)

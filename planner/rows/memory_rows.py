@@ -7,6 +7,7 @@ replay may run: what BOUND counts as there by the end of a slot's points need no
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
 from poochplan.planner.problem.arrays import Ints
 
+from .running import Span, running_sums
 from .whole_rows import add_whole_buffers, resident_rest, resident_whole
 
 
@@ -34,20 +36,19 @@ def add_memory(model: FluidModel) -> None:
     fixed, movable = _fixed_bytes(model)
     inside = _inside_replays(model)
     ticks = _row_ticks(model, fixed, movable, inside)
+    slots = [model.slots.at_tick(tick) for tick in ticks]
     kept = _kept_columns(model, ticks)
-    claims = _claims(model)
-    returned = _Returned(model)
+    early = running_sums(model, len(ticks), [*_claimed(model, ticks), *_returned(model, ticks, slots)])
+    alive = running_sums(model, len(ticks), _saved_and_alive(model, ticks, slots))
     whole = add_whole_buffers(model, ticks) if model.request.whole else None
-    for tick, kept_column in zip(ticks, kept, strict=True):
-        slot = model.slots.at_tick(tick)
+    for row, (tick, slot) in enumerate(zip(ticks, slots, strict=True)):
         room = (model.request.budget_bytes - float(fixed[tick]) - model.request.tightened.get(tick, 0)) / model.unit
-        terms: list[Term] = [(kept_column, 1.0), *inside.get(tick, ())]
-        terms += [(claim.column, claim.scaled_bytes) for claim in claims if claim.first_tick <= tick <= claim.last_tick]
-        terms += returned.at(tick, slot)
+        terms: list[Term] = [(kept[row], 1.0), *inside.get(tick, ()), *early[row]]
+        terms += model.replayed_ahead.get(slot, ())
         if whole is None or model.is_bound:  # both kinds of row hold of every plan
             fluid = [*terms, *_ahead_terms(model, slot)]
-            backlog = [(model.swap[v], -model.moved[v]) for v in _saved_and_alive(model, tick, slot)]
-            _add_rows(model, fluid, [(model.not_out[slot], 1.0), *backlog], room)
+            backlog: list[Term] = [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]
+            _add_rows(model, fluid, backlog, room)
         if whole is not None:
             terms += resident_whole(model, whole, tick, slot)
             if slot in whole.rest_ahead:
@@ -63,13 +64,16 @@ def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: floa
 
 def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
     """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
-    problem = model.problem
-    ticks, size_bytes = problem.tick_count, problem.rounded_bytes
-    candidates = sorted(set(model.request.candidates))
-    gaps = np.array([_gap(model, value) for value in candidates], dtype=np.int64).reshape(-1, 2)
-    gap = occupancy(ticks, (gaps[:, 0], gaps[:, 1], size_bytes[candidates]))
-    live = occupancy(ticks, (problem.born, np.maximum(problem.forward_death, problem.freed), size_bytes))
-    return problem.base_bytes + live - gap, gap
+    problem, free = model.problem, model.request.free
+    live = (problem.born, np.maximum(problem.forward_death, problem.freed), problem.rounded_bytes)
+    gap, free_gap = _gap_bytes(model, model.request.candidates), _gap_bytes(model, free)
+    return problem.base_bytes + occupancy(problem.tick_count, live) - gap - free_gap, gap
+
+
+def _gap_bytes(model: FluidModel, values: tuple[int, ...]) -> Ints:
+    """Per tick: bytes of those of ``values`` that a decision may have moved away."""
+    gaps = np.array([_gap(model, value) for value in values], dtype=np.int64).reshape(-1, 2)
+    return occupancy(model.problem.tick_count, (gaps[:, 0], gaps[:, 1], model.problem.rounded_bytes[list(values)]))
 
 
 def _gap(model: FluidModel, value: int) -> tuple[int, int]:
@@ -124,10 +128,13 @@ def _kept_columns(model: FluidModel, ticks: list[int]) -> list[int]:
     return columns
 
 
-def _saved_and_alive(model: FluidModel, tick: int, slot: int) -> list[int]:
+def _saved_and_alive(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Span]:
     """Swappable values that may have left for the host while forward still holds them."""
     death, saved = model.problem.forward_death, model.save_slot
-    return [value for value in model.swap if saved[value] <= slot and death[value] >= tick]
+    return [
+        Span(bisect_left(slots, saved[value]), bisect_right(ticks, int(death[value])), column, model.moved[value])
+        for value, column in model.swap.items()
+    ]
 
 
 def _ahead_terms(model: FluidModel, slot: int) -> list[Term]:
@@ -135,26 +142,28 @@ def _ahead_terms(model: FluidModel, slot: int) -> list[Term]:
     return [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)] if slot in model.ahead else []
 
 
-class _Returned:
-    """Bytes of recomputed values that are back before their own need."""
+def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Span]:
+    """Recomputed values that are back before their own need."""
+    spans = []
+    for value in sorted(model.early, key=lambda value: (model.early[value][0].slot, value)):
+        returns = model.early[value]
+        if value not in model.recompute:
+            continue
+        end = bisect_left(ticks, int(model.problem.first_use[value]))
+        starts = [bisect_left(slots, early.slot) for early in returns]
+        for early, start, stop in zip(returns, starts, [*starts[1:], end], strict=True):
+            assert early.replayed is not None
+            spans.append(Span(start, min(stop, end), early.replayed, model.resident[value]))
+    return spans
 
-    def __init__(self, model: FluidModel) -> None:
-        self.model = model
-        self.by_first_slot = sorted(
-            (returns[0].slot, value) for value, returns in model.early.items() if value in model.recompute
-        )
 
-    def at(self, tick: int, slot: int) -> list[Term]:
-        terms: list[Term] = []
-        first_use = self.model.problem.first_use
-        for first_slot, value in self.by_first_slot:
-            if first_slot > slot:
-                break
-            if tick < first_use[value]:
-                column = self.model.replayed_by(value, slot)
-                assert column is not None
-                terms.append((column, self.model.resident[value]))
-        return terms
+def _claimed(model: FluidModel, ticks: list[int]) -> list[Span]:
+    """Inputs that are held for a later replay."""
+    spans = []
+    for claim in _claims(model):
+        start, stop = bisect_left(ticks, claim.first_tick), bisect_right(ticks, claim.last_tick)
+        spans.append(Span(start, stop, claim.column, claim.scaled_bytes))
+    return spans
 
 
 def _claims(model: FluidModel) -> list[_Claim]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from poochplan.planner.model.fluid import Early, FluidModel
 from poochplan.planner.model.linear import Term
 
+DENSE_SHARE = 0.01
+"""BOUND says of values of more than this share of the bytes at each slot whether they are back."""
+
 
 def add_early_returns(model: FluidModel) -> None:
     """Columns "back by this slot", and the rows "what a replay starts from is back by then"."""
@@ -19,11 +22,19 @@ def add_early_returns(model: FluidModel) -> None:
             wanted.update(early.slot for early in model.early.get(user, ()))
             wanted.update(before_death.get(user, ()))
         wanted = {slot for slot in wanted if slot < model.use_slot[value]}
-        window = sorted(wanted | before_death.get(value, set()))[-model.request.window :]
+        window = sorted(wanted | before_death.get(value, set()))[-model.window :]
+        if _is_dense(model, value):
+            window = sorted({*window, *range(model.slots.first_backward, model.use_slot[value])})
         _add_early_columns(model, value, window, wanted)
     for value in model.request.candidates:
         for user in model.consumers.get(value, ()):
             _add_ready_rows(model, value, user)
+
+
+def _is_dense(model: FluidModel, value: int) -> bool:
+    """Whether BOUND asks of every slot whether a value is back: of a large one it takes much room."""
+    is_large = model.resident[value] > DENSE_SHARE * model.all_bytes
+    return model.is_bound and is_large and value in model.recompute
 
 
 def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:

@@ -2,93 +2,144 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
 
+from .run_rows import add_runs
+
+CLASS_WIDTH = 1.5
+"""Replays are told apart by the bytes that a second of them brings back, up to this factor."""
+MOST_CLASSES = 6
+MOST_RATIO = 1e3
+"""Of a mean value's tenth to a thousandth of the step; more would be less exact for the solver."""
+
 
 def add_time(model: FluidModel) -> None:
-    """Time is added for each replay, where it runs.
-
-    PLAN has it run at the slot of its return. BOUND lets it run at any use point up to there: of the time added since
-    backward began, the replays so far take their part, and all of them take theirs in the end.
-    """
-    own, shared_ops = _replay_costs(model)
-    jumps = _replay_jumps(model, own)
-    if not model.is_bound:
-        for slot, terms in jumps.items():
-            model.linear.row([(model.extra[slot], 1.0), *((c, -seconds) for c, seconds in terms)], low=0)
+    """Time is added for each replay: in PLAN at the slot of its return, in BOUND at some use point up to there."""
+    if model.is_bound:
+        _add_replay_time(model)
         return
-    idle: int | None = None
-    since = model.slots.first_backward
-    for slot in sorted(jumps):
-        now = model.linear.column(model.longest)
-        terms = [(now, 1.0), *jumps[slot], *((extra, -1.0) for extra in model.extra[since : slot + 1])]
-        if idle is not None:
-            terms.append((idle, -1.0))
-        model.linear.row(terms, low=0, high=0)
-        idle, since = now, slot + 1
-    if shared_ops or model.out_s or model.fetch_s:
-        _add_totals(model, own, shared_ops)
-
-
-def _replay_jumps(model: FluidModel, own: list[float]) -> dict[int, list[Term]]:
-    """Per slot: the seconds of the replays that are done by it, and were not by the slot of the return before."""
     jumps = dict[int, list[Term]]()
-    for value, column in model.recompute.items():
-        if model.use_slot[value] == model.slots.count:
-            continue
-        before: int | None = None
-        returns = [(early.slot, early.replayed) for early in model.early.get(value, ())]
-        for slot, now in [*returns, (model.use_slot[value], column)]:
-            assert now is not None
-            terms = jumps.setdefault(slot, [])
-            terms.append((now, own[value]))
-            if before is not None:
-                terms.append((before, -own[value]))
-            before = now
-    return jumps
-
-
-def _replay_costs(model: FluidModel) -> tuple[list[float], dict[int, list[int]]]:
-    """Seconds of each value's own replay, and for BOUND the ops that several replays run, which may run once."""
-    if not model.is_bound:
-        return model.replay_time, {}
-    problem = model.problem
-    users = dict[int, list[int]]()
     for value in model.recompute:
-        replay = problem.replay.replays[value]
-        assert replay is not None
-        if model.use_slot[value] < model.slots.count:
-            for op in replay.ops:
-                users.setdefault(op, []).append(value)
-    shared = {op: values for op, values in users.items() if len(values) > 1}
-    own = list(model.replay_time)
-    for op, values in shared.items():
-        for value in values:
-            own[value] -= model.op_time(op)
-    return [max(0.0, seconds) for seconds in own], shared
+        seconds = model.replay_time[value]
+        before: int | None = None
+        for slot, now in _returns(model, value):
+            terms = jumps.setdefault(slot, [])
+            terms.append((now, -seconds))
+            if before is not None:
+                terms.append((before, seconds))
+            before = now
+    for slot, terms in jumps.items():
+        model.linear.row([(model.extra[slot], 1.0), *terms], low=0)
 
 
-def _add_totals(model: FluidModel, own: list[float], shared_ops: dict[int, list[int]]) -> None:
-    """All the time added is at least that of all replays, an op that several replays share counted once; and, where the
-    thread is the compute stream, that of all swaps besides."""
+def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
+    """Slots and columns "replayed by then" of a recomputable value, its own use last; none if that never comes."""
+    if model.use_slot[value] == model.slots.count:
+        return []
+    early = [(one.slot, one.replayed) for one in model.early.get(value, ()) if one.replayed is not None]
+    return [*early, (model.use_slot[value], model.recompute[value])]
+
+
+@dataclass
+class _Jump:
+    """What changes at a slot of backward."""
+
+    done: dict[int, list[Term]] = field(default_factory=dict)
+    """Per class: seconds of replays that are done by the slot's points, and were not by the slot before."""
+    begun: list[Term] = field(default_factory=list)
+    """Seconds of the replays that may run since the slot before: those that are done by the next return at most."""
+
+
+def _add_replay_time(model: FluidModel) -> None:
+    """BOUND: of the time added at a slot some is spent in replays, in those of each class and in ops they share.
+
+    All of it up to a slot pays for the replays done by then, and for none that is not done by the return after.
+    """
     linear = model.linear
-    groups = dict[tuple[int, ...], float]()
-    for op, values in shared_ops.items():
-        key = tuple(values)
-        groups[key] = groups.get(key, 0.0) + model.op_time(op)
-    replays: list[Term] = []
-    for value, column in model.recompute.items():
-        if model.use_slot[value] < model.slots.count:
-            replays.append((column, -own[value]))
-    for users, seconds in groups.items():
-        is_run = linear.column(1.0)
-        for value in users:
-            linear.row([(is_run, 1.0), (model.recompute[value], -1.0)], low=0)
-        replays.append((is_run, -seconds))
-    in_backward: list[Term] = [(extra, 1.0) for extra in model.extra[model.slots.first_backward :]]
-    if shared_ops:
-        linear.row([*in_backward, *replays], low=0)
+    own, shared = add_runs(model)
+    classes = _classes(model, own)
+    jumps = _jumps(model, own, classes)
+    ahead: dict[int, int] = {}
+    early: int | None = None
+    all_shared: list[Term] = []
+    for slot in range(model.slots.first_backward, model.slots.count):
+        jump = jumps[slot]
+        spent: list[Term] = []
+        for number, ratio in enumerate(classes.ratios):
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            ahead[number] = _running(model, ahead.get(number), [(column, -1.0), *jump.done.get(number, ())])
+            model.replayed_ahead.setdefault(slot, []).append((ahead[number], ratio))
+        if shared:
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            all_shared.append((column, 1.0))
+        if spent:
+            linear.row([(model.extra[slot], 1.0), *((c, -1.0) for c, _ in spent)], low=0)
+            early = _running(model, early, [*spent, *((c, -s) for c, s in jump.begun)])
+    runs: list[Term] = [(column, -seconds) for column, seconds in shared]
+    if shared:
+        linear.row([*all_shared, *runs], low=0)
     if model.out_s or model.fetch_s:
-        swaps: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
-        linear.row([*((extra, 1.0) for extra in model.extra), *replays, *swaps], low=0)
+        used = [v for v in model.recompute if model.use_slot[v] < model.slots.count]
+        costs: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
+        costs += [(model.recompute[value], -own[value]) for value in used]
+        linear.row([*((extra, 1.0) for extra in model.extra), *runs, *costs], low=0)
+
+
+def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
+    """A column, no less than nothing, that is the one before less what is ``added``."""
+    now = model.linear.column(model.longest)
+    previous: list[Term] = [] if before is None else [(before, -1.0)]
+    model.linear.row([(now, 1.0), *previous, *added], low=0, high=0)
+    return now
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Recomputable values, told apart by the bytes that a second of their replay brings back."""
+
+    of_value: dict[int, int]
+    ratios: list[float]
+    """Per class: the least of these, in the model's units."""
+
+
+def _classes(model: FluidModel, own: list[float]) -> _Classes:
+    """Classes of values with seconds of their own, the ratios of each within a factor of ``CLASS_WIDTH``."""
+    ratios = {
+        value: min(MOST_RATIO, model.resident[value] / own[value])
+        for value in model.recompute
+        if own[value] > 0 and model.use_slot[value] < model.slots.count
+    }
+    order = sorted(ratios, key=lambda value: ratios[value])
+    of_value: dict[int, int] = {}
+    least: list[float] = []
+    for value in order:
+        if not least or (ratios[value] > CLASS_WIDTH * least[-1] and len(least) < MOST_CLASSES):
+            least.append(ratios[value])
+        of_value[value] = len(least) - 1
+    return _Classes(of_value, least)
+
+
+def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
+    """Per slot of backward; ``own`` are the seconds that each value's replay takes at least."""
+    first = model.slots.first_backward
+    jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
+    for value in model.recompute:
+        seconds = model.replay_time[value]
+        steps = _returns(model, value)
+        if not steps and jumps:  # never used in backward: if at all, it is replayed for another
+            jumps[first].begun.append((model.recompute[value], seconds))
+        before: int | None = None
+        begins = first
+        for slot, now in steps:
+            changes = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
+            if value in classes.of_value:
+                done = jumps[slot].done.setdefault(classes.of_value[value], [])
+                done += [(column, sign * own[value]) for column, sign in changes]
+            jumps[begins].begun += [(column, sign * seconds) for column, sign in changes]
+            before, begins = now, slot + 1
+    return jumps

@@ -7,13 +7,17 @@ import random
 
 import pytest
 
+from benchmarks.planning import budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, movable, try_style
 from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.model import relaxation
+from poochplan.planner.model.bound import lower_bound
 from poochplan.planner.model.relaxation import Relaxation
 from poochplan.planner.model.solvers import Limits, SolverStatus
 from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.rows import return_rows
 from poochplan.planner.schedule.schedule import Schedule
 from tests.depth import seeds
 from tests.planner.plans import random_decisions, random_tuning
@@ -55,12 +59,27 @@ def decided(schedule: Schedule) -> list[Decision]:
 def test_no_plan_is_below_the_bound_of_its_own_decisions_and_peak(seed: int) -> None:
     problem = build_problem(profile_of(seed))
     schedule = plan_of(problem, seed)
+    assert_no_bound_is_above(problem, schedule)
+
+
+@pytest.mark.parametrize("seed", seeds(30, 2000))
+def test_nor_below_the_bound_that_steps_of_many_values_have(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaxation, "FEW", 0)
+    monkeypatch.setattr(relaxation, "FREE_SHARE", random.Random(seed).choice([0.0, 0.1, 0.3]))
+    monkeypatch.setattr(relaxation, "SHORT_WINDOW", random.Random(seed).choice([1, 2, 4]))
+    monkeypatch.setattr(return_rows, "DENSE_SHARE", 1.0)
+    problem = build_problem(profile_of(seed))
+    assert_no_bound_is_above(problem, plan_of(problem, seed))
+
+
+def assert_no_bound_is_above(problem: Problem, schedule: Schedule) -> None:
+    """With all decisions of a plan fixed, with half of them, and with none."""
     plan = simulate(problem, schedule)
-    relaxation = Relaxation(problem, max(plan.peak_bytes, plan.first_step_peak_bytes))
+    relaxed = Relaxation(problem, max(plan.peak_bytes, plan.first_step_peak_bytes))
     fixed = dict(enumerate(decided(schedule)))
-    free = relaxation.solve({}, LIMITS).bound_s
-    half = relaxation.solve({v: d for v, d in fixed.items() if v % 2}, LIMITS).bound_s
-    whole = relaxation.solve(fixed, LIMITS).bound_s
+    free = relaxed.solve({}, LIMITS).bound_s
+    half = relaxed.solve({v: d for v, d in fixed.items() if v % 2}, LIMITS).bound_s
+    whole = relaxed.solve(fixed, LIMITS).bound_s
     assert free <= half * (1 + ROUNDING)
     assert half <= whole * (1 + ROUNDING)
     assert whole <= plan.step_s * (1 + ROUNDING)
@@ -68,12 +87,12 @@ def test_no_plan_is_below_the_bound_of_its_own_decisions_and_peak(seed: int) -> 
 
 def test_a_relaxation_forgets_what_was_fixed_before() -> None:
     problem = build_problem(tiny_profile(3))
-    relaxation = Relaxation(problem, tiny_budget(tiny_profile(3), 3))
-    free = relaxation.solve({}, LIMITS)
+    relaxed = Relaxation(problem, tiny_budget(tiny_profile(3), 3))
+    free = relaxed.solve({}, LIMITS)
     for value in movable(problem):
         alone = Relaxation(problem, tiny_budget(tiny_profile(3), 3)).solve({value: Decision.KEEP}, LIMITS)
-        assert relaxation.solve({value: Decision.KEEP}, LIMITS).bound_s == pytest.approx(alone.bound_s)
-    assert relaxation.solve({}, LIMITS).bound_s == pytest.approx(free.bound_s)
+        assert relaxed.solve({value: Decision.KEEP}, LIMITS).bound_s == pytest.approx(alone.bound_s)
+    assert relaxed.solve({}, LIMITS).bound_s == pytest.approx(free.bound_s)
 
 
 def test_shares_add_up_and_are_those_that_were_fixed() -> None:
@@ -89,7 +108,32 @@ def test_shares_add_up_and_are_those_that_were_fixed() -> None:
 
 def test_decisions_that_no_plan_can_have_within_the_budget_have_an_infinite_bound() -> None:
     problem = build_problem(one_value(3, opaque=True))
-    relaxation = Relaxation(problem, int(5.5 * MB))
-    kept = relaxation.solve({movable(problem)[0]: Decision.KEEP}, LIMITS)
+    relaxed = Relaxation(problem, int(5.5 * MB))
+    kept = relaxed.solve({movable(problem)[0]: Decision.KEEP}, LIMITS)
     assert (kept.bound_s, kept.status) == (math.inf, SolverStatus.INFEASIBLE)
-    assert relaxation.solve({}, LIMITS).bound_s < math.inf
+    assert relaxed.solve({}, LIMITS).bound_s < math.inf
+
+
+NETWORKS = (("seq2seq", "pcie3"), ("seq2seq", "nvlink2"), ("unet3d-192", "pcie4"), ("gpt2-medium", "pcie5"))
+
+
+@pytest.mark.parametrize("seed", seeds(4, 100))
+def test_no_plan_of_a_network_is_below_the_bound_of_its_decisions(seed: int) -> None:
+    network, link = NETWORKS[seed % len(NETWORKS)]
+    problem = build_problem(instance(network, link))
+    assert_no_bound_is_above(problem, plan_of(problem, seed))
+
+
+PROVEN = {
+    "replays ahead of their use take room": ("gpt2-medium", "pcie5", 0.1, 0.160),
+    "leaves share no run": ("seq2seq", "pcie3", 0.1, 0.120),
+    "a shared op is its owner's": ("resnet50-b256", "pcie4", 0.1, 0.175),
+}
+
+
+@pytest.mark.parametrize(("network", "link", "kept", "overhead"), PROVEN.values(), ids=PROVEN)
+def test_the_relaxation_proves_as_much_as_it_did(network: str, link: str, kept: float, overhead: float) -> None:
+    profile = instance(network, link)
+    problem = build_problem(profile)
+    proven_s = lower_bound(problem, budget_of(profile, kept), "highs", LIMITS)
+    assert proven_s > problem.step_s * (1 + overhead)
