@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from poochplan.errors import InfeasibleError
@@ -14,9 +15,12 @@ from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import keep_all
-from poochplan.planner.search.optimise import Effort, optimise
+from poochplan.planner.search.optimise import optimise
+from poochplan.planner.walks.warming import warm_up
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
+from .allowance import Allowance
+from .effort import Effort, Watch
 from .writing import KEEP_ALL, Outcome, write_plan
 
 ILP = "ilp"
@@ -38,6 +42,8 @@ def plan(
     seed: int = 0,
     workload: str | None = None,
     policy: str = ILP,
+    watch: Watch | None = None,
+    keep_interrupted: bool = False,
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
 
@@ -46,15 +52,17 @@ def plan(
     profile: the step to plan, as :func:`poochplan.profile` measured it.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
-    time_limit_s: the search ends after about this.
+    time_limit_s: planning ends after this; what is compiled on a machine's first use comes before it.
     gap: the search also ends when the step is within this of the proven bound.
-    threads: with 2 or more (the default) the bound is improved beside the search.
+    threads: with 2 (the default) one improves the bound while the other searches; each more is one more that searches.
     host_budget: most bytes swapped out (bytes, or text); no limit by default.
     evaluations: counts simulations in place of ``time_limit_s``, with one thread: the same arguments then give the same
         plan, to the bit, however fast or busy the machine is.
     seed: of the random walks.
     workload: replaces the profile's name of the workload.
     policy: any but ``"ilp"`` decides alone: no solver, no local search, no bound.
+    watch: is told now and then how far the search is.
+    keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, in place of an exception.
 
     Raises
     ------
@@ -73,9 +81,10 @@ def plan(
         host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget")
         if threads is None:
             threads = 2 if evaluations is None else 1
-        effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed)
-        found = _optimal(profile, problem, budget_bytes, effort)
-    return write_plan(profile, problem, found, budget_bytes, workload, time.perf_counter() - started_s)
+        effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted)
+        found = _optimal(profile, problem, budget_bytes, effort, watch, started_s)
+    wall_s = time.perf_counter() - started_s - found.compiled_s
+    return write_plan(profile, problem, found, budget_bytes, workload, wall_s)
 
 
 def smallest_budget(profile: Profile) -> int:
@@ -107,7 +116,9 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
     )
 
 
-def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effort) -> Outcome:
+def _optimal(
+    profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None, started_s: float
+) -> Outcome:
     """The plan that keeps everything where that fits, else the best that was found."""
     schedule = keep_all(problem)
     in_core = Candidate(KEEP_ALL, schedule.decisions, schedule, simulate(problem, schedule))
@@ -119,8 +130,11 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
         return Outcome(in_core, KEEP_ALL, (note,))
     _check_feasible(profile, problem, budget_bytes)
     given = PolicyInput(profile, problem, budget_bytes)
-    optimum = optimise(problem, budget_bytes, effort, [partial(run_policy, name, given) for name in STRONG_POLICIES])
-    best, solution = optimum.best, optimum.solution
+    proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
+    spent_s = time.perf_counter() - started_s
+    compiled_s = warm_up(problem, watch)
+    optimum = optimise(problem, budget_bytes, effort, proposals, watch, spent_s)
+    best = optimum.best
     if best.peak_bytes > budget_bytes:
         raise InfeasibleError(
             f"no plan was found within {format_bytes(budget_bytes)} that swaps at most "
@@ -129,11 +143,14 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
         )
     notes: tuple[str, ...] = ()
     if best.policy != ILP:
-        is_unsolved = solution is None or solution.decisions is None
-        why = f"the solver ended with '{solution.status}'" if solution and is_unsolved else "it simulated faster"
-        notes = (f"the plan is not the ILP's but comes from local search that began at {best.policy!r}: {why}",)
+        notes = (f"its decisions were found by annealing that began at the plan of {best.policy!r}",)
     policy = ILP if best.policy == ILP else "local search"
-    return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed)
+    return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed, compiled_s)
+
+
+def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:
+    """The plan of another policy, in the time that there is."""
+    return run_policy(name, replace(given, allowance=allowance))
 
 
 def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Outcome:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.problem.arrays import Bytes, Ints
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.style import Style
 
-from .codes import EARLY, KEEP, ON_DEMAND, RECOMPUTE, STYLE_OF, SWAP, codes_of, style_code
+from .codes import EARLY, KEEP, ON_DEMAND, RECOMPUTE, STYLE_OF, SWAP, codes_of, decisions_of, style_code
 from .compiled import compiled, one_at_a_time, part
 from .copies import prefetch, queue_out, sort_by
 from .elapsed import finish, queue_copy, reach, run_replay, take, wait_for
@@ -59,6 +59,7 @@ from .scratch import (
     REPLAY_COUNT,
     REPLAY_POINT,
     REPLAYED_AT,
+    REPLAYED_S,
     RUNTIME_S,
     SOURCES,
     STALL_S,
@@ -77,6 +78,8 @@ class Evaluation(NamedTuple):
     step_s: float
     peak_bytes: int
     moved_bytes: int
+    replay_s: float
+    """Of the step, what replays take."""
 
 
 class Evaluator:
@@ -88,7 +91,19 @@ class Evaluator:
 
     def evaluate(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Evaluation:
         """What ``try_style`` gives for the same."""
-        return Evaluation(*evaluate(self.layout, self.scratch, budget_bytes, style_code(style), codes_of(wish)))
+        found = evaluate(self.layout, self.scratch, budget_bytes, style_code(style), codes_of(wish))
+        return Evaluation(*found, float(self.scratch.clock.seconds[REPLAYED_S]))
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """As they turned out in the last evaluation: a swap that memory never asked to release is kept."""
+        return decisions_of(self.scratch.decisions)
+
+    def memory_bytes(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Ints:
+        """Most bytes live at each tick, (ticks,): what ``try_style`` gives for the same."""
+        self.evaluate(wish, budget_bytes, style)
+        memory: Ints = self.scratch.curves[MOVES, : len(self.layout.ticks)].copy()
+        return memory
 
 
 def warm_up(problem: Problem) -> float:
@@ -171,6 +186,7 @@ def _walk(layout: Layout, scratch: Scratch, queued: int) -> tuple[float, int]:
     added_s = finish(layout, clock)
     seconds = clock.seconds
     added_s = seconds[RUNTIME_S] + added_s
+    seconds[REPLAYED_S] = replay_s
     return rates[STEP_S] + replay_s + seconds[STALL_S] + seconds[INTERFERENCE_S] + added_s, moved_bytes
 
 
@@ -212,7 +228,10 @@ def _replay(layout: Layout, scratch: Scratch, point: int, entry: int) -> int:
 
 @part
 def _peak_bytes(layout: Layout, scratch: Scratch) -> int:
-    """Most bytes live at any tick, of this step or of the first one (``lives``, ``_add_inside_replays``)."""
+    """Most bytes live at any tick, of this step or of the first one (``lives``, ``_add_inside_replays``).
+
+    ``scratch.curves[MOVES]`` then holds the bytes at each tick.
+    """
     values, points, here, orders, moves = (
         layout.values,
         layout.points,
@@ -242,4 +261,5 @@ def _peak_bytes(layout: Layout, scratch: Scratch) -> int:
             now = max(now, now - orders[REPLAY_BYTES, run] + entries[orders[ENTRY, run], PEAK])
             run += 1
         most = max(most, now, now - layout.ticks[tick, LESS])
+        moves[tick] = now
     return most

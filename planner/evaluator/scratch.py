@@ -71,8 +71,9 @@ of each ``BLOCK`` of these; what all of a block was raised by, which its segment
 REPLAY_COUNT, NODE_COUNT = range(2)
 """Of ``Scratch.counts``."""
 
-NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, LEFT_OUT_S, LEFT_IN_S, TAKEN_S, DONE_S = range(8)
-"""Of ``Clock.seconds``; what is left of a copy counts alone on the link, ``TAKEN_S`` is the thread's at points."""
+NOW_S, STALL_S, INTERFERENCE_S, RUNTIME_S, LEFT_OUT_S, LEFT_IN_S, TAKEN_S, DONE_S, REPLAYED_S = range(9)
+"""Of ``Clock.seconds``; what is left of a copy counts alone on the link, ``TAKEN_S`` is the thread's at points,
+``REPLAYED_S`` those of all replays."""
 NOW_OUT, NOW_IN, HEAD_OUT, HEAD_IN, END_OUT, END_IN, THREAD_OP = range(7)
 """Of ``Clock.state``: the copy that runs in each queue (-1: none), the next one, and the end; the thread's op."""
 IS_OUT, IS_IN, IS_ARRIVING, RELEASE_TICK, BACK_TICK, QUEUE_OUT, QUEUE_IN = range(7)
@@ -162,7 +163,7 @@ def _store(layout: Layout, least_room: int) -> Store:
 
 def _clock(layout: Layout) -> Clock:
     rows = len(layout.op_s)
-    return Clock(np.zeros(8), _zeros(7), _zeros(len(layout.values), 7), _zeros(rows), np.zeros((rows, 2)))
+    return Clock(np.zeros(9), _zeros(7), _zeros(len(layout.values), 7), _zeros(rows), np.zeros((rows, 2)))
 
 
 def _zeros(*shape: int) -> Ints:

@@ -6,16 +6,16 @@ argument, row by row, is in ``docs/planner.md``.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 
-from poochplan.planner.allowance import Allowance
+from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.rows.whole_rows import large_values
 
-from .relaxation import bound_model, bound_seconds
+from .branching import Branching, Place, values_to_branch_on
+from .relaxation import Relaxation, bound_model, bound_seconds
 from .solvers import Cancel, Limits, SolverStatus, solve_linear
 
 INTEGRAL_SHARE = 0.0005
@@ -76,45 +76,60 @@ def _integral(
 
 
 class Proof:
-    """State: the best bound proven so far, while the plan is searched for.
+    """State: the best bound proven so far. One thread proves, any thread asks, and any may end it."""
 
-    With a thread of its own the MIP runs beside the search (the solver lets go of the interpreter); without, only the
-    LP is solved.
-    """
-
-    def __init__(
-        self, problem: Problem, budget_bytes: int, solver: str, allowance: Allowance, *, threaded: bool
-    ) -> None:
-        self._problem, self._budget_bytes, self._solver, self._allowance = problem, budget_bytes, solver, allowance
+    def __init__(self, problem: Problem, budget_bytes: int, solver: str) -> None:
+        self._problem, self._budget_bytes, self._solver = problem, budget_bytes, solver
         self._cancel = Cancel()
-        self._error: BaseException | None = None
-        self.linear_s = lower_bound(problem, budget_bytes, solver, allowance.limits())
-        self._integral_s = 0.0
-        is_beside = threaded and solver == "highs"  # PuLP tells no dual bound
-        self._thread = threading.Thread(target=self._run, name="bound", daemon=True) if is_beside else None
-        if self._thread is not None:
-            self._thread.start()
+        self._branching: Branching | None = None
+        self._until: Allowance | None = None
+        self._bound_s = problem.keep_all_s
 
-    def _run(self) -> None:
-        try:
-            self._integral_s = integral_bound(
-                self._problem, self._budget_bytes, self._solver, self._allowance.limits(), self._cancel
+    @property
+    def bound_s(self) -> float:
+        """No plan within the budget has a shorter step, unless one was found that is as short as this."""
+        return self._bound_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the MIP runs on although its time is over: HiGHS does not always look at the clock."""
+        return self._until is not None and self._until.is_spent
+
+    def begin(self, allowance: Allowance) -> None:
+        """The bound of the LP."""
+        if self._solver != "highs":  # it is given the LP, and not kept for another
+            self._raise_to(lower_bound(self._problem, self._budget_bytes, self._solver, allowance.limits()))
+            return
+        large = values_to_branch_on(self._problem, movable(self._problem))
+        relaxation = Relaxation(self._problem, self._budget_bytes, self._cancel, is_solved_again=bool(large))
+        self._branching = Branching(relaxation, large)
+        self._branching.begin(allowance)
+        self._raise_to(self._branching.bound_s)
+
+    def branch(self, allowance: Allowance, solves: int, enough_s: float) -> list[Place]:
+        """Decides the largest values each way there is, in about so many LPs, none of them for more than ``enough_s``;
+        where to look for plans then."""
+        branching = self._branching
+        if branching is None or not branching.large:
+            return []
+        while branching.solved < solves and not allowance.is_spent and not self._cancel.is_set:
+            allowance.spend(EVALUATIONS_PER_SOLVE)
+            if not branching.step(allowance, enough_s):
+                break
+        self._raise_to(min(branching.bound_s, enough_s))
+        return branching.places()
+
+    def integral(self, allowance: Allowance) -> None:
+        """The bound of the MIP; only HiGHS tells one before it is done."""
+        if self._solver == "highs" and not self._cancel.is_set:
+            self._until = allowance
+            self._raise_to(
+                integral_bound(self._problem, self._budget_bytes, self._solver, allowance.limits(), self._cancel)
             )
-        except BaseException as error:  # raised again in the thread that asks
-            self._error = error
 
     def end(self) -> None:
-        """Ends the MIP, if it is still running, and waits for its thread."""
+        """Ends what is running, and whatever is still to come."""
         self._cancel.set()
-        if self._thread is not None:
-            self._thread.join()
 
-    def finish(self, *, is_enough: bool) -> float:
-        """Seconds that no step within the budget is shorter than; does not wait for more when the LP is enough."""
-        if is_enough:
-            self.end()
-        elif self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return max(self.linear_s, self._integral_s)
+    def _raise_to(self, bound_s: float) -> None:
+        self._bound_s = max(self._bound_s, bound_s)

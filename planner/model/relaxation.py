@@ -1,6 +1,7 @@
 """BOUND's linear program, kept in the solver: solved once, then again with the decisions of some values fixed.
 
-Only the bounds of decision columns change between two solves, so that the dual simplex goes on from the basis it has.
+Only the bounds of decision columns change between two solves, so that the dual simplex goes on from the basis it has;
+the first is by interior points.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from poochplan.planner.rows.fluid_rows import build_fluid_model
 
 from .fluid import FluidModel, Purpose, Request
 from .linear import proven_bound
-from .solvers import Limits, SolverStatus, Warm
+from .solvers import Cancel, Limits, SolverStatus, Warm
 
 PROOF = 1e-7
 """A ray shows that no plan is left where what it proves of nothing is above this share of its own size."""
@@ -51,14 +52,16 @@ class Relaxation:
     Two of them may be solved in two threads at once: HiGHS lets go of the interpreter. One may not.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, cancel: Cancel | None = None, *, is_solved_again: bool = True
+    ) -> None:
         self.problem = problem
         self._model = bound_model(problem, budget_bytes)
         arrays = self._model.linear.arrays()
         self._arrays = replace(arrays, low=arrays.low.copy(), high=arrays.high.copy())
         self._no_cost = replace(self._arrays, cost=np.zeros_like(arrays.cost))
         self._free = arrays
-        self._warm = Warm(self._arrays)
+        self._warm = Warm(self._arrays, cancel, is_solved_again=is_solved_again)
         self._fixed: dict[int, Decision] = {}
 
     def solve(self, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:

@@ -205,12 +205,19 @@ class _Checks:
 
 
 class Warm:
-    """State: a linear program in HiGHS. Columns' bounds may change between two runs; each begins at the last basis."""
+    """State: a linear program in HiGHS. Columns' bounds may change between two runs; each begins at the last basis.
 
-    def __init__(self, model: Arrays) -> None:
+    The first run is by interior points, which is several times as fast as the simplex on large steps; it ends with a
+    basis where there will be another (``is_solved_again``).
+    """
+
+    def __init__(self, model: Arrays, cancel: Cancel | None = None, *, is_solved_again: bool = True) -> None:
         self._highs = _highs(Limits())
+        if cancel is not None:
+            cancel.attach(self._highs)
         self._highs.passModel(_highs_model(model, is_integral=False))
-        self._highs.setOptionValue("solver", "simplex")
+        self._highs.setOptionValue("solver", "ipm")
+        self._highs.setOptionValue("run_crossover", "on" if is_solved_again else "off")
 
     def bound_column(self, column: int, low: float, high: float) -> None:
         """Other bounds for one column."""
@@ -226,6 +233,7 @@ class Warm:
         if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # from here the simplex did not find its way
             highs.clearSolver()
             highs.run()
+        highs.setOptionValue("solver", "simplex")
         status, info, solution = _highs_status(highs), highs.getInfo(), highs.getSolution()
         is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         duals = np.array(solution.row_dual) if solution.dual_valid else None

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, try_style
+from poochplan.planner.judge.candidate import ON_DEMAND, Candidate
 from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.schedule.style import Style
 
@@ -46,7 +46,7 @@ def run_greedy(given: PolicyInput) -> Candidate:
 
 def _run(given: PolicyInput, style: Style) -> Candidate:
     search = _Greedy(given, style)
-    while search.is_over and search.step():
+    while search.is_over and not given.is_over and search.step():
         pass
     return given.candidate(search.wish)
 
@@ -140,13 +140,13 @@ class _Greedy:
             memory[first : self._absent_until(value)] -= self.problem.rounded_bytes[value]
         wish = self._with(moves)
         target = max(self.given.budget_bytes, int(memory.max()))
-        found = try_style(self.problem, "", wish, target, self.style)
+        found = self.given.evaluator.evaluate(wish, target, self.style)
         self.left -= 1
-        if found.simulation.peak_bytes > target:
+        if found.peak_bytes > target:
             target = int(self._memory_of(wish).max())
-            found = try_style(self.problem, "", wish, target, self.style)
+            found = self.given.evaluator.evaluate(wish, target, self.style)
             self.left -= 2
-        step_s = found.simulation.step_s
+        step_s = found.step_s
         total_bytes = max(1.0, sum(float(self.problem.rounded_bytes[value]) for value, _ in moves))
         for move in moves:
             share = float(self.problem.rounded_bytes[move[0]]) / total_bytes
@@ -179,7 +179,7 @@ class _Greedy:
 
     def _memory_of(self, wish: list[Decision]) -> Ints:
         """The least memory that decisions can do with, tick by tick."""
-        return try_style(self.problem, "", wish, 0, ON_DEMAND).simulation.memory_bytes
+        return self.given.evaluator.memory_bytes(wish, 0, ON_DEMAND)
 
 
 def _is_lower(memory: Ints, before: Ints) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, islice
 
 from poochplan.formats.plan import Decision
+from poochplan.planner.evaluator.evaluate import Evaluation
 from poochplan.planner.judge.candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.judge.streams import Lane, Span
@@ -42,10 +44,30 @@ def run_pooch(given: PolicyInput) -> Candidate:
     """
     kept = _search_keeps(given)
     flipped = _flip_to_recompute(given, kept)
-    return min((given.candidate(flipped.wish), given.candidate(kept.wish), flipped), key=given.rank)
+    as_flipped = try_style(given.problem, "", flipped.wish, given.budget_bytes, Style())
+    return min((given.candidate(flipped.wish), given.candidate(kept.wish), as_flipped), key=given.rank)
 
 
-def _search_keeps(given: PolicyInput) -> Candidate:
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """Decisions, and what they give."""
+
+    wish: tuple[Decision, ...]
+    actual: tuple[Decision, ...]
+    """As they turned out: what memory never asks to release is kept."""
+    found: Evaluation
+
+    def rank(self, budget_bytes: int) -> tuple[int, float, int]:
+        """As of a candidate."""
+        return max(0, self.found.peak_bytes - budget_bytes), self.found.step_s, self.found.moved_bytes
+
+
+def _tried(given: PolicyInput, wish: Sequence[Decision]) -> _Tried:
+    found = given.evaluator.evaluate(wish, given.budget_bytes, Style())
+    return _Tried(tuple(wish), given.evaluator.decisions, found)
+
+
+def _search_keeps(given: PolicyInput) -> _Tried:
     problem = given.problem
     start = try_style(problem, "", swap_all(problem), given.budget_bytes, Style())
     spans = simulate(problem, start.schedule, trace=True).trace
@@ -55,7 +77,7 @@ def _search_keeps(given: PolicyInput) -> Candidate:
     waited_out = [by_name[name] for name in _waited_for(spans, Lane.OUT)]
     waited_out.sort(key=lambda value: -int(problem.save_tick[value]))
     room = _Room(given)
-    best = start
+    best = _tried(given, start.wish)
     tried: set[frozenset[int]] = set()
     filled = room.fill(waited_in)
     rest = [value for value in waited_in if value not in filled]
@@ -64,8 +86,10 @@ def _search_keeps(given: PolicyInput) -> Candidate:
         if kept not in tried:
             tried.add(kept)
             swapped = [value for value in given.movable if value not in kept]
-            found = try_style(problem, "", given.wish(swap=swapped), given.budget_bytes, Style())
-            best = min(best, found, key=given.rank)
+            found = _tried(given, given.wish(swap=swapped))
+            best = min(best, found, key=lambda tried: tried.rank(given.budget_bytes))
+        if given.is_over:
+            break
     return best
 
 
@@ -105,27 +129,27 @@ class _Room:
         return kept
 
 
-def _flip_to_recompute(given: PolicyInput, start: Candidate) -> Candidate:
+def _flip_to_recompute(given: PolicyInput, start: _Tried) -> _Tried:
     """Step 2: flips swaps to recomputes, the largest r(X) first, until none gains."""
     best, flips = start, 0
     bounds = sorted((-bound, value) for value, bound in _ratio_bounds(given, start) if bound > 1)
     together = max(1, -(-len(bounds) // FLIP_GROUPS))
     groups = [bounds[first : first + together] for first in range(0, len(bounds), together)]
     waiting = [(group[0][0], tuple(value for _, value in group), -1) for group in groups]
-    known: dict[tuple[int, ...], Candidate] = {}
+    known: dict[tuple[int, ...], _Tried] = {}
     without_gain: list[tuple[float, tuple[int, ...], int]] = []
     evaluations = 0
-    while waiting and evaluations < FLIP_EVALUATIONS:
+    while waiting and evaluations < FLIP_EVALUATIONS and not given.is_over:
         entry = heapq.heappop(waiting)
         values = entry[1]
         if entry[2] < flips:
             wish = list(best.wish)
             for value in values:
                 wish[value] = Decision.RECOMPUTE
-            known[values] = try_style(given.problem, "", wish, given.budget_bytes, Style())
+            known[values] = _tried(given, wish)
             evaluations += 1
             heapq.heappush(waiting, (-_ratio(best, known[values]), values, flips))
-        elif given.rank(known[values])[:2] < given.rank(best)[:2]:
+        elif known[values].rank(given.budget_bytes)[:2] < best.rank(given.budget_bytes)[:2]:
             best, flips = known[values], flips + 1
             for again in without_gain:
                 heapq.heappush(waiting, again)
@@ -135,18 +159,18 @@ def _flip_to_recompute(given: PolicyInput, start: Candidate) -> Candidate:
     return best
 
 
-def _ratio_bounds(given: PolicyInput, start: Candidate) -> Iterator[tuple[int, float]]:
+def _ratio_bounds(given: PolicyInput, start: _Tried) -> Iterator[tuple[int, float]]:
     """Each value that is swapped and can be recomputed, with a bound on its r(X): all its seconds on the link."""
     problem = given.problem
     for value in sorted(given.replayable):
         replay = problem.replay.replays[value]
-        if start.schedule.decisions[value] is Decision.SWAP and replay is not None:
+        if start.actual[value] is Decision.SWAP and replay is not None:
             link_s = problem.out_seconds(value) + problem.in_seconds(value)
             yield value, link_s / max(replay.seconds, 1e-12)
 
 
-def _ratio(before: Candidate, after: Candidate) -> float:
+def _ratio(before: _Tried, after: _Tried) -> float:
     """r(X): seconds of swap overhead removed over seconds of replay added."""
-    added_s = after.simulation.replay_s - before.simulation.replay_s
-    removed_s = before.simulation.step_s - after.simulation.step_s + added_s
+    added_s = after.found.replay_s - before.found.replay_s
+    removed_s = before.found.step_s - after.found.step_s + added_s
     return removed_s / max(added_s, 1e-12)

@@ -9,6 +9,8 @@ from functools import cached_property
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
+from poochplan.planner.allowance import Allowance
+from poochplan.planner.evaluator.evaluate import Evaluator
 from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
@@ -25,11 +27,23 @@ class PolicyInput:
     profile: Profile
     problem: Problem
     budget_bytes: int
+    allowance: Allowance | None = None
+    """What a policy that simulates may spend; without one it ends by its own counts."""
 
     @classmethod
     def of(cls, profile: Profile, budget_bytes: int) -> PolicyInput:
         """The input for a profile; raises what :func:`build_problem` raises."""
         return cls(profile, build_problem(profile), budget_bytes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to spend."""
+        return self.allowance is not None and self.allowance.is_spent
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """For policies that simulate often; no schedule comes of it."""
+        return Evaluator(self.problem)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:

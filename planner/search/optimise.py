@@ -1,112 +1,90 @@
-"""The policy ``ilp``: the fluid model proposes, the simulator judges, local search improves, a bound proves.
+"""The policy ``ilp``: linear programs say where to look and prove a bound, annealing looks there, the simulator judges.
 
-Each stage ends early when the step is within the wanted gap of the proven bound.
+One thread proves: the relaxation BOUND, branching on the few largest values, then the MIP. The others walk: from the
+policies' plans, from the rounded solutions of the linear programs with the large values pinned, and again from the best
+plan. All of it ends when the step is within the wanted gap of the bound. What was found last is polished: its schedule
+is changed where the step waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 
-import numpy as np
-
 from poochplan.errors import UsageError
-from poochplan.formats.plan import Decision, SolveStatus
-from poochplan.planner.allowance import Allowance, CountAllowance, TimeAllowance
-from poochplan.planner.judge.candidate import (
-    STYLES,
-    Candidate,
-    least_step_s,
-    movable,
-    swap_all_on_demand,
-    try_decisions,
-    try_style,
-)
+from poochplan.formats.plan import SolveStatus
+from poochplan.planner.allowance import Allowance, Budget
+from poochplan.planner.effort import Effort, Progress, Watch
+from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, STYLE_OF, SWAP, codes_of
+from poochplan.planner.evaluator.layout import layout_of
+from poochplan.planner.judge.candidate import Candidate, least_step_s, movable, swap_all, swap_all_on_demand
 from poochplan.planner.model.bound import Proof
+from poochplan.planner.model.branching import values_to_branch_on
 from poochplan.planner.model.decide import Solution, solve_fluid
 from poochplan.planner.model.fluid import Request
 from poochplan.planner.model.solvers import choose_solver
+from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.rows.whole_rows import large_values
 from poochplan.planner.schedule.schedule import with_recording
+from poochplan.planner.walks.annealing import Walker
+from poochplan.planner.walks.incumbents import Found, Incumbents
 
-from .annealing import anneal
-from .descent import descend
 from .polish import polish, worth_polishing
-from .starts import simple_plans
+from .starts import all_decisions, simple_decisions, tiny_values
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
-MARGINS = (0.0, 1.0, 0.5)
-"""What the relaxation is not given of the budget, one after another, in units of the largest value that may move."""
-BRANCHES_FIRST = 64
-"""With no more values than this, the model with integrality is solved before the walk."""
-NO_GAP = 1e-6
-"""A plan as near to the bound as this cannot be improved on by another policy's."""
-SOLVER_GAP = 0.005
-ABSOLUTE_GAP = 5e-4
-"""The solver also stops at this share of the step."""
-LARGE_SHARE = 0.01
-"""Values of more than this share of the saved bytes move in one piece in the model with integrality."""
-GRID = 30
-"""Slots at which they do."""
-STARTS = 3
-"""How many of the best plans local search starts from."""
-WALKS = 2 * STARTS
-"""How many walks one search takes at most, each with a seed of its own."""
-HOTTEST, COLDEST_START = 0.003, 1e-4
-"""Temperatures, as shares of the step, between which annealing begins."""
-EVALUATIONS = 4000
-EVALUATIONS_PER_VALUE = 30
-"""Simulations that each local search may take: so many, or so many per value, whichever is less."""
+EXHAUSTIVE = 800
+"""Where there are no more ways to decide than this, all of them are tried."""
+MARGIN = 1.0
+"""What PLAN's relaxation is not given of the budget, in units of the largest value that may move: whole buffers need
+more room than flowing bytes."""
+PLACES = 4
+"""In how many ways to decide the largest values walks begin."""
+SOLVES = 60
+"""How many linear programs branching solves at most."""
+INTEGRAL_VALUES = 64
+"""With no more values than this, PLAN is solved with its integrality too."""
+PROVEN_VALUES = 128
+"""With no more values than this, BOUND is solved with its integrality too."""
+LARGE_SHARE, GRID = 0.01, 30
+"""Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
+SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
+"""PLAN is solved to this gap, or to this share of the step."""
+PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE = 0.6, 0.25, 0.5, 0.2
+"""Shares of what is left that one stage may take."""
+EVALUATIONS_PER_VALUE = 150
+"""Simulations that one walk takes at most."""
+ENDS = 6
+"""How many ends of walks are remembered, for others to take decisions from."""
+WALKS = 12
+"""How many walks are taken when every start has had one."""
+HOT, WARM, COOL = 0.02, 0.005, 0.003
+"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
+best plan."""
+POLISH_SHARE = 0.08
+"""Share of the allowance that is left to polishing."""
 POLISHED = 8
 POLISHED_OF_ALL = 30
 """The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
 POLISH_EVALUATIONS = 500
-POLISH_SHARE = 0.1
-"""Share of the time limit, or of the simulations, that polishing may take beyond it."""
-POLISH_LEAST_S = 1.0
-PROPOSAL_EVALUATIONS = 500
-"""Where simulations are counted, another policy is asked for its plan if this many are left: it takes about as many of
-its own."""
-EXHAUSTIVE = 800
-"""Where there are no more ways to decide than this, all of them are tried."""
+WATCHED_S = 0.2
+"""Seconds between two looks at how far the search is."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to search, and when to stop."""
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """Where a walk begins."""
 
-    solver: str | None = None
-    time_limit_s: float = 60.0
-    gap: float = 0.005
-    """The search ends when the step is within this share of the proven bound."""
-    threads: int = 2
-    host_bytes: int | None = None
-    evaluations: int | None = None
-    """Simulations that local search may take, in place of the time limit: the plan is then a pure function of profile,
-    budget and effort, however long it takes."""
-    seed: int = 0
-    """Of the random walks."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UsageError(f"seed: expected at least 0, found {self.seed}")
-        if self.evaluations is None:
-            return
-        if self.evaluations < 1:
-            raise UsageError(f"evaluations: expected at least 1, found {self.evaluations}")
-        if self.threads > 1:
-            raise UsageError(
-                f"threads: expected 1 with evaluations, found {self.threads}: what a second thread proves in time "
-                "depends on the machine; leave threads out, or evaluations"
-            )
-
-    def allowance(self) -> Allowance:
-        """What the search may spend, from now on."""
-        return TimeAllowance(self.time_limit_s) if self.evaluations is None else CountAllowance(self.evaluations)
+    codes: Bytes
+    origin: str
+    temperature: float
+    pinned: tuple[int, ...] = ()
+    """Values whose decisions do not change."""
 
 
 @dataclass(frozen=True)
@@ -116,207 +94,321 @@ class Optimum:
     best: Candidate
     """Over the budget only where no plan within the host's memory was found."""
     solution: Solution | None
-    """Of the model for the full budget that decided last."""
+    """Of PLAN for the full budget, where it was solved."""
     bound_s: float
     """No plan within the budget has a shorter step."""
     status: SolveStatus
     rounds: int
+    """How many linear or integer programs were solved."""
     tiny: frozenset[int]
 
 
 def optimise(
-    problem: Problem, budget_bytes: int, effort: Effort, proposals: Sequence[Callable[[], Candidate]] = ()
+    problem: Problem,
+    budget_bytes: int,
+    effort: Effort,
+    proposals: Sequence[Callable[[Allowance], Candidate]] = (),
+    watch: Watch | None = None,
+    spent_s: float = 0.0,
 ) -> Optimum:
-    """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs."""
-    search = _Search(problem, budget_bytes, effort, proposals)
-    try:
-        search.consider(simple_plans(problem, budget_bytes))
-        search.compare()
-        for stage in search.stages():
-            if search.is_over:
-                break
-            stage()
-        search.polish()
-        return search.optimum()
-    finally:
-        search.proof.end()
+    """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs.
+
+    An interrupt ends the search; where ``effort.keeps_interrupted``, with the best plan so far.
+    """
+    search = _Search(problem, budget_bytes, effort, proposals, spent_s)
+    search.run(watch)
+    return search.optimum()
 
 
 class _Search:
-    """State: the plans tried so far, the last solution, and the proof that runs beside."""
+    """State: what was found and proven so far, and where to look next. Its threads share it."""
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, effort: Effort, proposals: Sequence[Callable[[], Candidate]]
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        effort: Effort,
+        proposals: Sequence[Callable[[Allowance], Candidate]],
+        spent_s: float,
     ) -> None:
-        self.proposals = proposals
-        self.problem, self.budget_bytes, self.effort = problem, budget_bytes, effort
+        self.problem, self.budget_bytes, self.effort, self.proposals = problem, budget_bytes, effort, proposals
         self.solver = _solver_for(effort)
-        self.allowance = effort.allowance()
-        self.tiny = _tiny(problem, budget_bytes)
-        self.candidates = tuple(value for value in movable(problem) if value not in self.tiny)
-        self.proof = Proof(problem, budget_bytes, self.solver, self.allowance, threaded=effort.threads > 1)
-        kept = (Decision.KEEP,) * problem.value_count
-        self.tried = [try_style(problem, "keep-all", kept, budget_bytes, STYLES[0])]
+        self.whole = effort.allowance(spent_s)
+        self.allowance = self.whole.part(1.0 - POLISH_SHARE)
+        self.layout = layout_of(problem)
+        least = swap_all_on_demand(problem)
+        self.tiny = tiny_values(problem, budget_bytes - least.peak_bytes, TINY_SHARE)
+        self.values = tuple(value for value in movable(problem) if value not in self.tiny)
+        self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes)
+        self.proof = Proof(problem, budget_bytes, self.solver)
+        self.starts: list[_Start] = []
+        self.ends: list[Found] = []
+        """Where walks have ended."""
         self.solution: Solution | None = None
-        self.rounds = self.walks = 0
+        self.rounds = self.walks = self.again = 0
         self.is_exhausted = False
+        self.polished: list[Candidate] = []
+        self._lock = threading.Lock()
 
-    # -- bookkeeping --------------------------------------------------------------------------------------------------
+    # -- threads ------------------------------------------------------------------------------------------------------
 
-    def consider(self, found: Iterable[Candidate]) -> None:
-        """Adds plans to those tried; one that asks for more host memory than there is does not count."""
-        self.tried += [candidate for candidate in found if self._fits_host(candidate)]
+    def run(self, watch: Watch | None) -> None:
+        """The search, in threads of its own, so that an interrupt reaches this one at once."""
+        jobs = [self._alone] if self.effort.threads == 1 else [self._prove_and_walk, self._propose_and_walk]
+        jobs += [self._walk] * (self.effort.threads - len(jobs))
+        self._begin()
+        if self.is_exhausted:
+            jobs = [self._prove]
+        with ThreadPoolExecutor(len(jobs), "search") as pool:
+            try:
+                self._watch([pool.submit(job) for job in jobs], watch)
+                self._watch([pool.submit(self._polish)], watch)
+            except KeyboardInterrupt:
+                self._stop()
+                if not self.effort.keeps_interrupted:
+                    raise
+            except BaseException:
+                self._stop()
+                raise
 
-    def _fits_host(self, candidate: Candidate) -> bool:
-        if self.effort.host_bytes is None:
-            return True
-        decisions = candidate.schedule.decisions
-        swapped = [value for value, decision in enumerate(decisions) if decision is Decision.SWAP]
-        return int(self.problem.size_bytes[swapped].sum()) <= self.effort.host_bytes
+    def _watch(self, running: list[Future[None]], watch: Watch | None) -> None:
+        """Waits for all of them, or for an error in one."""
+        left = set(running)
+        while left:
+            done, left = wait(left, timeout=WATCHED_S, return_when=FIRST_EXCEPTION)
+            for job in done:
+                job.result()
+            if watch is not None and self.incumbents.step_s < inf:
+                watch(self.progress())
+            if self.is_good_enough or self.proof.is_late:
+                self.proof.end()
+
+    def _stop(self) -> None:
+        self.whole.stop()
+        self.proof.end()
+
+    def _alone(self) -> None:
+        """One thread does everything, in an order that no clock decides where simulations are counted."""
+        walker = self._walker()
+        self._propose(walker)
+        stages: tuple[Callable[[], None], ...] = (
+            self._relax,
+            lambda: self._walk_once(walker),
+            self._branch,
+            lambda: self._round(walker),
+            lambda: self._walk_on(walker),
+        )
+        for stage in stages:
+            if self.is_over:
+                return
+            stage()
+
+    def _prove(self) -> None:
+        """Where all ways to decide were tried."""
+        self._relax()
+        if self.effort.threads > 1 and not self.is_good_enough and not self.allowance.is_spent:
+            self._integrate()
+
+    def _prove_and_walk(self) -> None:
+        walker = self._walker()
+        stages: list[Callable[[], None]] = [self._relax, self._branch, lambda: self._round(walker)]
+        if len(self.values) <= PROVEN_VALUES:
+            stages.append(self._integrate)
+        for stage in stages:
+            if self.is_over:
+                return
+            stage()
+        self._walk_on(walker)
+
+    def _propose_and_walk(self) -> None:
+        walker = self._walker()
+        self._propose(walker)
+        self._walk_on(walker)
+
+    def _walk(self) -> None:
+        self._walk_on(self._walker())
+
+    # -- how far it is ------------------------------------------------------------------------------------------------
 
     @property
-    def best(self) -> Candidate:
-        return min(self.tried, key=self._rank)
-
-    def _rank(self, candidate: Candidate) -> tuple[int, int, bool, int]:
-        """As :meth:`Candidate.rank`, but between plans equal to a millionth of the step the ILP's is taken."""
-        over, step_s, moved = candidate.rank(self.budget_bytes)
-        step = round(step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
-        return over, step, candidate.policy != "ilp", moved
-
-    def _gap(self) -> float:
-        """Of the best plan to the bound proven so far; infinite while it is over the budget."""
-        return self._gap_of(self.best) if self.best.peak_bytes <= self.budget_bytes else inf
-
-    def _gap_of(self, candidate: Candidate) -> float:
-        bound_s = self.proof.linear_s
-        return candidate.simulation.step_s / bound_s - 1 if bound_s > 0 else 0.0
+    def gap(self) -> float:
+        """Of the best plan to the bound proven so far; infinite while there is none within the budget."""
+        bound_s = self.proof.bound_s
+        if self.incumbents.step_s == inf:
+            return inf
+        return self.incumbents.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
     @property
     def is_good_enough(self) -> bool:
-        return self._gap() <= self.effort.gap
+        return self.gap <= self.effort.gap
 
     @property
     def is_over(self) -> bool:
-        return self.is_exhausted or self.allowance.is_spent or self.is_good_enough
+        return self.is_exhausted or self.is_good_enough or self.allowance.is_spent
 
-    def _starts(self) -> list[Candidate]:
-        kept: dict[tuple[Decision, ...], Candidate] = {}
-        for candidate in sorted(self.tried, key=self._rank):
-            kept.setdefault(candidate.schedule.decisions, candidate)
-        return list(kept.values())[:STARTS]
+    def progress(self) -> Progress:
+        """For whoever watches."""
+        in_core_s = self.problem.in_core_s or 1.0
+        return Progress(
+            step_s=self.incumbents.step_s,
+            bound_s=self.proof.bound_s,
+            overhead=self.incumbents.step_s / in_core_s - 1,
+            gap=max(0.0, self.gap),
+            left=max(0.0, self.allowance.left),
+            is_counted=self.allowance.is_counted,
+        )
+
+    # -- linear programs ----------------------------------------------------------------------------------------------
+
+    def _relax(self) -> None:
+        """BOUND, with nothing decided."""
+        self.proof.begin(self.allowance.part(PROOF_SHARE))
+        self.rounds += 1
+
+    def _branch(self) -> None:
+        """BOUND again, with the largest values decided; walks begin with each way that may lead to a better plan."""
+        places = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
+        self.rounds += 1
+        starts = [self._pinned({v: int(place.codes[v]) for v in place.pinned}) for place in places[:PLACES]]
+        with self._lock:
+            self.starts = starts + [start for start in self.starts if not start.pinned]
+
+    def _pinned(self, decided: Mapping[int, int]) -> _Start:
+        """Swap-all but for the decisions of some values, which do not change."""
+        codes = codes_of(swap_all(self.problem))
+        for value, decision in decided.items():
+            codes[value] = decision
+        return _Start(codes, "ilp" if decided else "swap-all", HOT, tuple(decided))
+
+    def _integrate(self) -> None:
+        """BOUND with its integrality."""
+        self.proof.integral(self.allowance)
+        self.rounds += 1
+
+    def _round(self, walker: Walker) -> None:
+        """PLAN: its relaxation rounded, for less memory too; on small steps with its integrality."""
+        largest = max((int(self.problem.rounded_bytes[value]) for value in self.values), default=0)
+        request = Request(self.budget_bytes, self.values, host_bytes=self.effort.host_bytes)
+        less = replace(request, budget_bytes=int(self.budget_bytes - MARGIN * largest))
+        self._solve(walker, less, is_relaxed=True)
+        if len(self.values) <= INTEGRAL_VALUES and not self.is_over:
+            whole = large_values(self.problem, self.values, LARGE_SHARE)
+            self._solve(walker, replace(request, whole=whole, grid=GRID), is_relaxed=False)
+
+    def _solve(self, walker: Walker, request: Request, *, is_relaxed: bool) -> None:
+        limits = self.allowance.part(ROUND_SHARE).limits(
+            gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s
+        )
+        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed)
+        self.rounds += 1
+        if self.solution is None or solution.decisions is not None:
+            self.solution = solution
+        if solution.decisions is None:
+            return
+        codes = codes_of(solution.decisions)
+        walker.descend(walker.try_styles(codes, "ilp"), self._local())
+        with self._lock:
+            self.starts.append(_Start(codes, "ilp", WARM))
+
+    # -- walks --------------------------------------------------------------------------------------------------------
+
+    def _walker(self) -> Walker:
+        return Walker(self.problem, self.layout, self.values, self.incumbents, is_over=lambda: self.is_good_enough)
+
+    def _begin(self) -> None:
+        """Every way to decide where there are few, else plans that are simple: there is a plan from here on."""
+        walker = self._walker()
+        every_way = all_decisions(self.problem, EXHAUSTIVE)
+        if every_way is not None:
+            for wish in every_way:
+                walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
+            self.is_exhausted = True
+            return
+        for name, wish in simple_decisions(self.problem):
+            walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
+        self.starts.append(self._pinned({}))
+        for value in values_to_branch_on(self.problem, self.values)[:1]:  # until branching knows better
+            replayable = self.problem.replay.replays[value] is not None
+            self.starts += [
+                self._pinned({value: code}) for code in ((SWAP, KEEP, RECOMPUTE) if replayable else (SWAP, KEEP))
+            ]
+
+    def _propose(self, walker: Walker) -> None:
+        """The plans of other policies, so that none of them is better."""
+        for propose in self.proposals:
+            if self.is_over:
+                return
+            proposed = propose(self.allowance.part(ROUND_SHARE))
+            walker.try_styles(codes_of(proposed.wish), proposed.policy, range(len(STYLE_OF)))
+
+    def _walk_on(self, walker: Walker) -> None:
+        while not self.is_over and (self.starts or self.again < WALKS):
+            self._walk_once(walker)
+
+    def _walk_once(self, walker: Walker) -> None:
+        """From the next start, or again from where others ended; then down."""
+        with self._lock:
+            self.walks += 1
+            walk, start, ends = self.walks, self.starts.pop(0) if self.starts else None, list(self.ends)
+            if start is None:
+                self.again += 1
+                again = self.again
+        seed = self.effort.seed * 1000 + walk
+        part = self.allowance.part(WALK_SHARE, EVALUATIONS_PER_VALUE * len(self.values))
+        if start is None:
+            start, mate = self._again(again, ends)
+        else:
+            mate = None
+        begin = walker.try_styles(start.codes, start.origin)
+        found = walker.anneal(begin, part, temperature=start.temperature, seed=seed, pinned=start.pinned, mate=mate)
+        end = walker.descend(found, self._local())
+        with self._lock:
+            self.ends = sorted([*self.ends, end], key=self.incumbents.rank)[:ENDS]
+
+    def _again(self, again: int, ends: Sequence[Found]) -> tuple[_Start, Found | None]:
+        """Where to walk when every start has had its walk, and a plan to take decisions from."""
+        best = self.incumbents.best()
+        if again % 4 == 0 or not ends:
+            large = values_to_branch_on(self.problem, self.values)[:2]
+            return self._pinned({value: int(best.wish[value]) for value in large}), None
+        if again % 4 == 3 and len(ends) > 1:
+            return _Start(ends[1].wish, ends[1].origin, COOL), best
+        return _Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]
+
+    def _local(self) -> Allowance:
+        """For a descent."""
+        return self.allowance.part(ROUND_SHARE, EVALUATIONS_PER_VALUE * len(self.values))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _polish(self) -> None:
+        """Local search over the schedules of the best decisions: of more where all were tried."""
+        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
+        for found in worth_polishing(self.problem, self.incumbents.ranked(), self.budget_bytes, count, over):
+            if self.is_good_enough or self.whole.is_spent:
+                return
+            start = self.incumbents.judged(found)
+            if least_step_s(self.problem, start.wish) < self.incumbents.step_s:
+                self._offer(polish(self.problem, start, self.budget_bytes, Budget(POLISH_EVALUATIONS, self.whole)))
+
+    def _offer(self, candidate: Candidate) -> None:
+        if self.incumbents.fits(candidate):
+            self.polished.append(candidate)
 
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
-        best = replace(self.best, schedule=with_recording(self.problem, self.best.schedule))
-        status = self.allowance.status  # before the proof is waited for
-        bound_s = self.proof.finish(is_enough=self.is_good_enough)
+        best = min([self.incumbents.judged(self.incumbents.best()), *self.polished], key=self._rank)
+        best = replace(best, schedule=with_recording(self.problem, best.schedule))
+        bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
-        return Optimum(
-            best, self.solution, bound_s, SolveStatus.WITHIN_GAP if is_near else status, self.rounds, self.tiny
-        )
+        status = SolveStatus.WITHIN_GAP if is_near else self._status()
+        return Optimum(best, self.solution, bound_s, status, self.rounds, self.tiny)
 
-    def stages(self) -> tuple[Callable[[], None], ...]:
-        """What to do, one after another, until the search is over; the schedules are polished in any case."""
-        if len(self.candidates) <= BRANCHES_FIRST:
-            return self.try_all, self.relax, self.branch, self.walk, self.walk
-        return self.try_all, self.relax, self.walk, self.branch, self.walk
+    def _status(self) -> SolveStatus:
+        return self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status
 
-    # -- stages -------------------------------------------------------------------------------------------------------
-
-    def try_all(self) -> None:
-        """Every way to decide, where there are few."""
-        choices = [_choices(self.problem, value) for value in range(self.problem.value_count)]
-        count = int(np.prod([float(len(choice)) for choice in choices]))
-        self.is_exhausted = count <= EXHAUSTIVE
-        if self.is_exhausted:
-            self.consider(
-                try_style(self.problem, "ilp", wish, self.budget_bytes, style)
-                for wish in product(*choices)
-                for style in STYLES
-            )
-
-    def relax(self) -> None:
-        """Solves the relaxation, rounds it and descends; again for less memory, since whole buffers need more room."""
-        largest = max((int(self.problem.rounded_bytes[value]) for value in self.candidates), default=0)
-        for margin in MARGINS:
-            request = replace(self._request(), budget_bytes=int(self.budget_bytes - margin * largest))
-            found = self._solve(request, relaxed=True)
-            if found is not None:
-                self.consider([self._descend(found, share=0.15)])
-            if self.is_over:
-                return
-
-    def branch(self) -> None:
-        """Solves the model with its integrality, large values moving in one piece, from the best decisions so far."""
-        large = large_values(self.problem, self.candidates, LARGE_SHARE)
-        request = replace(self._request(), whole=large, grid=GRID)
-        found = self._solve(request, share=0.35, start=self.best.wish)
-        if found is not None and not self.is_over:
-            self.consider([self._descend(found, share=0.15)])
-
-    def compare(self) -> None:
-        """The plans of other policies, so that none of them is better."""
-        for propose in self.proposals:
-            if self.allowance.affords(PROPOSAL_EVALUATIONS) and not self.is_exhausted and self._gap() > NO_GAP:
-                self.consider([propose()])
-
-    def walk(self) -> None:
-        """Local search that also takes changes for the worse, from the best plans, as warm as the gap is wide."""
-        for start in self._starts():
-            if self.is_over:
-                return
-            self._anneal(start, seed=self.effort.seed * WALKS + self.walks)
-            self.walks += 1
-
-    def polish(self) -> None:
-        """Local search over the schedules of the best decisions: of more where all were tried."""
-        allowance = self.allowance.part(POLISH_SHARE, POLISH_LEAST_S)
-        ranked = sorted(self.tried, key=self._rank)
-        count, over = (POLISHED_OF_ALL, POLISHED_OF_ALL) if self.is_exhausted else (POLISHED, 0)
-        for start in worth_polishing(self.problem, ranked, self.budget_bytes, count, over):
-            if self.is_good_enough or allowance.is_spent:
-                return
-            if least_step_s(self.problem, start.wish) < self.best.simulation.step_s:
-                budget = allowance.stage(POLISH_EVALUATIONS)
-                self.consider([polish(self.problem, start, self.budget_bytes, budget)])
-
-    # -- steps --------------------------------------------------------------------------------------------------------
-
-    def _request(self) -> Request:
-        return Request(self.budget_bytes, self.candidates, host_bytes=self.effort.host_bytes)
-
-    def _solve(
-        self,
-        request: Request,
-        *,
-        relaxed: bool = False,
-        share: float = 1.0,
-        start: tuple[Decision, ...] | None = None,
-    ) -> Candidate | None:
-        limits = self.allowance.limits(share, gap=SOLVER_GAP, absolute_gap=ABSOLUTE_GAP * self.problem.step_s)
-        solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=relaxed, start=start)
-        self.rounds += 1
-        if self.solution is None or (solution.decisions is not None and request.budget_bytes == self.budget_bytes):
-            self.solution = solution
-        if solution.decisions is None:
-            return None
-        found = try_decisions(self.problem, "ilp", solution.decisions, self.budget_bytes)
-        self.consider([found])
-        return found
-
-    def _descend(self, start: Candidate, *, share: float) -> Candidate:
-        budget = self.allowance.stage(self._evaluations(), share)
-        return descend(self.problem, start, self.budget_bytes, self.candidates, budget)
-
-    def _anneal(self, start: Candidate, *, seed: int) -> None:
-        budget = self.allowance.stage(self._evaluations())
-        warm = min(HOTTEST, max(COLDEST_START, 0.3 * self._gap_of(start)))
-        met = anneal(self.problem, start, self.budget_bytes, self.candidates, budget, temperature=warm, seed=seed)
-        self.consider([met, self._descend(met, share=1.0)])
-
-    def _evaluations(self) -> int:
-        return min(EVALUATIONS, EVALUATIONS_PER_VALUE * len(self.candidates))
+    def _rank(self, candidate: Candidate) -> tuple[int, float, int]:
+        return candidate.rank(self.budget_bytes)
 
 
 def _solver_for(effort: Effort) -> str:
@@ -328,25 +420,3 @@ def _solver_for(effort: Effort) -> str:
             "pip install highspy and leave the solver out, or leave evaluations out"
         )
     return solver
-
-
-def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
-    if problem.must_keep[value]:
-        return (Decision.KEEP,)
-    if problem.replay.replays[value] is None:
-        return Decision.KEEP, Decision.SWAP
-    return tuple(Decision)
-
-
-def _tiny(problem: Problem, budget_bytes: int) -> frozenset[int]:
-    """Values too small to matter; none when the budget has no room for them."""
-    total = int(problem.rounded_bytes.sum())
-    tiny: set[int] = set()
-    held = 0
-    for value in sorted(movable(problem), key=lambda v: (int(problem.rounded_bytes[v]), v)):
-        held += int(problem.rounded_bytes[value])
-        if held > total * TINY_SHARE:
-            break
-        tiny.add(value)
-    floor = swap_all_on_demand(problem).peak_bytes + held
-    return frozenset(tiny) if floor <= budget_bytes else frozenset()

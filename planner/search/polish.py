@@ -14,10 +14,12 @@ import numpy as np
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
 from poochplan.planner.allowance import Budget
+from poochplan.planner.evaluator.codes import decisions_of
 from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import with_recording
 from poochplan.planner.schedule.style import AS_STYLED, Style, Tuning
+from poochplan.planner.walks.incumbents import Found
 
 from .moves import Moves
 
@@ -95,21 +97,19 @@ class _Search:
         return found_over < over or (found_over == over and found_s < step_s * (1 - MIN_GAIN))
 
 
-def worth_polishing(
-    problem: Problem, ranked: Sequence[Candidate], budget_bytes: int, count: int, over: int
-) -> list[Candidate]:
+def worth_polishing(problem: Problem, ranked: Sequence[Found], budget_bytes: int, count: int, over: int) -> list[Found]:
     """Of plans, best first: up to ``count`` within the budget and ``over`` that only another schedule can bring there.
 
     Of those that ended with the same decisions, the one that was free to swap the most.
     """
-    kept: dict[tuple[Decision, ...], Candidate] = {}
-    for candidate in ranked:
-        decisions = candidate.schedule.decisions
-        if _swaps(candidate) > (_swaps(kept[decisions]) if decisions in kept else -1):
-            kept[decisions] = candidate
-    fitting = [candidate for candidate in kept.values() if candidate.peak_bytes <= budget_bytes]
-    others = (candidate for candidate in kept.values() if candidate.peak_bytes > budget_bytes)
-    hopeful = (candidate for candidate in others if least_peak_bytes(problem, candidate.wish) <= budget_bytes)
+    kept: dict[bytes, Found] = {}
+    for found in ranked:
+        key = found.decisions.tobytes()
+        if key not in kept or found.swapped > kept[key].swapped:
+            kept[key] = found
+    fitting = [found for found in kept.values() if found.peak_bytes <= budget_bytes]
+    others = (found for found in kept.values() if found.peak_bytes > budget_bytes)
+    hopeful = (found for found in others if least_peak_bytes(problem, decisions_of(found.wish)) <= budget_bytes)
     return fitting[:count] + list(islice(hopeful, over))
 
 
@@ -126,10 +126,6 @@ def least_peak_bytes(problem: Problem, wish: tuple[Decision, ...]) -> int:
         (first_use, np.maximum(freed, first_use), size_bytes[again]),
     )
     return int((live + problem.base_bytes).max())
-
-
-def _swaps(candidate: Candidate) -> int:
-    return sum(decision is Decision.SWAP for decision in candidate.wish)
 
 
 def _key(tuning: Tuning) -> object:

@@ -16,10 +16,10 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner import Plan, plan, smallest_budget
-from poochplan.planner.search.optimise import Effort
+from poochplan.planner.effort import Effort
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 
-EVALUATIONS = 60
+EVALUATIONS = 2000
 PROFILES = {
     "unet": unet_like(3),
     "gpt": transformer_like(2),

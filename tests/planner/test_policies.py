@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
+from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator
 from poochplan.planner.judge.candidate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput, greedy, policies, policy_names, pooch, run_policy
@@ -285,15 +287,15 @@ def test_pooch_keeps_what_would_stall_when_there_is_room_for_it() -> None:
 @pytest.mark.parametrize("name", ["greedy", "pooch"])
 def test_the_searches_simulate_no_more_than_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
+    evaluate = Evaluator.evaluate
 
-    def counted(*arguments: object) -> Candidate:
+    def counted(*arguments: Any) -> Evaluation:
         nonlocal calls
         calls += 1
-        return try_style(*arguments)  # type: ignore[arg-type]
+        return evaluate(*arguments)
 
-    monkeypatch.setattr(greedy, "try_style", counted)
+    monkeypatch.setattr(Evaluator, "evaluate", counted)
     monkeypatch.setattr(greedy, "EVALUATIONS", 30)
-    monkeypatch.setattr(pooch, "try_style", counted)
     monkeypatch.setattr(pooch, "KEEP_SETS", 10)
     monkeypatch.setattr(pooch, "FLIP_EVALUATIONS", 20)
     step = input_at(resnet_like(12), 0.3)

@@ -14,6 +14,7 @@ from .machine import add_machine_arguments, chosen_budget, profile_for, require_
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
+    from poochplan.planner.effort import Progress
 
 LAYERS_SHOWN = 12
 
@@ -26,7 +27,7 @@ class PlanVerb(Verb):
     description = (
         "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
         "will cost. Runs on any machine. Exit code 3: nothing fits, and the smallest feasible budget is named. Exit "
-        "code 4: the time limit ended the search; the best plan was written and can be used."
+        "code 4: the time limit, or Ctrl-C, ended the search; the best plan was written and can be used."
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
@@ -72,7 +73,7 @@ class PlanVerb(Verb):
             "--threads",
             type=at_least(1),
             metavar="N",
-            help="2 or more: a second thread tightens the lower bound, with HiGHS (default: 2; 1 with --evaluations)",
+            help="with 2, one proves the lower bound while the other searches (default: 2; 1 with --evaluations)",
         )
         parser.add_argument("--host-budget", metavar="SIZE", help="most bytes swapped to the host (default: no limit)")
         parser.add_argument(
@@ -99,7 +100,7 @@ class PlanVerb(Verb):
         assert path is not None
         profile = profile_for(Profile.load(options.profile), options)
         budget_bytes = chosen_budget(profile, options)
-        with self.progress("planning"):
+        with self.progress("planning") as tell:
             made = plan(
                 profile,
                 budget_bytes,
@@ -111,6 +112,8 @@ class PlanVerb(Verb):
                 evaluations=options.evaluations,
                 seed=options.seed,
                 policy="ilp" if options.policy == "all" else options.policy,
+                watch=lambda progress: tell(progress_line(progress)),
+                keep_interrupted=True,
             )
         made.save(path, force=options.force)
         self._show(made)
@@ -151,6 +154,14 @@ class PlanVerb(Verb):
         title = f"What is not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
         headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
         self.show(frame_table(title, moved.head(LAYERS_SHOWN), headings))
+
+
+def progress_line(progress: Progress | None) -> str:
+    """How far the search is, in a line."""
+    if progress is None:
+        return "compiling the search, once on this machine; it does not count"
+    left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
+    return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
 
 
 def default_plan_name(profile_path: str) -> Path:
@@ -201,15 +212,18 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
 
 
 def was_stopped(plan: Plan) -> bool:
-    """Whether the search ran out of time before the plan was near enough to the bound."""
+    """Whether the search ran out of time, or was interrupted, before the plan was near enough to the bound."""
     from poochplan.formats.plan import SolveStatus
 
-    return plan.solve.status is SolveStatus.TIME_LIMIT
+    return plan.solve.status in (SolveStatus.TIME_LIMIT, SolveStatus.INTERRUPTED)
 
 
 def _raise_if_stopped(plan: Plan, path: Path) -> None:
+    from poochplan.formats.plan import SolveStatus
+
     if was_stopped(plan):
+        what = "an interrupt" if plan.solve.status is SolveStatus.INTERRUPTED else "the time limit"
         raise TimeLimitError(
-            "the time limit ended the search before the plan was within --gap of its proven bound; the best plan found "
+            f"{what} ended the search before the plan was within --gap of its proven bound; the best plan found "
             f"was written to {path}; raise --time-limit for a better one, or --gap"
         )

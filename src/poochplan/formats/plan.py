@@ -105,6 +105,7 @@ class SolveStatus(StrEnum):
     WITHIN_GAP = "within gap"  # of the proven bound
     TIME_LIMIT = "time limit"
     EVALUATION_LIMIT = "evaluation limit"
+    INTERRUPTED = "interrupted"  # by the user; the best plan so far
     SEARCHED = "searched"  # to the end, without any of these
     NOT_NEEDED = "not needed"  # one policy decided alone, or everything is kept
 

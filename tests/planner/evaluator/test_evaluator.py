@@ -81,7 +81,9 @@ def simulated(
 ) -> tuple[Evaluation, tuple[Decision, ...]]:
     found = try_style(problem, "x", wish, budget_bytes, style, recorded=False)
     moved_bytes = found.simulation.out_bytes + found.simulation.in_bytes
-    return Evaluation(found.simulation.step_s, found.peak_bytes, moved_bytes), found.schedule.decisions
+    return Evaluation(
+        found.simulation.step_s, found.peak_bytes, moved_bytes, found.simulation.replay_s
+    ), found.schedule.decisions
 
 
 def assert_same(

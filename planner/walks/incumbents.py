@@ -1,0 +1,94 @@
+"""The best plans so far, as several threads find them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from math import inf
+
+from poochplan.planner.evaluator.codes import STYLE_OF, SWAP, codes_of, decisions_of
+from poochplan.planner.judge.candidate import Candidate, try_style
+from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.problem.problem import Problem
+
+KEPT = 2500
+"""So many plans are remembered, those with the shortest steps; all of them where all ways to decide are tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Decisions and a style, evaluated."""
+
+    wish: Bytes
+    """The decisions asked for, by their codes."""
+    decisions: Bytes
+    """As they turned out: what memory never asks to release is kept."""
+    style: int
+    step_s: float
+    peak_bytes: int
+    """In the first step too."""
+    moved_bytes: int
+    """Over the link, both ways."""
+    origin: str
+    """Where the decisions come from: a policy's name, or ``ilp`` for those of a model."""
+
+    @property
+    def swapped(self) -> int:
+        """How many values were free to be swapped."""
+        return int((self.wish == SWAP).sum())
+
+
+class Incumbents:
+    """State: the plans that count; every method may be called by any thread."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int | None) -> None:
+        self.problem, self.budget_bytes = problem, budget_bytes
+        self.host_bytes = -1 if host_bytes is None else host_bytes
+        """Most bytes swapped out; -1 where there is no limit."""
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[bytes, int], Found] = {}
+        self._step_s = inf
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the shortest step within the budget; infinite while there is none."""
+        return self._step_s
+
+    def offer(self, found: Found) -> None:
+        """Remembers a plan where it is among the best; one that asks for more host memory than there is, is not."""
+        if not self._fits_host(found.decisions):
+            return
+        with self._lock:
+            self._plans[found.wish.tobytes(), found.style] = found
+            if len(self._plans) > 2 * KEPT:
+                self._plans = dict(sorted(self._plans.items(), key=lambda item: self.rank(item[1]))[:KEPT])
+            if found.peak_bytes <= self.budget_bytes:
+                self._step_s = min(self._step_s, found.step_s)
+
+    def ranked(self) -> list[Found]:
+        """The best first."""
+        with self._lock:
+            return sorted(self._plans.values(), key=self.rank)
+
+    def best(self) -> Found:
+        """The one with the shortest step within the budget, else with the fewest bytes over it."""
+        with self._lock:
+            return min(self._plans.values(), key=self.rank)
+
+    def judged(self, found: Found) -> Candidate:
+        """The same plan with its schedule, by the simulator."""
+        wish = decisions_of(found.wish)
+        return try_style(self.problem, found.origin, wish, self.budget_bytes, STYLE_OF[found.style])
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the host has room for what a plan swaps."""
+        return self._fits_host(codes_of(candidate.schedule.decisions))
+
+    def _fits_host(self, decisions: Bytes) -> bool:
+        return self.host_bytes < 0 or int(self.problem.size_bytes[decisions == SWAP].sum()) <= self.host_bytes
+
+    def rank(self, found: Found) -> tuple[int, float, bool, int, bytes]:
+        """Smaller is better. Between plans that are equal to a millionth of the step the model's own is taken."""
+        over_bytes = max(0, found.peak_bytes - self.budget_bytes)
+        step = round(found.step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
+        return over_bytes, step, found.origin != "ilp", found.moved_bytes, found.wish.tobytes()
