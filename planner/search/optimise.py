@@ -55,7 +55,7 @@ LARGE_SHARE, GRID = 0.01, 30
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
-PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE = 0.6, 0.25, 0.5, 0.2
+PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.25, 0.5, 0.2, 0.1
 """Shares of what is left that one stage may take."""
 EVALUATIONS_PER_VALUE = 250
 """Simulations that one walk takes at most, at first."""
@@ -342,7 +342,7 @@ class _Search:
         for propose in self.proposals:
             if self.is_over:
                 return
-            proposed = propose(self.allowance.part(ROUND_SHARE))
+            proposed = propose(self.allowance.part(PROPOSAL_SHARE))
             walker.try_styles(codes_of(proposed.wish), proposed.policy, range(len(STYLE_OF)))
 
     def _walk_on(self, walker: Walker) -> None:
