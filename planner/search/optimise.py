@@ -98,7 +98,7 @@ class Optimum:
     best: Candidate
     """Over the budget only where no plan within the host's memory was found."""
     solution: Solution | None
-    """Of PLAN for the full budget, where it was solved."""
+    """Of PLAN, the last one that has decisions: with integrality for the budget, else relaxed and for less memory."""
     bound_s: float
     """No plan within the budget has a shorter step."""
     status: SolveStatus
