@@ -273,8 +273,8 @@ def test_steps_at_once_are_the_same_as_one_by_one() -> None:
     )
     for first in range(0, len(draws), DRAWS):
         one_by_one.take(draws[first : first + DRAWS].tolist())
-    for one, other in zip(at_once.trail, one_by_one.trail, strict=True):
-        assert np.array_equal(one, other)
+    for name in Trail._fields:
+        assert np.array_equal(getattr(at_once.trail, name), getattr(one_by_one.trail, name))
 
 
 # -- values that belong together --------------------------------------------------------------------------------------
