@@ -153,7 +153,7 @@ def test_an_interrupt_while_plans_are_polished_keeps_the_best_one(monkeypatch: p
 
     monkeypatch.setattr(optimise, "polish", interrupted)
     profile = resnet_like(3)
-    made = plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=2.0, keep_interrupted=True)
+    made = plan(profile, tight(profile), gap=NEVER_MET, evaluations=500, keep_interrupted=True)
     assert made.solve.status is SolveStatus.INTERRUPTED
     assert_valid(profile, made)
 
