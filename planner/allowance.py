@@ -75,9 +75,12 @@ class TimeAllowance:
 
     @property
     def left(self) -> float:
-        if self._is_stopped or (self._whole is not None and self._whole._is_stopped):
-            return 0.0
-        return self._limit_s - (time.perf_counter() - self._began_s)
+        return 0.0 if self._is_ended else self._limit_s - (time.perf_counter() - self._began_s)
+
+    @property
+    def _is_ended(self) -> bool:
+        """Whether it was stopped, or what it is a part of."""
+        return self._is_stopped or (self._whole is not None and self._whole._is_ended)
 
     @property
     def progress(self) -> float:
@@ -126,8 +129,12 @@ class CountAllowance:
 
     @property
     def left(self) -> float:
-        is_stopped = self._is_stopped or (self._whole is not None and self._whole._is_stopped)
-        return 0.0 if is_stopped else float(self._left)
+        return 0.0 if self._is_ended else float(self._left)
+
+    @property
+    def _is_ended(self) -> bool:
+        """Whether it was stopped, or what it is a part of."""
+        return self._is_stopped or (self._whole is not None and self._whole._is_ended)
 
     @property
     def progress(self) -> float:
@@ -155,7 +162,7 @@ class CountAllowance:
         return CountAllowance(ceil(min(max(0, self._left) * share, evaluations)), self)
 
     def limits(self, share: float = 1.0, *, gap: float = 0.005, absolute_gap: float = 0.0) -> Limits:
-        checks = ceil(max(0, self._left) * share / EVALUATIONS_PER_CHECK)
+        checks = ceil(max(0.0, self.left) * share / EVALUATIONS_PER_CHECK)
         return Limits(inf, gap, absolute_gap, most_checks=checks, most_columns=MODEL_COLUMNS)
 
     def stop(self) -> None:

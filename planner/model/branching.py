@@ -42,8 +42,10 @@ class Node:
     """(3, values): the shares kept, swapped and recomputed."""
 
     def rounded(self, problem: Problem) -> Bytes:
-        """Each value as its largest share has it."""
+        """Each value as it is decided, else as its largest share has it."""
         codes: Bytes = np.argmax(self.shares, axis=0).astype(np.int8)
+        for value, decision in self.fixed.items():  # the shares are the parent's where the solver ran out of time
+            codes[value] = DECISIONS.index(decision)
         for value, reason in enumerate(problem.must_keep):
             if reason:
                 codes[value] = 0

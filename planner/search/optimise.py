@@ -14,6 +14,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
 from poochplan.planner.allowance import Allowance, Budget
@@ -160,7 +162,13 @@ class _Search:
         """The search, in threads of its own, so that an interrupt reaches this one at once."""
         jobs = [self._alone] if self.effort.threads == 1 else [self._prove_and_walk, self._propose_and_walk]
         jobs += [self._walk] * (self.effort.threads - len(jobs))
-        self._begin()
+        try:
+            self._begin()
+        except KeyboardInterrupt:
+            if not self.effort.keeps_interrupted or self.incumbents.step_s == inf:
+                raise
+            self._stop()
+            return
         if self.is_exhausted:
             jobs = [self._prove]
         with ThreadPoolExecutor(len(jobs), "search") as pool:
@@ -322,6 +330,8 @@ class _Search:
     def _begin(self) -> None:
         """Every way to decide where there are few, else plans that are simple: there is a plan from here on."""
         walker = self._walker()
+        keep_all = np.full(self.problem.value_count, KEEP, dtype=np.int8)
+        walker.try_styles(keep_all, "keep-all", (0,))  # any host has room for it: something is found
         every_way = all_decisions(self.problem, EXHAUSTIVE)
         if every_way is not None:
             for wish in every_way:

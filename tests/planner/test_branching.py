@@ -1,0 +1,345 @@
+"""Branching: its bound is below every plan at every moment, and its places are ways to decide the largest values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+import pytest
+
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Profile
+from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance, CountAllowance, TimeAllowance
+from poochplan.planner.evaluator.codes import DECISIONS, RECOMPUTE
+from poochplan.planner.judge.candidate import movable
+from poochplan.planner.model.bound import Proof
+from poochplan.planner.model.branching import FEW, LARGE_SHARE, PINNED, Branching, Node, values_to_branch_on
+from poochplan.planner.model.relaxation import Relaxation, Relaxed
+from poochplan.planner.model.solvers import Limits, SolverStatus
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.starts import all_decisions
+from tests.depth import tries
+from tests.planner.oracle import best_schedule
+from tests.planner.oracle_search import Freedom
+from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+from tests.planner.toys import one_value
+
+SEEDS = range(900, 900 + tries(12, 200))
+ABOVE = 1 + 1e-9
+"""What rounding may put a bound above the optimum by."""
+PLENTY = 10_000
+
+
+def instance(seed: int) -> tuple[Profile, Problem, int]:
+    profile = tiny_profile(seed)
+    return profile, build_problem(profile), tiny_budget(profile, seed)
+
+
+def optimum_s(problem: Problem, budget_bytes: int, freedom: Freedom | None = None) -> float:
+    found = best_schedule(problem, budget_bytes, freedom=freedom)
+    return inf if found is None else found.step_s
+
+
+def started(problem: Problem, budget_bytes: int) -> Branching:
+    made = Branching(Relaxation(problem, budget_bytes), values_to_branch_on(problem, movable(problem)))
+    made.begin(CountAllowance(PLENTY))
+    return made
+
+
+def take_all(made: Branching, enough_s: float = inf, most: int = 3 ** (FEW + 1)) -> list[float]:
+    """Branches until there is nothing to do; the bound after each step."""
+    bounds = [made.bound_s]
+    while made.step(CountAllowance(PLENTY), enough_s):
+        bounds.append(made.bound_s)
+        assert len(bounds) < most
+    return [*bounds, made.bound_s]
+
+
+def open_nodes(made: Branching) -> list[Node]:
+    return [*(node for _, _, node in made._open), *made._leaves]
+
+
+# -- the bound --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_bound_is_never_above_the_optimum_and_never_falls(seed: int) -> None:
+    _, problem, budget_bytes = instance(seed)
+    bounds = take_all(started(problem, budget_bytes))
+    assert bounds == sorted(bounds)
+    assert problem.keep_all_s <= bounds[0]
+    assert bounds[-1] <= optimum_s(problem, budget_bytes) * ABOVE
+
+
+def test_branching_proves_more_than_the_relaxation_alone() -> None:
+    more = 0
+    for seed in SEEDS:
+        _, problem, budget_bytes = instance(seed)
+        bounds = take_all(started(problem, budget_bytes))
+        more += bounds[-1] > bounds[0] * ABOVE
+    assert more > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS[: tries(5, 60)])
+def test_a_node_is_below_the_best_plan_that_decides_as_it_does(seed: int) -> None:
+    """For each way to decide all that branching decides, some node that is left stands for it."""
+    _, problem, budget_bytes = instance(seed)
+    made = started(problem, budget_bytes)
+    take_all(made)
+    best_s = {}
+    for freedom in every_way(problem):
+        assert freedom.decisions is not None
+        best_s[freedom.decisions] = optimum_s(problem, budget_bytes, freedom)
+    nodes = open_nodes(made)
+    least_s = min(best_s.values())
+    assert least_s < inf
+    assert min(node.bound_s for node in nodes) <= least_s * ABOVE
+    for node in nodes:
+        inside = [step_s for decisions, step_s in best_s.items() if is_inside(node.fixed, decisions)]
+        assert node.bound_s <= min(inside, default=inf) * ABOVE
+    for decisions, step_s in best_s.items():
+        assert step_s == inf or step_s > least_s or any(is_inside(node.fixed, decisions) for node in nodes)
+
+
+def every_way(problem: Problem) -> list[Freedom]:
+    ways = all_decisions(problem, 3**6)
+    assert ways is not None
+    return [Freedom(decisions=way) for way in ways]
+
+
+def is_inside(fixed: Mapping[int, Decision], decisions: tuple[Decision, ...]) -> bool:
+    return all(decisions[value] is decision for value, decision in fixed.items())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
+    """Whatever plan was found so far, be it the best one or a bad one."""
+    _, problem, budget_bytes = instance(seed)
+    best_s = optimum_s(problem, budget_bytes)
+    for found_s in (best_s, best_s * 1.001, best_s * 1.5, inf):
+        proof = Proof(problem, budget_bytes, "highs")
+        proof.begin(CountAllowance(PLENTY))
+        before_s = proof.bound_s
+        for solves in (1, 2, 7, 100):
+            proof.branch(CountAllowance(PLENTY), solves, found_s)
+            assert before_s <= proof.bound_s <= best_s * ABOVE
+            before_s = proof.bound_s
+
+
+def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> None:
+    _, problem, budget_bytes = instance(SEEDS[0])
+    made = started(problem, budget_bytes)
+    assert made.root is not None
+    assert not made.step(CountAllowance(PLENTY), made.root.bound_s)
+    assert made.solved == 1
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "profile", [unet_like(3), resnet_like(3), transformer_like(2)], ids=["unet", "resnet", "transformer"]
+)
+def test_places_decide_the_largest_values_each_in_another_way(profile: Profile) -> None:
+    problem = build_problem(profile)
+    smallest = smallest_budget(profile)
+    proof = Proof(problem, smallest + (profile.in_core_peak_bytes - smallest) // 10, "highs")
+    proof.begin(CountAllowance(PLENTY))
+    places = proof.branch(CountAllowance(PLENTY), 40, inf)
+    pinned = values_to_branch_on(problem, movable(problem))[:PINNED]
+    assert len(places) > 1
+    assert len({tuple(place.codes[list(pinned)].tolist()) for place in places}) == len(places)
+    bounds = [place.bound_s for place in places]
+    assert bounds == sorted(bounds)
+    for place in places:
+        assert place.pinned == pinned
+        for value, code in enumerate(place.codes.tolist()):
+            assert code == 0 or not problem.must_keep[value]
+            assert code != RECOMPUTE or problem.replay.replays[value] is not None
+
+
+def test_values_to_branch_on_are_the_few_largest_that_may_move() -> None:
+    for seed in range(30):
+        problem = build_problem(random_profile(seed, 40))
+        free = movable(problem)
+        large = values_to_branch_on(problem, free)
+        sizes = [int(problem.rounded_bytes[value]) for value in large]
+        least = LARGE_SHARE * float(problem.rounded_bytes.sum())
+        assert set(large) <= set(free)
+        assert len(large) <= FEW
+        assert sizes == sorted(sizes, reverse=True)
+        left = [int(problem.rounded_bytes[value]) for value in free if value not in large]
+        assert all(size < least or (len(large) == FEW and size <= sizes[-1]) for size in left)
+        assert all(size >= least for size in sizes)
+
+
+# -- children ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scripted:
+    """A relaxation that says what it is told to: the bound of decided values, infinite where there is no plan."""
+
+    problem: Problem
+    bounds: Mapping[tuple[Decision, ...], float]
+    """By the decisions of the values that are fixed, in the order of their fixing."""
+    is_unsolved: bool = False
+    """Whether no solution comes with any bound but the first."""
+    asked: list[tuple[Decision, ...]] = field(default_factory=list)
+
+    def solve(self, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:
+        key = tuple(fixed.values())
+        self.asked.append(key)
+        bound_s = self.bounds.get(key, 1.0)
+        if bound_s == inf or (self.is_unsolved and fixed):
+            return Relaxed(bound_s, SolverStatus.TIME_LIMIT, None, None, None)
+        shares = [np.full(self.problem.value_count, share) for share in (0.4, 0.3, 0.3)]
+        for value, decision in fixed.items():
+            for row, each in enumerate(DECISIONS):
+                shares[row][value] = float(each is decision)
+        return Relaxed(bound_s, SolverStatus.OPTIMAL, *shares)
+
+
+def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool = False) -> tuple[Branching, Scripted]:
+    problem = build_problem(unet_like(2))
+    said = Scripted(problem, bounds, is_unsolved)
+    replayable = [v for v in movable(problem) if problem.replay.replays[v] is not None]
+    made = Branching(said, tuple(replayable[:2]))  # type: ignore[arg-type]
+    made.begin(CountAllowance(PLENTY))
+    return made, said
+
+
+K, S, R = DECISIONS
+
+
+def test_children_without_a_plan_are_dropped() -> None:
+    made, _ = scripted({(): 1.0, (K,): inf, (S,): 3.0, (R,): inf})
+    assert made.step(CountAllowance(PLENTY), inf)
+    assert [dict(node.fixed) for node in open_nodes(made)] == [{made.large[0]: S}]
+    assert made.bound_s == 3.0
+
+
+def test_the_least_node_is_branched_on_first_and_the_bound_is_that_of_all_that_is_left() -> None:
+    made, said = scripted({(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf})
+    assert made.step(CountAllowance(PLENTY), inf)
+    assert made.bound_s == 2.0
+    assert made.step(CountAllowance(PLENTY), inf)
+    assert said.asked[-3:] == [(S, K), (S, S), (S, R)]
+    assert made.bound_s == 4.0
+
+
+def test_a_child_is_never_below_its_parent() -> None:
+    made, _ = scripted({(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0})
+    made.step(CountAllowance(PLENTY), inf)
+    assert {node.bound_s for node in open_nodes(made)} == {2.0}
+
+
+def test_a_value_without_a_replay_is_not_recomputed() -> None:
+    problem = build_problem(one_value(1, opaque=True))
+    said = Scripted(problem, {})
+    made = Branching(said, (0,))  # type: ignore[arg-type]
+    made.begin(CountAllowance(PLENTY))
+    made.step(CountAllowance(PLENTY), inf)
+    assert said.asked == [(), (K,), (S,)]
+
+
+def test_where_no_child_has_a_plan_it_ends_and_proves_no_more_than_before() -> None:
+    made, _ = scripted({(): 1.0, (K,): inf, (S,): inf, (R,): inf})
+    assert not made.step(CountAllowance(PLENTY), inf)
+    assert made.bound_s == 1.0
+    assert made.places() == []
+
+
+def test_a_decided_node_stays_in_the_bound() -> None:
+    """Both values decided: nothing is left to branch on, and the bound does not rise over it."""
+    made, _ = scripted(
+        {(): 1.0, **{(a,): 2.0 for a in DECISIONS}, **{(a, b): 2.5 for a in DECISIONS for b in DECISIONS}}
+    )
+    bounds = take_all(made)
+    assert max(bounds) == 2.5
+    assert len(made._leaves) == 9
+
+
+def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent() -> None:
+    made, _ = scripted({(): 1.0}, is_unsolved=True)
+    take_all(made)
+    assert {node.bound_s for node in open_nodes(made)} == {1.0}
+
+
+def test_a_place_decides_as_its_node_does_even_where_its_program_was_not_solved_in_time() -> None:
+    made, _ = scripted({(): 1.0}, is_unsolved=True)
+    made.step(CountAllowance(PLENTY), inf)
+    for node in open_nodes(made):
+        codes = node.rounded(made.relaxation.problem)
+        assert all(DECISIONS[codes[value]] is decision for value, decision in node.fixed.items())
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS[: tries(4, 40)])
+def test_it_ends(seed: int) -> None:
+    _, problem, budget_bytes = instance(seed)
+    made = started(problem, budget_bytes)
+    take_all(made)
+    assert made.solved <= (3 ** (len(made.large) + 1) - 1) // 2
+    assert not made.step(CountAllowance(PLENTY), inf) or not made._open
+
+
+def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Decision]]]:
+    """A proof whose root is solved, and the decisions of each program that it solves from then on."""
+    profile = transformer_like(2)
+    proof = Proof(build_problem(profile), int(profile.in_core_peak_bytes * 0.6), "highs")
+    proof.begin(CountAllowance(PLENTY))
+    solved: list[Mapping[int, Decision]] = []
+    solve = Relaxation.solve
+
+    def told(self: Relaxation, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:
+        solved.append(fixed)
+        return solve(self, fixed, limits)
+
+    monkeypatch.setattr(Relaxation, "solve", told)
+    return proof, solved
+
+
+def spent() -> list[Allowance]:
+    stopped, whole, grand = CountAllowance(PLENTY), CountAllowance(PLENTY), CountAllowance(PLENTY)
+    part, part_of_part = whole.part(0.5), grand.part(0.5).part(0.5)
+    for each in (stopped, whole, grand):
+        each.stop()
+    return [TimeAllowance(0.0), CountAllowance(0), stopped, part, part_of_part]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_spent_allowance_ends_it(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    proof, solved = begun(monkeypatch)
+    before_s = proof.bound_s
+    assert proof.branch(spent()[which], 60, inf)  # the root is a place
+    assert solved == []
+    assert proof.bound_s == before_s
+
+
+def test_programs_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, solved = begun(monkeypatch)
+    proof.branch(CountAllowance(3 * EVALUATIONS_PER_SOLVE), 60, inf)
+    assert 0 < len(solved) <= 3 * len(DECISIONS)
+
+
+def test_it_solves_about_as_many_programs_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, solved = begun(monkeypatch)
+    proof.branch(CountAllowance(PLENTY), 10, inf)
+    assert 0 < len(solved) < 10 + len(DECISIONS)
+
+
+def test_a_proof_that_was_ended_solves_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, solved = begun(monkeypatch)
+    before_s = proof.bound_s
+    proof.end()
+    proof.branch(CountAllowance(PLENTY), 60, inf)
+    proof.integral(CountAllowance(PLENTY))
+    assert solved == []
+    assert proof.bound_s == before_s

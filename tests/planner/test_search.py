@@ -1,0 +1,398 @@
+"""The search as a whole: interrupts, errors in its threads, what it says, what it may spend, and its plans."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.formats.profile import Profile
+from poochplan.planner import plan, smallest_budget
+from poochplan.planner.effort import Progress
+from poochplan.planner.model.bound import Proof
+from poochplan.planner.search import optimise, polish
+from poochplan.planner.walks import annealing, warming
+from poochplan.planner.walks.annealing import Walker
+from tests.depth import seeds, tries
+from tests.planner.checker import check
+from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+
+LONG_S = 600.0
+"""Nothing here takes as long: what should end a search early, and does not, is noticed."""
+NEVER_MET = 1e-12
+"""A gap."""
+
+
+def tight(profile: Profile, share: float = 0.1) -> int:
+    """So much of the way from the smallest budget to the in-core peak."""
+    smallest = smallest_budget(profile)
+    return smallest + int((profile.in_core_peak_bytes - smallest) * share)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_raises() -> Iterator[None]:
+    """Also where this process was started so as to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("search")] == []
+
+
+def large() -> Profile:
+    """Large enough that a search for it goes on for seconds."""
+    return transformer_like(16)
+
+
+def assert_valid(profile: Profile, made: Plan) -> None:
+    assert check(profile, made).peak_bytes <= made.budget_bytes
+    assert made.prediction.peak_bytes <= made.budget_bytes
+
+
+class Once:
+    """Sends the interrupt at the ``number``-th call."""
+
+    def __init__(self, number: int = 1) -> None:
+        self.left = number
+
+    def __call__(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_an_interrupt_ends_the_search_with_the_best_plan_so_far(threads: int) -> None:
+    profile = large()
+    made = plan(
+        profile,
+        tight(profile),
+        gap=NEVER_MET,
+        time_limit_s=LONG_S,
+        threads=threads,
+        watch=Once(2),
+        keep_interrupted=True,
+    )
+    assert made.solve.status is SolveStatus.INTERRUPTED
+    assert_valid(profile, made)
+
+
+def test_an_interrupt_from_elsewhere_does_too() -> None:
+    profile = large()
+    main = threading.main_thread().ident
+    assert main is not None
+    seen = threading.Event()
+
+    def interrupt() -> None:
+        seen.wait()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        made = plan(
+            profile,
+            tight(profile),
+            gap=NEVER_MET,
+            time_limit_s=LONG_S,
+            watch=lambda _: seen.set(),
+            keep_interrupted=True,
+        )
+    finally:
+        seen.set()
+        thread.join()
+    assert made.solve.status is SolveStatus.INTERRUPTED
+    assert_valid(profile, made)
+
+
+def test_an_interrupt_ends_a_counted_search_too() -> None:
+    profile = large()
+    made = plan(profile, tight(profile), gap=NEVER_MET, evaluations=10**7, watch=Once(2), keep_interrupted=True)
+    assert made.solve.status is SolveStatus.INTERRUPTED
+    assert_valid(profile, made)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupt_is_raised_where_nobody_asked_for_what_there_is(threads: int) -> None:
+    profile = large()
+    with pytest.raises(KeyboardInterrupt):
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=threads, watch=Once())
+
+
+@pytest.mark.parametrize("call", [3, 5])
+def test_an_interrupt_among_the_first_plans_keeps_the_best_of_them(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(monkeypatch, Walker, "try_styles", call)
+    profile = large()
+    made = plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, keep_interrupted=True)
+    assert made.solve.status is SolveStatus.INTERRUPTED
+    assert_valid(profile, made)
+
+
+def test_an_interrupt_while_plans_are_polished_keeps_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    real = polish.polish
+
+    def interrupted(*given: Any) -> Any:
+        signal.pthread_kill(main, signal.SIGINT)
+        return real(*given)
+
+    monkeypatch.setattr(optimise, "polish", interrupted)
+    profile = resnet_like(3)
+    made = plan(profile, tight(profile), gap=NEVER_MET, evaluations=500, keep_interrupted=True)
+    assert made.solve.status is SolveStatus.INTERRUPTED
+    assert_valid(profile, made)
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Interrupts right before the ``call``-th call of a function in the main thread."""
+    real, once = getattr(owner, name), Once(call)
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            once()
+        return real(*given, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+def test_an_interrupt_before_there_is_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(monkeypatch, optimise, "layout_of", 1)
+    profile = large()
+    with pytest.raises(KeyboardInterrupt):
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, keep_interrupted=True)
+
+
+# -- errors in threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Proof, "begin"), (Proof, "branch"), (Walker, "anneal"), (Walker, "descend")]
+)
+def test_an_error_in_one_thread_is_raised_and_ends_the_others(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Exception):
+        pass
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise Broken
+
+    warming.warm_up(warm_problem())
+    monkeypatch.setattr(owner, name, fails)
+    profile = large()
+    with pytest.raises(Broken):
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=3)
+
+
+def test_an_error_of_the_one_who_watches_is_raised() -> None:
+    def fails(_: Progress | None) -> None:
+        raise ZeroDivisionError
+
+    profile = large()
+    with pytest.raises(ZeroDivisionError):
+        plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, watch=fails)
+
+
+def warm_problem() -> Any:
+    from poochplan.planner.problem.problem import build_problem
+
+    return build_problem(unet_like(2))
+
+
+# -- what it says while it runs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"time_limit_s": 4.0}, {"time_limit_s": 4.0, "threads": 3}, {"evaluations": 9000}])
+def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "_warm", False)
+    monkeypatch.setattr(optimise, "WATCHED_S", 0.02)
+    said: list[Progress | None] = []
+    where: set[threading.Thread] = set()
+
+    def watch(progress: Progress | None) -> None:
+        said.append(progress)
+        where.add(threading.current_thread())
+
+    profile = transformer_like(6)
+    made = plan(profile, tight(profile), gap=NEVER_MET, watch=watch, **options)
+    assert where == {threading.main_thread()}
+    assert None not in said[1:]
+    told = [progress for progress in said if progress is not None]
+    assert len(told) > 2
+    assert [each.step_s for each in told] == sorted((each.step_s for each in told), reverse=True)
+    assert [each.gap for each in told] == sorted((each.gap for each in told), reverse=True)
+    assert [each.left for each in told] == sorted((each.left for each in told), reverse=True)
+    assert [each.bound_s for each in told] == sorted(each.bound_s for each in told)
+    assert all(each.left >= 0 and each.is_counted == ("evaluations" in options) for each in told)
+    assert all(each.gap >= max(0.0, each.step_s / each.bound_s - 1) - 1e-9 for each in told)
+    assert made.solve.bound_s is not None
+    assert made.prediction.step_s <= told[-1].step_s
+    assert made.solve.bound_s >= told[-1].bound_s
+    assert told[-1].overhead == pytest.approx(told[-1].step_s / made.prediction.in_core_step_s - 1)
+
+
+def test_compiling_is_said_once_a_process() -> None:
+    warming.warm_up(warm_problem())
+    said: list[Progress | None] = []
+    profile = unet_like(2)
+    plan(profile, tight(profile), evaluations=100, gap=NEVER_MET, watch=said.append)
+    assert None not in said
+
+
+# -- what it may spend ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluations", [1, 50, 400, 3000])
+@pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
+def test_walks_and_polishing_simulate_no_more_than_was_asked(
+    profile: Profile, evaluations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans to begin at, and those of other policies, come on top."""
+    taken = 0
+
+    def counted(owner: Any, name: str, each: Callable[[Any], int]) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            nonlocal taken
+            result = real(*given, **options)
+            taken += each(result)
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(annealing, "walk_on", int)
+    counted(annealing, "sweep", int)
+    counted(polish, "try_style", lambda _: 1)
+    plan(profile, tight(profile), evaluations=evaluations, gap=NEVER_MET)
+    at_once = annealing.SWEPT_AT_ONCE * 4  # a descent looks at its allowance after so many
+    assert 0 < taken <= evaluations + at_once
+    assert taken > evaluations // 3 or evaluations == 1
+
+
+class WorkClock:
+    """Time passes with work alone: a millisecond a simulation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        self.began_s = self.now_s
+        self._patch = monkeypatch
+        self._passes(annealing, "walk_on", lambda spent: spent)
+        self._passes(annealing, "sweep", lambda spent: spent)
+        self._passes(polish, "try_style", lambda _: 1)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def _passes(self, owner: Any, name: str, simulations: Callable[[Any], float]) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            result = real(*given, **options)
+            self.now_s += 1e-3 * max(1, simulations(result))
+            return result
+
+        self._patch.setattr(owner, name, call)
+
+    @property
+    def passed_s(self) -> float:
+        return self.now_s - self.began_s
+
+
+@pytest.mark.parametrize("limit_s", [0.05, 0.5, 3.0])
+@pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
+def test_the_time_limit_is_kept(profile: Profile, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    warming.warm_up(warm_problem())
+    clock = WorkClock(monkeypatch)
+    made = plan(profile, tight(profile), time_limit_s=limit_s, threads=1, gap=NEVER_MET)
+    at_once_s = 1e-3 * annealing.SWEPT_AT_ONCE * 4
+    assert clock.passed_s <= limit_s + 1e-3 * 64 + at_once_s
+    assert made.solve.wall_s == pytest.approx(clock.passed_s)
+    assert made.solve.status is SolveStatus.TIME_LIMIT
+    assert_valid(profile, made)
+
+
+# -- its plans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    "profile", [unet_like(2), resnet_like(2), transformer_like(2)], ids=["unet", "resnet", "transformer"]
+)
+def test_the_checker_accepts_the_plan_of_any_number_of_threads(profile: Profile, threads: int) -> None:
+    made = plan(profile, tight(profile), time_limit_s=2.0, threads=threads, gap=0.002)
+    assert_valid(profile, made)
+    assert made.solve.bound_s is not None
+    assert made.solve.bound_s <= made.prediction.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", seeds(day=12, deep=150))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_plan_is_worse_than_that_of_greedy_or_of_pooch(seed: int, threads: int) -> None:
+    profile = random_profile(seed, 12 + seed)
+    if smallest_budget(profile) >= profile.in_core_peak_bytes:
+        pytest.skip("nothing that moves lowers the peak")
+    budget_bytes = tight(profile, 0.1 + 0.05 * (seed % 10))
+    effort: dict[str, Any] = {"evaluations": 3000} if threads == 1 else {"time_limit_s": 30.0, "threads": threads}
+    made = plan(profile, budget_bytes, gap=NEVER_MET, **effort)
+    assert_valid(profile, made)
+    for policy in ("greedy", "pooch"):
+        try:
+            other = plan(profile, budget_bytes, policy=policy)
+        except InfeasibleError:
+            continue
+        assert made.prediction.step_s <= other.prediction.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", seeds(day=4, deep=60))
+def test_where_all_ways_to_decide_are_tried_it_says_that_it_has_searched(seed: int) -> None:
+    profile = tiny_profile(seed)
+    made = plan(profile, tiny_budget(profile, seed), threads=1, gap=NEVER_MET, time_limit_s=LONG_S)
+    assert made.solve.gap is not None
+    expected = SolveStatus.WITHIN_GAP if made.solve.gap <= 1e-9 else SolveStatus.SEARCHED
+    assert made.solve.status is expected
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_says_within_the_gap_where_it_is_and_ends_there(threads: int) -> None:
+    profile = large()
+    made = plan(profile, tight(profile), gap=2.0, time_limit_s=LONG_S, threads=threads)
+    assert made.solve.status is SolveStatus.WITHIN_GAP
+    assert made.solve.gap is not None
+    assert made.solve.gap <= 2.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_it_says_that_time_is_over_where_it_is(threads: int) -> None:
+    profile = large()
+    made = plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=0.5, threads=threads)
+    assert made.solve.status is SolveStatus.TIME_LIMIT
+    assert_valid(profile, made)
+
+
+@pytest.mark.parametrize("seed", range(tries(10, 60)))
+@pytest.mark.parametrize("evaluations", [1, 300])
+def test_a_host_that_holds_nothing_has_a_plan_or_none_is_found(seed: int, evaluations: int) -> None:
+    profile = random_profile(seed, 15)
+    smallest = smallest_budget(profile)
+    if smallest >= profile.in_core_peak_bytes:
+        pytest.skip("nothing that moves lowers the peak")
+    try:
+        made = plan(profile, smallest, host_budget=1, evaluations=evaluations)
+    except InfeasibleError:
+        return
+    assert made.prediction.out_bytes <= 1
+    assert_valid(profile, made)

@@ -1,0 +1,66 @@
+"""Incumbents: of all that several threads offer, the best plans are remembered."""
+
+from __future__ import annotations
+
+import random
+import threading
+from math import inf
+
+import numpy as np
+import pytest
+
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.walks import incumbents
+from poochplan.planner.walks.incumbents import Found, Incumbents
+from tests.planner.random_profiles import transformer_like, unet_like
+
+
+def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0) -> Found:
+    wish = np.array([number // 3**value % 3 for value in range(problem.value_count)], dtype=np.int8)
+    nothing = np.zeros(problem.value_count, dtype=np.int8)
+    return Found(wish, nothing, 0, step_s, peak_bytes, 0, "ilp")
+
+
+@pytest.mark.parametrize("kept", [2500, 20])
+def test_of_what_several_threads_offer_the_best_is_kept(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incumbents, "KEPT", kept)
+    problem = build_problem(transformer_like(2))
+    found = Incumbents(problem, 100, None)
+    rng = random.Random(0)
+    plans = [
+        found_with(problem, number, problem.step_s * (1 + number * 1e-3), peak_bytes=rng.choice((50, 50, 100, 101)))
+        for number in range(2000)
+    ]
+    fitting = [plan for plan in plans if plan.peak_bytes <= 100]
+    best_s = min(plan.step_s for plan in fitting)
+    rng.shuffle(plans)
+    seen: list[list[float]] = [[] for _ in range(4)]
+
+    def offer(which: int) -> None:
+        for plan in plans[which::4]:
+            found.offer(plan)
+            seen[which].append(found.step_s)
+            assert found.best().step_s >= best_s
+
+    threads = [threading.Thread(target=offer, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.step_s == found.best().step_s == best_s
+    assert all(steps == sorted(steps, reverse=True) for steps in seen)
+    ranked = found.ranked()
+    assert len(ranked) <= 2 * kept
+    expected = sorted(plan.step_s for plan in fitting)[: min(kept, len(fitting))]
+    assert [plan.step_s for plan in ranked if plan.peak_bytes <= 100][: len(expected)] == expected
+
+
+def test_a_plan_over_the_budget_is_best_only_until_one_fits() -> None:
+    problem = build_problem(unet_like(2))
+    found = Incumbents(problem, 100, None)
+    found.offer(found_with(problem, 1, 1.0, peak_bytes=102))
+    found.offer(found_with(problem, 2, 2.0, peak_bytes=101))
+    assert found.step_s == inf
+    assert found.best().step_s == 2.0
+    found.offer(found_with(problem, 3, 3.0, peak_bytes=100))
+    assert found.step_s == found.best().step_s == 3.0
