@@ -6,6 +6,7 @@ argument, row by row, is in ``docs/planner.md``.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from poochplan.planner.rows.whole_rows import large_values
 
 from .branching import Branching, Place, values_to_branch_on
 from .relaxation import Relaxation, bound_model, bound_seconds
-from .solvers import Cancel, Limits, SolverStatus, solve_linear
+from .solvers import Cancel, Limits, solve_linear
 
 INTEGRAL_SHARE = 0.0005
 """Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
@@ -42,27 +43,21 @@ def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: Limits
 
 
 def integral_bound(
-    problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None = None
+    problem: Problem,
+    budget_bytes: int,
+    solver: str,
+    limits: Limits,
+    cancel: Cancel | None = None,
+    *,
+    is_whole: bool = False,
 ) -> float:
     """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum.
 
-    First all copies are fluid. Where that is solved in time, large values move in one piece besides, which is slower.
+    Copies are fluid; with ``is_whole`` large values move in one piece, which proves more, and more slowly.
     """
     started_s = time.perf_counter()
-    fluid_s, status = _integral(problem, budget_bytes, solver, limits, cancel, ())
-    large = large_values(problem, movable(problem), LARGE_SHARE)
-    if status is not SolverStatus.OPTIMAL or not large or (cancel is not None and cancel.is_set):
-        return fluid_s
-    rest = limits.since(started_s)
-    return max(fluid_s, _integral(problem, budget_bytes, solver, rest, cancel, large)[0])
-
-
-def _integral(
-    problem: Problem, budget_bytes: int, solver: str, limits: Limits, cancel: Cancel | None, whole: tuple[int, ...]
-) -> tuple[float, SolverStatus]:
-    """Seconds that the MIP proves, and how it ended."""
-    started_s = time.perf_counter()
-    model = bound_model(problem, budget_bytes, whole=whole, grid=GRID)
+    large = large_values(problem, movable(problem), LARGE_SHARE) if is_whole else ()
+    model = bound_model(problem, budget_bytes, whole=large, grid=GRID)
     small = INTEGRAL_SHARE * model.all_bytes
     for columns in (model.swap, model.recompute):
         for value, column in columns.items():
@@ -71,16 +66,15 @@ def _integral(
     absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
     scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
     found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
-    proven_s = bound_seconds(model, found.bound) - SAFETY * problem.step_s
-    return max(problem.keep_all_s, proven_s), found.status
+    return max(problem.keep_all_s, bound_seconds(model, found.bound) - SAFETY * problem.step_s)
 
 
 class Proof:
-    """State: the best bound proven so far. One thread proves, any thread asks, and any may end it."""
+    """State: the best bound proven so far. Any thread may prove, ask and end it."""
 
     def __init__(self, problem: Problem, budget_bytes: int, solver: str) -> None:
         self._problem, self._budget_bytes, self._solver = problem, budget_bytes, solver
-        self._cancel = Cancel()
+        self._cancel, self._lock = Cancel(), threading.Lock()
         self._branching: Branching | None = None
         self._until: Allowance | None = None
         self._bound_s = problem.keep_all_s
@@ -119,12 +113,19 @@ class Proof:
         self._raise_to(min(branching.bound_s, enough_s))
         return branching.places()
 
-    def integral(self, allowance: Allowance) -> None:
-        """The bound of the MIP; only HiGHS tells one before it is done."""
+    def integral(self, allowance: Allowance, *, is_whole: bool) -> None:
+        """The bound of one of the MIPs; only HiGHS tells one before it is done."""
         if self._solver == "highs" and not self._cancel.is_set:
             self._until = allowance
             self._raise_to(
-                integral_bound(self._problem, self._budget_bytes, self._solver, allowance.limits(), self._cancel)
+                integral_bound(
+                    self._problem,
+                    self._budget_bytes,
+                    self._solver,
+                    allowance.limits(),
+                    self._cancel,
+                    is_whole=is_whole,
+                )
             )
 
     def end(self) -> None:
@@ -132,4 +133,5 @@ class Proof:
         self._cancel.set()
 
     def _raise_to(self, bound_s: float) -> None:
-        self._bound_s = max(self._bound_s, bound_s)
+        with self._lock:
+            self._bound_s = max(self._bound_s, bound_s)

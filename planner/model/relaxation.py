@@ -31,7 +31,7 @@ SHORT_WINDOW = 4
 FREE_SHARE = 0.002
 """Then the smallest values, together this share of the saved bytes, come and go for nothing."""
 
-MOST_COLUMNS = 20_000
+MOST_COLUMNS = 10_000
 """With more columns no basis is looked for: that takes several times as long as the interior points."""
 
 

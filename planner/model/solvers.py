@@ -98,24 +98,24 @@ def choose_solver(name: str | None = None) -> str:
 
 
 class Cancel:
-    """Lets another thread end a run of HiGHS early; other solvers run to their limit."""
+    """Lets another thread end runs of HiGHS early; other solvers run to their limit."""
 
     def __init__(self) -> None:
         self.is_set = False
-        self._running: Any = None
+        self._running: list[Any] = []
 
     def attach(self, highs: Any) -> None:
-        """Makes ``highs`` the run that :meth:`set` ends."""
+        """Makes ``highs`` one of the runs that :meth:`set` ends."""
         highs.HandleUserInterrupt = True
-        self._running = highs
+        self._running.append(highs)
         if self.is_set:
             highs.cancelSolve()
 
     def set(self) -> None:
-        """Ends the run, and any that is still to come."""
+        """Ends the runs, and any that is still to come."""
         self.is_set = True
-        if self._running is not None:
-            self._running.cancelSolve()
+        for highs in self._running:
+            highs.cancelSolve()
 
 
 def solve_linear(

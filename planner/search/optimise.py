@@ -49,15 +49,18 @@ PLACES = 4
 """In how many ways to decide the largest values walks begin."""
 SOLVES = 60
 """How many linear programs branching solves at most."""
-INTEGRAL_VALUES = 64
+INTEGRAL_VALUES = 96
 """With no more values than this, PLAN is solved with its integrality too."""
 PROVEN_VALUES = 96
-"""With no more values than this, BOUND is solved with its integrality too."""
+"""With no more values than this, BOUND is solved with its integrality too: by one thread with fluid copies, by another
+with large values in one piece."""
+WALKS_FIRST = 6
+"""So many walks are taken before that other thread does so, when every start has had its walk."""
 LARGE_SHARE, GRID = 0.01, 30
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
-PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.25, 0.5, 0.2, 0.1
+PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.5, 0.2, 0.1
 """Shares of what is left that one stage may take."""
 EVALUATIONS_PER_VALUE = 250
 """Simulations that one walk takes at most, at first."""
@@ -224,7 +227,7 @@ class _Search:
     def _prove_and_walk(self) -> None:
         walker = self._walker()
         stages: list[Callable[[], None]] = [self._relax, self._branch, lambda: self._round(walker)]
-        if len(self.values) <= PROVEN_VALUES:
+        if self.is_small:
             stages.append(self._integrate)
         for stage in stages:
             if self.is_over:
@@ -235,10 +238,19 @@ class _Search:
     def _propose_and_walk(self) -> None:
         walker = self._walker()
         self._propose(walker)
+        while self.is_small and not self.is_over and (self.starts or self.again < WALKS_FIRST):
+            self._walk_once(walker)
+        if self.is_small and not self.is_over:
+            self._integrate(is_whole=True)
         self._walk_on(walker)
 
     def _walk(self) -> None:
         self._walk_on(self._walker())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether BOUND with integrality says more than its relaxation in the time there is."""
+        return len(self.values) <= PROVEN_VALUES
 
     # -- how far it is ------------------------------------------------------------------------------------------------
 
@@ -274,7 +286,7 @@ class _Search:
 
     def _relax(self) -> None:
         """BOUND, with nothing decided."""
-        self.proof.begin(self.allowance.part(PROOF_SHARE))
+        self.proof.begin(self.allowance.part(PROOF_SHARE if self.effort.threads == 1 else 1.0))
         self.rounds += 1
 
     def _branch(self) -> None:
@@ -292,9 +304,9 @@ class _Search:
             codes[value] = decision
         return _Start(codes, "ilp" if decided else "swap-all", HOT, tuple(decided))
 
-    def _integrate(self) -> None:
-        """BOUND with its integrality."""
-        self.proof.integral(self.allowance)
+    def _integrate(self, *, is_whole: bool = False) -> None:
+        """BOUND with its integrality; ``is_whole``: large values in one piece."""
+        self.proof.integral(self.allowance, is_whole=is_whole)
         self.rounds += 1
 
     def _round(self, walker: Walker) -> None:
