@@ -29,11 +29,10 @@ from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
-CONVOLUTIONAL = ("resnet50-b256", "resnext101-3d", "unet3d-192")
+TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96")
 LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
 KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
-WANTED_GAP = {"pcie3": 0.005, "pcie4": 0.005, "pcie5": 0.01, "nvlink2": 0.01}
-"""For convolutional networks; transformers and recurrent networks 0.02."""
+WANTED_GAP, WANTED_OF_TRANSFORMERS = 0.005, 0.01
 WALL_CASES = (
     ("resnet50-b256", 0.005, 10.0),
     ("unet3d-192", 0.005, 10.0),
@@ -54,8 +53,8 @@ def budget_of(profile: Profile, kept: float) -> int:
     return int(smallest + kept * (profile.in_core_peak_bytes - smallest))
 
 
-def wanted_gap(network: str, link: str) -> float:
-    return WANTED_GAP[link] if network in CONVOLUTIONAL else 0.02
+def wanted_gap(network: str) -> float:
+    return WANTED_OF_TRANSFORMERS if network in TRANSFORMERS else WANTED_GAP
 
 
 def one(
@@ -80,7 +79,7 @@ def one(
         "overhead": found.prediction.overhead,
         "bound": bound_s / in_core_s - 1,
         "gap": found.solve.gap,
-        "gap_wanted": wanted_gap(network, link),
+        "gap_wanted": wanted_gap(network),
         "fluid": None if found.solve.objective_s is None else found.solve.objective_s / in_core_s,
         "status": found.solve.status,
         "wall_s": wall_s,
@@ -104,7 +103,7 @@ def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, float], dict[str, Any]] = {}
     if arguments.redo:
         for row in json.loads(Path(arguments.redo).read_text())["rows"]:
-            if row["gap"] <= row["gap_wanted"]:
+            if row["gap"] <= wanted_gap(row["network"]):
                 found[row["network"], row["link"], row["kept"]] = row
     names = tuple(name for name in policy_names() if name != "keep-all")
     with ProcessPoolExecutor(arguments.jobs) as pool:
@@ -114,7 +113,7 @@ def grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row = {**done.result(), "time_limit_s": arguments.time_limit}
             found[waiting[done]] = row
             print(line(row), flush=True)
-    return [found[case] for case in cases]
+    return [{**found[case], "gap_wanted": wanted_gap(case[0])} for case in cases]
 
 
 def wall(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -174,6 +173,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_gap": median(row["gap"] for row in rows),
         "largest_gap": max(row["gap"] for row in rows),
         "median_margin": median(margins) if margins else None,
+        "margins_above_a_thousandth": sum(margin > 0.001 for margin in margins),
         "median_wall_s": median(row["wall_s"] for row in rows),
     }
 
