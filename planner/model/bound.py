@@ -102,7 +102,7 @@ class Proof:
             return
         large = values_to_branch_on(self._problem, movable(self._problem))
         relaxation = Relaxation(self._problem, self._budget_bytes, self._cancel, is_solved_again=bool(large))
-        self._branching = Branching(relaxation, large)
+        self._branching = Branching(relaxation, large if relaxation.is_solved_again else ())
         self._branching.begin(allowance)
         self._raise_to(self._branching.bound_s)
 

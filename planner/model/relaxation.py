@@ -31,6 +31,9 @@ SHORT_WINDOW = 4
 FREE_SHARE = 0.002
 """Then the smallest values, together this share of the saved bytes, come and go for nothing."""
 
+MOST_COLUMNS = 20_000
+"""With more columns no basis is looked for: that takes several times as long as the interior points."""
+
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
@@ -61,8 +64,11 @@ class Relaxation:
         self._arrays = replace(arrays, low=arrays.low.copy(), high=arrays.high.copy())
         self._no_cost = replace(self._arrays, cost=np.zeros_like(arrays.cost))
         self._free = arrays
+        is_solved_again = is_solved_again and len(arrays.cost) <= MOST_COLUMNS
         self._warm = Warm(self._arrays, cancel, is_solved_again=is_solved_again)
         self._fixed: dict[int, Decision] = {}
+        self.is_solved_again = is_solved_again
+        """Whether there is a basis to go on from."""
 
     def solve(self, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:
         """Solves with the values of ``fixed`` decided and all others free; values that cannot move are ignored.

@@ -51,20 +51,22 @@ SOLVES = 60
 """How many linear programs branching solves at most."""
 INTEGRAL_VALUES = 64
 """With no more values than this, PLAN is solved with its integrality too."""
-PROVEN_VALUES = 128
+PROVEN_VALUES = 96
 """With no more values than this, BOUND is solved with its integrality too."""
 LARGE_SHARE, GRID = 0.01, 30
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
-PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE = 0.6, 0.25, 0.5, 0.2
+PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.25, 0.5, 0.2, 0.1
 """Shares of what is left that one stage may take."""
-EVALUATIONS_PER_VALUE = 150
-"""Simulations that one walk takes at most."""
+EVALUATIONS_PER_VALUE = 250
+"""Simulations that one walk takes at most, at first."""
+LONGER = 6
+"""After so many walks they become twice as long, up to four times."""
 ENDS = 6
 """How many ends of walks are remembered, for others to take decisions from."""
 WALKS = 12
-"""How many walks are taken when every start has had one."""
+"""When every start has had its walk: after how many more without a gain the search is over."""
 HOT, WARM, COOL = 0.02, 0.005, 0.003
 """Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
 best plan."""
@@ -74,6 +76,8 @@ POLISHED = 8
 POLISHED_OF_ALL = 30
 """The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
 POLISH_EVALUATIONS = 500
+MIN_GAIN = 1e-5
+"""Smallest gain of a walk that counts, as a share of the step."""
 WATCHED_S = 0.2
 """Seconds between two looks at how far the search is."""
 
@@ -96,7 +100,7 @@ class Optimum:
     best: Candidate
     """Over the budget only where no plan within the host's memory was found."""
     solution: Solution | None
-    """Of PLAN for the full budget, where it was solved."""
+    """Of PLAN, the last one that has decisions: with integrality for the budget, else relaxed and for less memory."""
     bound_s: float
     """No plan within the budget has a shorter step."""
     status: SolveStatus
@@ -147,7 +151,7 @@ class _Search:
         self.ends: list[Found] = []
         """Where walks have ended."""
         self.solution: Solution | None = None
-        self.rounds = self.walks = self.again = 0
+        self.rounds = self.walks = self.again = self.last_gain = 0
         self.is_exhausted = False
         self.polished: list[Candidate] = []
         self._lock = threading.Lock()
@@ -348,11 +352,11 @@ class _Search:
         for propose in self.proposals:
             if self.is_over:
                 return
-            proposed = propose(self.allowance.part(ROUND_SHARE))
+            proposed = propose(self.allowance.part(PROPOSAL_SHARE))
             walker.try_styles(codes_of(proposed.wish), proposed.policy, range(len(STYLE_OF)))
 
     def _walk_on(self, walker: Walker) -> None:
-        while not self.is_over and (self.starts or self.again < WALKS):
+        while not self.is_over and (self.starts or self.again < self.last_gain + WALKS):
             self._walk_once(walker)
 
     def _walk_once(self, walker: Walker) -> None:
@@ -360,11 +364,11 @@ class _Search:
         with self._lock:
             self.walks += 1
             walk, start, ends = self.walks, self.starts.pop(0) if self.starts else None, list(self.ends)
-            if start is None:
-                self.again += 1
-                again = self.again
+            self.again += start is None
+            again = self.again
         seed = self.effort.seed * 1000 + walk
-        part = self.allowance.part(WALK_SHARE, EVALUATIONS_PER_VALUE * len(self.values))
+        length = EVALUATIONS_PER_VALUE * len(self.values) * 2 ** min(2, again // LONGER)
+        part, before_s = self.allowance.part(WALK_SHARE, length), self.incumbents.step_s
         if start is None:
             start, mate = self._again(again, ends)
         else:
@@ -373,14 +377,15 @@ class _Search:
         found = walker.anneal(begin, part, temperature=start.temperature, seed=seed, pinned=start.pinned, mate=mate)
         end = walker.descend(found, self._local())
         with self._lock:
+            if self.incumbents.step_s < before_s * (1 - MIN_GAIN):
+                self.last_gain = self.again
             self.ends = sorted([*self.ends, end], key=self.incumbents.rank)[:ENDS]
 
     def _again(self, again: int, ends: Sequence[Found]) -> tuple[_Start, Found | None]:
         """Where to walk when every start has had its walk, and a plan to take decisions from."""
         best = self.incumbents.best()
         if again % 4 == 0 or not ends:
-            large = values_to_branch_on(self.problem, self.values)[:2]
-            return self._pinned({value: int(best.wish[value]) for value in large}), None
+            return self._pinned({}), None
         if again % 4 == 3 and len(ends) > 1:
             return _Start(ends[1].wish, ends[1].origin, COOL), best
         return _Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]

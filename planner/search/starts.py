@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-
-import numpy as np
+from math import prod
 
 from poochplan.formats.plan import Decision
 from poochplan.planner.judge.candidate import movable, swap_all
@@ -32,7 +31,7 @@ def simple_decisions(problem: Problem) -> Iterator[tuple[str, tuple[Decision, ..
 def all_decisions(problem: Problem, most: int) -> list[tuple[Decision, ...]] | None:
     """Every way to decide; None where there are more than ``most``."""
     choices = [_choices(problem, value) for value in range(problem.value_count)]
-    if np.prod([float(len(choice)) for choice in choices]) > most:
+    if prod(len(choice) for choice in choices) > most:
         return None
     return list(product(*choices))
 

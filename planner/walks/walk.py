@@ -26,9 +26,9 @@ STYLES = 3
 DRAWS = 48
 """More random numbers than one step takes."""
 LONGEST_RUN = 24
-"""Values of one role that are changed together, at most."""
+"""Values of one role that are changed together, at most, or a stretch of them."""
 LONGEST_STRETCH = 0.25
-"""Share of the values that are taken over from another plan, at most."""
+"""Share of a role that is changed together, and of all values that are taken over from another plan, at most."""
 LONGEST_WINDOW = 6
 """Values saved one after another that are changed together, at most."""
 
@@ -193,7 +193,7 @@ def _change_role(ground: Ground, trial: Bytes, draws: Floats, first: int) -> Non
     """The same decision for a run of values of one role."""
     role = ground.role[_drawn(ground, draws[first])]
     low, high = ground.role_first[role], ground.role_first[role + 1]
-    count = 1 + int(draws[first + 1] * min(high - low, LONGEST_RUN))
+    count = 1 + int(draws[first + 1] * min(high - low, max(LONGEST_RUN, int(LONGEST_STRETCH * (high - low)))))
     begin = low + int(draws[first + 2] * (high - low))
     decision = int(draws[first + 3] * 3)
     for at in range(begin, min(high, begin + count)):
@@ -204,24 +204,26 @@ def _change_role(ground: Ground, trial: Bytes, draws: Floats, first: int) -> Non
 
 @part
 def _copy_layer(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
-    """A layer decides as another one does: all values of roles that each layer has as many of."""
+    """One layer, seldom several in a row, decide as another one does: all values of roles that each has as many of."""
     role = ground.role[_drawn(ground, draws[first])]
     layers = ground.role_first[role + 1] - ground.role_first[role]
     if layers < 2:
         return
     source = int(draws[first + 1] * layers)
-    target = source + 1 if draws[first + 2] < 0.4 else source - 1
-    if draws[first + 2] > 0.8:
+    target = source + 1
+    count = 1 + int(draws[first + 4] ** 4 * layers / 4)
+    if draws[first + 2] < 0.4:
+        target = source - count
+    elif draws[first + 2] > 0.8:
         target = int(draws[first + 3] * layers)
-    if target < 0 or target >= layers:
-        return
+    begin, end = max(0, target), min(layers, target + count)
     for other in range(len(ground.role_first) - 1):
         low, high = ground.role_first[other], ground.role_first[other + 1]
         each = (high - low) // layers
         if each * layers == high - low:
-            for at in range(each):
-                decision = trial[ground.role_values[low + source * each + at]]
-                value = ground.role_values[low + target * each + at]
+            for at in range(begin * each, end * each):
+                decision = trial[ground.role_values[low + source * each + at % each]]
+                value = ground.role_values[low + at]
                 if decision != RECOMPUTE or ground.replayable[value]:
                     trial[value] = decision
 

@@ -34,7 +34,7 @@ class PlanVerb(Verb):
   pooch plan profile.json --budget 8GiB --timeline plan.png
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
-  pooch plan profile.json --budget 60% --evaluations 4000 --seed 1
+  pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
   pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --json | jq .overhead
 """
 
