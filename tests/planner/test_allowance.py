@@ -92,6 +92,14 @@ def test_a_part_in_time_may_be_limited_in_simulations_too(clock: Clock) -> None:
     assert part.is_spent
 
 
+def test_where_a_part_has_spent_its_simulations_its_own_parts_are_spent_too(clock: Clock) -> None:
+    part = TimeAllowance(100.0).part(0.5, 10)
+    deep = part.part(0.5)
+    assert not deep.is_spent
+    part.spend(10)
+    assert deep.is_spent
+
+
 def test_what_a_part_counts_is_taken_from_every_whole() -> None:
     whole = CountAllowance(1000)
     part = whole.part(0.5)

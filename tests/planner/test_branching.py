@@ -131,11 +131,12 @@ def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
 
 
 def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> None:
-    _, problem, budget_bytes = instance(SEEDS[0])
-    made = started(problem, budget_bytes)
-    assert made.root is not None
-    assert not made.step(CountAllowance(PLENTY), made.root.bound_s)
-    assert made.solved == 1
+    made, said = scripted({(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0})
+    assert not made.step(CountAllowance(PLENTY), 2.0)
+    assert said.asked == [()]
+    assert made.step(CountAllowance(PLENTY), 3.0)
+    assert not made.step(CountAllowance(PLENTY), 3.0)
+    assert said.asked == [(), (K,), (S,), (R,)]
 
 
 # -- places -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.effort import Progress
 from poochplan.planner.model.bound import Proof
+from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search import optimise, polish
 from poochplan.planner.walks import annealing, warming
 from poochplan.planner.walks.annealing import Walker
@@ -48,6 +49,11 @@ def _ctrl_c_raises() -> Iterator[None]:
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("search")] == []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_compiled_is() -> None:
+    warming.warm_up(build_problem(unet_like(2)))
 
 
 def large() -> Profile:
@@ -192,8 +198,8 @@ def test_an_error_in_one_thread_is_raised_and_ends_the_others(
     def fails(*_: Any, **__: Any) -> None:
         raise Broken
 
-    warming.warm_up(warm_problem())
     monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(optimise, "WALKS", 10**9)  # the others would go on to the end of their time
     profile = large()
     with pytest.raises(Broken):
         plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=3)
@@ -206,12 +212,6 @@ def test_an_error_of_the_one_who_watches_is_raised() -> None:
     profile = large()
     with pytest.raises(ZeroDivisionError):
         plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, watch=fails)
-
-
-def warm_problem() -> Any:
-    from poochplan.planner.problem.problem import build_problem
-
-    return build_problem(unet_like(2))
 
 
 # -- what it says while it runs ---------------------------------------------------------------------------------------
@@ -247,7 +247,6 @@ def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pyt
 
 
 def test_compiling_is_said_once_a_process() -> None:
-    warming.warm_up(warm_problem())
     said: list[Progress | None] = []
     profile = unet_like(2)
     plan(profile, tight(profile), evaluations=100, gap=NEVER_MET, watch=said.append)
@@ -315,7 +314,6 @@ class WorkClock:
 @pytest.mark.parametrize("limit_s", [0.05, 0.5, 3.0])
 @pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
 def test_the_time_limit_is_kept(profile: Profile, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    warming.warm_up(warm_problem())
     clock = WorkClock(monkeypatch)
     made = plan(profile, tight(profile), time_limit_s=limit_s, threads=1, gap=NEVER_MET)
     at_once_s = 1e-3 * annealing.SWEPT_AT_ONCE * 4
