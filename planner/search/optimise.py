@@ -397,7 +397,8 @@ class _Search:
         """Where to walk when every start has had its walk, and a plan to take decisions from."""
         best = self.incumbents.best()
         if again % 4 == 0 or not ends:
-            return self._pinned({}), None
+            largest = values_to_branch_on(self.problem, self.values)[:1] if again % 8 else ()
+            return self._pinned({value: int(best.wish[value]) for value in largest}), None
         if again % 4 == 3 and len(ends) > 1:
             return _Start(ends[1].wish, ends[1].origin, COOL), best
         return _Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]
