@@ -14,7 +14,9 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
-from poochplan.planner.effort import Progress
+from poochplan.planner.allowance import Allowance, CountAllowance
+from poochplan.planner.effort import Effort, Progress
+from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.model.bound import Proof
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search import optimise, polish
@@ -199,6 +201,7 @@ def test_an_error_in_one_thread_is_raised_and_ends_the_others(
         raise Broken
 
     monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(optimise, "EVALUATIONS_PER_VALUE", 5)
     monkeypatch.setattr(optimise, "WALKS", 10**9)  # the others would go on to the end of their time
     profile = large()
     with pytest.raises(Broken):
@@ -353,6 +356,25 @@ def test_no_plan_is_worse_than_that_of_greedy_or_of_pooch(seed: int, threads: in
         except InfeasibleError:
             continue
         assert made.prediction.step_s <= other.prediction.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
+def test_a_plan_that_another_proposes_is_taken_where_the_search_has_none_as_good(profile: Profile) -> None:
+    problem, budget_bytes = build_problem(profile), tight(profile)
+    one, many = (Effort(evaluations=count, threads=1, gap=NEVER_MET) for count in (1, 4000))
+    alone, best = (optimise.optimise(problem, budget_bytes, effort).best for effort in (one, many))
+    assert best.simulation.step_s < alone.simulation.step_s
+    asked: list[Allowance] = []
+
+    def propose(allowance: Allowance) -> Candidate:
+        asked.append(allowance)
+        return try_decisions(problem, "other", best.wish, budget_bytes)
+
+    proposed = propose(CountAllowance(1)).simulation.step_s
+    found = optimise.optimise(problem, budget_bytes, one, [propose, propose]).best
+    assert found.simulation.step_s <= proposed < alone.simulation.step_s
+    assert len(asked) == 3
+    assert all(each.is_counted for each in asked)
 
 
 @pytest.mark.parametrize("seed", seeds(day=4, deep=60))
