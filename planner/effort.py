@@ -43,8 +43,9 @@ class Effort:
     threads: int = 2
     host_bytes: int | None = None
     evaluations: int | None = None
-    """Simulations that the search may take, in place of the time limit: the plan is then a pure function of profile,
-    budget and effort, however long it takes."""
+    """Simulations that walks, descents and polishing may take, in place of the time limit: the plan is then a pure
+    function of profile, budget and effort, however long it takes. Where walks begin, and what other policies
+    simulate, comes on top."""
     seed: int = 0
     """Of the random walks."""
     keeps_interrupted: bool = False

@@ -80,7 +80,7 @@ class _Greedy:
         tick = int(np.argmax(self.memory))
         moves = [move for move in self.cost_s if move not in self.useless and self._frees(move[0], tick)]
         fresh: dict[Moves, float] = {}
-        while moves:
+        while moves and not self.given.is_over:
             best = self._best_of(moves)
             if best in fresh or self.left <= 0:
                 if self._take(best, fresh.get(best)):

@@ -298,8 +298,9 @@ class _Search:
             self.starts = starts + [start for start in self.starts if not start.pinned]
 
     def _pinned(self, decided: Mapping[int, int]) -> _Start:
-        """Swap-all but for the decisions of some values, which do not change."""
+        """Swap-all but for tiny values, which are kept, and for the decisions of some others, which do not change."""
         codes = codes_of(swap_all(self.problem))
+        codes[list(self.tiny)] = KEEP
         for value, decision in decided.items():
             codes[value] = decision
         return _Start(codes, "ilp" if decided else "swap-all", HOT, tuple(decided))

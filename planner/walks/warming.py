@@ -9,7 +9,7 @@ import numpy as np
 from poochplan.planner.allowance import CountAllowance
 from poochplan.planner.effort import Watch
 from poochplan.planner.evaluator.codes import KEEP
-from poochplan.planner.evaluator.compiled import is_compiled
+from poochplan.planner.evaluator.compiled import is_compiled, one_at_a_time
 from poochplan.planner.evaluator.layout import layout_of
 from poochplan.planner.problem.problem import Problem
 
@@ -29,9 +29,10 @@ def warm_up(problem: Problem, watch: Watch | None = None) -> float:
     if not _warm:
         if watch is not None and is_compiled():
             watch(None)
-        walker = Walker(problem, layout_of(problem), range(problem.value_count), Incumbents(problem, 0, None))
-        start = walker.try_styles(np.full(problem.value_count, KEEP, dtype=np.int8), "")
-        walker.anneal(start, CountAllowance(1), temperature=1.0, seed=0)
-        walker.descend(start, CountAllowance(1))
+        with one_at_a_time():
+            walker = Walker(problem, layout_of(problem), range(problem.value_count), Incumbents(problem, 0, None))
+            start = walker.try_styles(np.full(problem.value_count, KEEP, dtype=np.int8), "")
+            walker.anneal(start, CountAllowance(1), temperature=1.0, seed=0)
+            walker.descend(start, CountAllowance(1))
         _warm = True
     return time.perf_counter() - began_s

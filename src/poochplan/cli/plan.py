@@ -222,8 +222,10 @@ def _raise_if_stopped(plan: Plan, path: Path) -> None:
     from poochplan.formats.plan import SolveStatus
 
     if was_stopped(plan):
-        what = "an interrupt" if plan.solve.status is SolveStatus.INTERRUPTED else "the time limit"
+        is_interrupted = plan.solve.status is SolveStatus.INTERRUPTED
+        what = "an interrupt" if is_interrupted else "the time limit"
+        hint = "run it again for a better one" if is_interrupted else "raise --time-limit for a better one, or --gap"
         raise TimeLimitError(
             f"{what} ended the search before the plan was within --gap of its proven bound; the best plan found "
-            f"was written to {path}; raise --time-limit for a better one, or --gap"
+            f"was written to {path}; {hint}"
         )
