@@ -8,8 +8,7 @@ is changed where the step waits.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,23 +19,22 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
 from poochplan.planner.allowance import Allowance, Budget
 from poochplan.planner.effort import Effort, Progress, Watch
-from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, STYLE_OF, SWAP, codes_of
+from poochplan.planner.evaluator.codes import KEEP, STYLE_OF, codes_of
 from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.judge.candidate import Candidate, least_step_s, movable, swap_all, swap_all_on_demand
+from poochplan.planner.judge.candidate import Candidate, least_step_s, movable, swap_all_on_demand
 from poochplan.planner.model.bound import Proof
-from poochplan.planner.model.branching import values_to_branch_on
 from poochplan.planner.model.decide import Solution, solve_fluid
 from poochplan.planner.model.fluid import Request
 from poochplan.planner.model.solvers import choose_solver
-from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.rows.whole_rows import large_values
 from poochplan.planner.schedule.schedule import with_recording
 from poochplan.planner.walks.annealing import Walker
-from poochplan.planner.walks.incumbents import Found, Incumbents
+from poochplan.planner.walks.incumbents import Incumbents
 
 from .polish import polish, worth_polishing
 from .starts import all_decisions, simple_decisions, tiny_values
+from .walking import Walking
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -45,8 +43,6 @@ EXHAUSTIVE = 800
 MARGIN = 1.0
 """What PLAN's relaxation is not given of the budget, in units of the largest value that may move: whole buffers need
 more room than flowing bytes."""
-PLACES = 4
-"""In how many ways to decide the largest values walks begin."""
 SOLVES = 60
 """How many linear programs branching solves at most."""
 INTEGRAL_VALUES = 96
@@ -60,40 +56,16 @@ LARGE_SHARE, GRID = 0.01, 30
 """Values of more than this share of the saved bytes move in one piece in PLAN with integrality, at so many slots."""
 SOLVER_GAP, ABSOLUTE_GAP = 0.005, 5e-4
 """PLAN is solved to this gap, or to this share of the step."""
-PROOF_SHARE, BRANCH_SHARE, WALK_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.5, 0.2, 0.1
+PROOF_SHARE, BRANCH_SHARE, ROUND_SHARE, PROPOSAL_SHARE = 0.6, 0.15, 0.2, 0.1
 """Shares of what is left that one stage may take."""
-EVALUATIONS_PER_VALUE = 250
-"""Simulations that one walk takes at most, at first."""
-LONGER = 6
-"""After so many walks they become twice as long, up to four times."""
-ENDS = 6
-"""How many ends of walks are remembered, for others to take decisions from."""
-WALKS = 12
-"""When every start has had its walk: after how many more without a gain the search is over."""
-HOT, WARM, COOL = 0.02, 0.005, 0.003
-"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
-best plan."""
 POLISH_SHARE = 0.08
 """Share of the allowance that is left to polishing."""
 POLISHED = 8
 POLISHED_OF_ALL = 30
 """The schedules of so many of the best plans are polished; of more where all ways to decide were tried."""
 POLISH_EVALUATIONS = 500
-MIN_GAIN = 1e-5
-"""Smallest gain of a walk that counts, as a share of the step."""
 WATCHED_S = 0.2
 """Seconds between two looks at how far the search is."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Start:
-    """Where a walk begins."""
-
-    codes: Bytes
-    origin: str
-    temperature: float
-    pinned: tuple[int, ...] = ()
-    """Values whose decisions do not change."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +122,11 @@ class _Search:
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
         self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes)
         self.proof = Proof(problem, budget_bytes, self.solver)
-        self.starts: list[_Start] = []
-        self.ends: list[Found] = []
-        """Where walks have ended."""
+        self.walking = Walking(problem, self.values, self.tiny, self.incumbents, self.allowance, effort.seed)
         self.solution: Solution | None = None
-        self.rounds = self.walks = self.again = self.last_gain = 0
+        self.rounds = 0
         self.is_exhausted = False
         self.polished: list[Candidate] = []
-        self._lock = threading.Lock()
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +177,7 @@ class _Search:
         self._propose(walker)
         stages: tuple[Callable[[], None], ...] = (
             self._relax,
-            lambda: self._walk_once(walker),
+            lambda: self.walking.once(walker),
             self._branch,
             lambda: self._round(walker),
             lambda: self._walk_on(walker),
@@ -238,8 +207,8 @@ class _Search:
     def _propose_and_walk(self) -> None:
         walker = self._walker()
         self._propose(walker)
-        while self.is_small and not self.is_over and (self.starts or self.again < WALKS_FIRST):
-            self._walk_once(walker)
+        while self.is_small and not self.is_over and not self.walking.has_walked(WALKS_FIRST):
+            self.walking.once(walker)
         if self.is_small and not self.is_over:
             self._integrate(is_whole=True)
         self._walk_on(walker)
@@ -293,17 +262,7 @@ class _Search:
         """BOUND again, with the largest values decided; walks begin with each way that may lead to a better plan."""
         places = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
         self.rounds += 1
-        starts = [self._pinned({v: int(place.codes[v]) for v in place.pinned}) for place in places[:PLACES]]
-        with self._lock:
-            self.starts = starts + [start for start in self.starts if not start.pinned]
-
-    def _pinned(self, decided: Mapping[int, int]) -> _Start:
-        """Swap-all but for tiny values, which are kept, and for the decisions of some others, which do not change."""
-        codes = codes_of(swap_all(self.problem))
-        codes[list(self.tiny)] = KEEP
-        for value, decision in decided.items():
-            codes[value] = decision
-        return _Start(codes, "ilp" if decided else "swap-all", HOT, tuple(decided))
+        self.walking.look_in(places)
 
     def _integrate(self, *, is_whole: bool = False) -> None:
         """BOUND with its integrality; ``is_whole``: large values in one piece."""
@@ -331,9 +290,8 @@ class _Search:
         if solution.decisions is None:
             return
         codes = codes_of(solution.decisions)
-        walker.descend(walker.try_styles(codes, "ilp"), self._local())
-        with self._lock:
-            self.starts.append(_Start(codes, "ilp", WARM))
+        self.walking.descend(walker, walker.try_styles(codes, "ilp"))
+        self.walking.look_near(codes)
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
@@ -353,12 +311,7 @@ class _Search:
             return
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
-        self.starts.append(self._pinned({}))
-        for value in values_to_branch_on(self.problem, self.values)[:1]:  # until branching knows better
-            replayable = self.problem.replay.replays[value] is not None
-            self.starts += [
-                self._pinned({value: code}) for code in ((SWAP, KEEP, RECOMPUTE) if replayable else (SWAP, KEEP))
-            ]
+        self.walking.begin()
 
     def _propose(self, walker: Walker) -> None:
         """The plans of other policies, so that none of them is better."""
@@ -369,44 +322,8 @@ class _Search:
             walker.try_styles(codes_of(proposed.wish), proposed.policy, range(len(STYLE_OF)))
 
     def _walk_on(self, walker: Walker) -> None:
-        while not self.is_over and (self.starts or self.again < self.last_gain + WALKS):
-            self._walk_once(walker)
-
-    def _walk_once(self, walker: Walker) -> None:
-        """From the next start, or again from where others ended; then down."""
-        with self._lock:
-            self.walks += 1
-            walk, start, ends = self.walks, self.starts.pop(0) if self.starts else None, list(self.ends)
-            self.again += start is None
-            again = self.again
-        seed = self.effort.seed * 1000 + walk
-        length = EVALUATIONS_PER_VALUE * len(self.values) * 2 ** min(2, again // LONGER)
-        part, before_s = self.allowance.part(WALK_SHARE, length), self.incumbents.step_s
-        if start is None:
-            start, mate = self._again(again, ends)
-        else:
-            mate = None
-        begin = walker.try_styles(start.codes, start.origin)
-        found = walker.anneal(begin, part, temperature=start.temperature, seed=seed, pinned=start.pinned, mate=mate)
-        end = walker.descend(found, self._local())
-        with self._lock:
-            if self.incumbents.step_s < before_s * (1 - MIN_GAIN):
-                self.last_gain = self.again
-            self.ends = sorted([*self.ends, end], key=self.incumbents.rank)[:ENDS]
-
-    def _again(self, again: int, ends: Sequence[Found]) -> tuple[_Start, Found | None]:
-        """Where to walk when every start has had its walk, and a plan to take decisions from."""
-        best = self.incumbents.best()
-        if again % 4 == 0 or not ends:
-            largest = values_to_branch_on(self.problem, self.values)[:1] if again % 8 else ()
-            return self._pinned({value: int(best.wish[value]) for value in largest}), None
-        if again % 4 == 3 and len(ends) > 1:
-            return _Start(ends[1].wish, ends[1].origin, COOL), best
-        return _Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]
-
-    def _local(self) -> Allowance:
-        """For a descent."""
-        return self.allowance.part(ROUND_SHARE, EVALUATIONS_PER_VALUE * len(self.values))
+        while not self.is_over and not self.walking.is_over:
+            self.walking.once(walker)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class PinnedTier(Generic[M]):
 
         Raises ``OSError`` where pages are missing that cannot be pinned, or that the limit does not allow.
         """
-        if self._slab is not None and offset + size_bytes <= self._slab.size_bytes:  # as planned
+        if self._slab is not None and 0 < size_bytes <= self._slab.size_bytes - offset:  # as planned
             return [Part(self._slab, offset, size_bytes)]
         pieces = list(self._pieces(offset, size_bytes))
         missing = [page for page, _, _ in pieces if page >= 0 and page not in self._pages]

@@ -341,6 +341,6 @@ def test_a_proof_that_was_ended_solves_nothing_more(monkeypatch: pytest.MonkeyPa
     before_s = proof.bound_s
     proof.end()
     proof.branch(CountAllowance(PLENTY), 60, inf)
-    proof.integral(CountAllowance(PLENTY))
+    proof.integral(CountAllowance(PLENTY), is_whole=False)
     assert solved == []
     assert proof.bound_s == before_s

@@ -19,7 +19,7 @@ from poochplan.planner.effort import Effort, Progress
 from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.model.bound import Proof
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.search import optimise, polish
+from poochplan.planner.search import optimise, polish, walking
 from poochplan.planner.walks import annealing, warming
 from poochplan.planner.walks.annealing import Walker
 from tests.depth import seeds, tries
@@ -201,8 +201,8 @@ def test_an_error_in_one_thread_is_raised_and_ends_the_others(
         raise Broken
 
     monkeypatch.setattr(owner, name, fails)
-    monkeypatch.setattr(optimise, "EVALUATIONS_PER_VALUE", 5)
-    monkeypatch.setattr(optimise, "WALKS", 10**9)  # the others would go on to the end of their time
+    monkeypatch.setattr(walking, "EVALUATIONS_PER_VALUE", 5)
+    monkeypatch.setattr(walking, "WALKS", 10**9)  # the others would go on to the end of their time
     profile = large()
     with pytest.raises(Broken):
         plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, threads=3)

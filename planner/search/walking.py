@@ -1,0 +1,139 @@
+"""Where walks begin, in which order, and where they have ended. The threads of a search share it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from poochplan.planner.allowance import Allowance
+from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of
+from poochplan.planner.judge.candidate import swap_all
+from poochplan.planner.model.branching import Place, values_to_branch_on
+from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.walks.annealing import Walker
+from poochplan.planner.walks.incumbents import Found, Incumbents
+
+PLACES = 4
+"""In how many ways to decide the largest values walks begin."""
+EVALUATIONS_PER_VALUE = 250
+"""Simulations that one walk takes at most, at first."""
+LONGER = 6
+"""After so many walks they become twice as long, up to four times."""
+WALK_SHARE, DESCENT_SHARE = 0.5, 0.2
+"""Shares of what is left that one walk, and one descent, may take."""
+ENDS = 6
+"""How many ends of walks are remembered, for others to take decisions from."""
+WALKS = 12
+"""When every start has had its walk: after how many more without a gain there is nothing more to be had."""
+HOT, WARM, COOL = 0.02, 0.005, 0.003
+"""Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
+best plan."""
+MIN_GAIN = 1e-5
+"""Smallest gain of a walk that counts, as a share of the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a walk begins."""
+
+    codes: Bytes
+    origin: str
+    temperature: float
+    pinned: tuple[int, ...] = ()
+    """Values whose decisions do not change."""
+
+
+class Walking:
+    """State: the starts that wait for their walk, and the ends of those that were taken."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        values: Sequence[int],
+        tiny: frozenset[int],
+        incumbents: Incumbents,
+        allowance: Allowance,
+        seed: int,
+    ) -> None:
+        self.problem, self.values, self.tiny, self.incumbents = problem, tuple(values), tiny, incumbents
+        self._allowance, self._seed = allowance, seed
+        self._starts: list[Start] = []
+        self._ends: list[Found] = []
+        self._walks = self._again = self._last_gain = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more walks would hardly gain anything."""
+        return not self._starts and self._again >= self._last_gain + WALKS
+
+    def has_walked(self, again: int) -> bool:
+        """Whether every start has had its walk, and so many more were taken."""
+        return not self._starts and self._again >= again
+
+    def begin(self) -> None:
+        """The first starts: everything swapped; and until branching knows better the largest value each way."""
+        self._starts.append(self._pinned({}))
+        for value in values_to_branch_on(self.problem, self.values)[:1]:
+            has_replay = self.problem.replay.replays[value] is not None
+            ways = (SWAP, KEEP, RECOMPUTE) if has_replay else (SWAP, KEEP)
+            self._starts += [self._pinned({value: code}) for code in ways]
+
+    def look_in(self, places: Iterable[Place]) -> None:
+        """Starts with the large values decided as branching has them, before all others."""
+        starts = [self._pinned({v: int(place.codes[v]) for v in place.pinned}) for place in list(places)[:PLACES]]
+        with self._lock:
+            self._starts = starts + [start for start in self._starts if not start.pinned]
+
+    def look_near(self, codes: Bytes) -> None:
+        """A start at the rounded solution of a model."""
+        with self._lock:
+            self._starts.append(Start(codes, "ilp", WARM))
+
+    def once(self, walker: Walker) -> None:
+        """One walk, from the next start or again from where others ended; then down."""
+        with self._lock:
+            self._walks += 1
+            walk, start, ends = self._walks, self._starts.pop(0) if self._starts else None, list(self._ends)
+            self._again += start is None
+            again = self._again
+        length = EVALUATIONS_PER_VALUE * len(self.values) * 2 ** min(2, again // LONGER)
+        part, before_s = self._allowance.part(WALK_SHARE, length), self.incumbents.step_s
+        start, mate = (start, None) if start is not None else self._start_again(again, ends)
+        found = walker.anneal(
+            walker.try_styles(start.codes, start.origin),
+            part,
+            temperature=start.temperature,
+            seed=self._seed * 1000 + walk,
+            pinned=start.pinned,
+            mate=mate,
+        )
+        end = self.descend(walker, found)
+        with self._lock:
+            if self.incumbents.step_s < before_s * (1 - MIN_GAIN):
+                self._last_gain = self._again
+            self._ends = sorted([*self._ends, end], key=self.incumbents.rank)[:ENDS]
+
+    def descend(self, walker: Walker, found: Found) -> Found:
+        """Down to a local optimum, in the share that a descent may take."""
+        return walker.descend(found, self._allowance.part(DESCENT_SHARE, EVALUATIONS_PER_VALUE * len(self.values)))
+
+    def _start_again(self, again: int, ends: Sequence[Found]) -> tuple[Start, Found | None]:
+        """Where to walk when every start has had its walk, and a plan to take decisions from."""
+        best = self.incumbents.best()
+        if again % 4 == 0 or not ends:
+            largest = values_to_branch_on(self.problem, self.values)[:1] if again % 8 else ()
+            return self._pinned({value: int(best.wish[value]) for value in largest}), None
+        if again % 4 == 3 and len(ends) > 1:
+            return Start(ends[1].wish, ends[1].origin, COOL), best
+        return Start(best.wish, best.origin, COOL if again % 4 == 1 else WARM), ends[again % len(ends)]
+
+    def _pinned(self, decided: Mapping[int, int]) -> Start:
+        """Swap-all but for tiny values, which are kept, and for the decisions of some others, which do not change."""
+        codes = codes_of(swap_all(self.problem))
+        codes[list(self.tiny)] = KEEP
+        for value, decision in decided.items():
+            codes[value] = decision
+        return Start(codes, "ilp" if decided else "swap-all", HOT, tuple(decided))
