@@ -144,7 +144,7 @@ def _optimal(
     notes: tuple[str, ...] = ()
     if best.policy != ILP:
         notes = (f"its decisions were found by annealing that began at the plan of {best.policy!r}",)
-    policy = ILP if best.policy == ILP else "local search"
+    policy = ILP if best.policy == ILP else "annealing"
     return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed, compiled_s)
 
 

@@ -67,7 +67,7 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
     gap = max(0.0, found.best.simulation.step_s / bound_s - 1) if bound_s else None
     return Solve(
         policy=found.policy,
-        solver=solution.solver if solution else "none",
+        solver=optimum.solver if optimum else "none",
         status=optimum.status if optimum else SolveStatus.NOT_NEEDED,
         objective_s=solution.objective_s if solution else None,
         bound_s=bound_s,

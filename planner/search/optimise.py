@@ -81,6 +81,8 @@ class Optimum:
     status: SolveStatus
     rounds: int
     """How many linear or integer programs were solved."""
+    solver: str
+    """What proved the bound."""
     tiny: frozenset[int]
 
 
@@ -348,7 +350,7 @@ class _Search:
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
         status = SolveStatus.WITHIN_GAP if is_near else self._status()
-        return Optimum(best, self.solution, bound_s, status, self.rounds, self.tiny)
+        return Optimum(best, self.solution, bound_s, status, self.rounds, self.solver, self.tiny)
 
     def _status(self) -> SolveStatus:
         return self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status

@@ -108,7 +108,7 @@ def plan_rows(plan: Plan) -> Rows:
     prediction, solve = plan.prediction, plan.solve
     share = plan.budget_bytes / prediction.in_core_peak_bytes
     totals = decision_totals(plan)
-    found = f"{solve.policy} by {solve.solver}, {solve.status} in {format_seconds(solve.wall_s)}, {solve.rounds} rounds"
+    found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
     if solve.solver == "none":
         found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
     bound = {}
