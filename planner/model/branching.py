@@ -32,7 +32,7 @@ LARGE_SHARE = 0.02
 """Only values of at least this share of the saved bytes are."""
 
 
-@dataclass(frozen=True, eq=False, order=False)
+@dataclass(frozen=True, eq=False)
 class Node:
     """Some values decided, and what the relaxation makes of the others."""
 
@@ -71,19 +71,18 @@ class Branching:
     """Values to branch on, the largest first."""
     bound_s: float = 0.0
     """No plan within the budget has a shorter step, unless one was found that is as short as this."""
-    root: Node | None = None
     solved: int = 0
     _open: list[tuple[float, int, Node]] = field(default_factory=list)
     _leaves: list[Node] = field(default_factory=list)
 
-    def begin(self, allowance: Allowance, share: float = 1.0) -> None:
+    def begin(self, allowance: Allowance) -> None:
         """Solves the root: BOUND with nothing decided."""
-        found = self.relaxation.solve({}, allowance.limits(share))
+        found = self.relaxation.solve({}, allowance.limits())
         self.solved += 1
         self.bound_s = found.bound_s
-        self.root = _node(found, {}, 0.0)
-        if self.root is not None:
-            heapq.heappush(self._open, (self.root.bound_s, self.solved, self.root))
+        root = _node(found, {}, 0.0)
+        if root is not None:
+            heapq.heappush(self._open, (root.bound_s, self.solved, root))
 
     def step(self, allowance: Allowance, enough_s: float) -> bool:
         """Branches once; nodes that are not below ``enough_s`` are not looked into. Whether there is more to do."""

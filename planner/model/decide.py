@@ -24,7 +24,6 @@ class Solution:
     objective_s: float | None
     """Overhead in seconds by the fluid model."""
     status: SolverStatus
-    solver: str
 
 
 def solve_fluid(
@@ -50,7 +49,6 @@ def solve_fluid(
         decisions=None if found.values is None else _decisions(model, found.values),
         objective_s=None if found.objective is None else found.objective * model.time_unit_s,
         status=found.status,
-        solver=solver,
     )
 
 

@@ -1,9 +1,9 @@
 """The policy ``ilp``: linear programs say where to look and prove a bound, annealing looks there, the simulator judges.
 
-One thread proves: the relaxation BOUND, branching on the few largest values, then the MIP. The others walk: from the
-policies' plans, from the rounded solutions of the linear programs with the large values pinned, and again from the best
-plan. All of it ends when the step is within the wanted gap of the bound. What was found last is polished: its schedule
-is changed where the step waits.
+One thread proves: the relaxation BOUND, branching on the few largest values, then the MIP. The others walk: from
+everything swapped, with the largest values pinned as branching has them, from PLAN's rounded solution, and again from
+the best plan. All of it ends when the step is within the wanted gap of the bound. What was found last is polished: its
+schedule is changed where the step waits.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ MARGIN = 1.0
 more room than flowing bytes."""
 SOLVES = 60
 """How many linear programs branching solves at most."""
-INTEGRAL_VALUES = 96
-"""With no more values than this, PLAN is solved with its integrality too."""
-PROVEN_VALUES = 96
-"""With no more values than this, BOUND is solved with its integrality too: by one thread with fluid copies, by another
-with large values in one piece."""
+SMALL = 96
+"""With no more values than this, PLAN is solved with its integrality too, and so is BOUND: by one thread with fluid
+copies, by another with large values in one piece."""
 WALKS_FIRST = 6
 """So many walks are taken before that other thread does so, when every start has had its walk."""
 LARGE_SHARE, GRID = 0.01, 30
@@ -220,8 +218,8 @@ class _Search:
 
     @property
     def is_small(self) -> bool:
-        """Whether BOUND with integrality says more than its relaxation in the time there is."""
-        return len(self.values) <= PROVEN_VALUES
+        """Whether integer programs say more than their relaxations in the time there is."""
+        return len(self.values) <= SMALL
 
     # -- how far it is ------------------------------------------------------------------------------------------------
 
@@ -277,7 +275,7 @@ class _Search:
         request = Request(self.budget_bytes, self.values, host_bytes=self.effort.host_bytes)
         less = replace(request, budget_bytes=int(self.budget_bytes - MARGIN * largest))
         self._solve(walker, less, is_relaxed=True)
-        if len(self.values) <= INTEGRAL_VALUES and not self.is_over:
+        if self.is_small and not self.is_over:
             whole = large_values(self.problem, self.values, LARGE_SHARE)
             self._solve(walker, replace(request, whole=whole, grid=GRID), is_relaxed=False)
 
