@@ -1,0 +1,118 @@
+"""Walks for tests: problems, walkers at their begin, and walks taken one step at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from poochplan.errors import PoochError
+from poochplan.formats.plan import Decision
+from poochplan.planner.allowance import CountAllowance
+from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of
+from poochplan.planner.evaluator.layout import layout_of
+from poochplan.planner.evaluator.scratch import scratch_for
+from poochplan.planner.judge.candidate import movable, swap_all, swap_all_on_demand
+from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.walks.annealing import Walker, ground_of
+from poochplan.planner.walks.incumbents import Found, Incumbents
+from poochplan.planner.walks.walk import DRAWS, Ground, Limits, Trail, scored, walk_on
+from tests.planner.random_profiles import (
+    random_profile,
+    with_random_thread,
+)
+
+STEPS = 400
+WARMTH = 0.01
+HIGHEST_DRAW = float(np.nextafter(1.0, 0.0))
+KINDS = {"exchange": 0.1, "few": 0.4, "role": 0.7, "window": 0.8, "layer": 0.9, "take over": 0.96, "style": 0.99}
+"""A first draw of a step, by the change that it leads to."""
+
+
+def random_problems(count: int) -> Iterator[tuple[int, Problem]]:
+    """So many problems of up to 60 ops, among them some with a launching thread."""
+    seed = found = 0
+    while found < count:
+        profile = random_profile(seed, 5 + 7 * seed % 55)
+        try:
+            yield seed, build_problem(with_random_thread(profile, seed) if seed % 3 else profile)
+            found += 1
+        except PoochError:  # nothing is saved
+            pass
+        seed += 1
+
+
+def tight(problem: Problem, share: float = 0.3) -> int:
+    """Between the smallest budget and what keeping everything takes."""
+    smallest = swap_all_on_demand(problem).peak_bytes
+    return smallest + int(share * max(0, int(problem.base_bytes.max() + problem.rounded_bytes.sum()) - smallest))
+
+
+def walker_for(
+    problem: Problem,
+    budget_bytes: int | None = None,
+    host_bytes: int | None = None,
+    values: Sequence[int] | None = None,
+) -> Walker:
+    found = Incumbents(problem, tight(problem) if budget_bytes is None else budget_bytes, host_bytes)
+    return Walker(problem, layout_of(problem), movable(problem) if values is None else values, found)
+
+
+def anneal(walker: Walker, begin: Found, evaluations: int = STEPS, seed: int = 0, **options: Sequence[int]) -> Found:
+    return walker.anneal(
+        begin, CountAllowance(evaluations), temperature=WARMTH, seed=seed, pinned=options.get("pinned", ())
+    )
+
+
+def begin_at(walker: Walker, wish: Sequence[Decision] | None = None) -> Found:
+    return walker.try_styles(codes_of(swap_all(walker.problem) if wish is None else wish), "here")
+
+
+@dataclass
+class Steps:
+    """State: a walk that is taken one step at a time, so that every trial can be looked at."""
+
+    problem: Problem
+    values: Sequence[int]
+    temperature: float = WARMTH
+    mate: Bytes | None = None
+    trail: Trail = field(init=False)
+    ground: Ground = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = layout_of(self.problem)
+        self.scratch = scratch_for(self.layout)
+        self.limits = Limits(tight(self.problem), -1)
+        self.ground = ground_of(self.problem, self.values)
+        here = codes_of(swap_all(self.problem))
+        first = scored(self.layout, self.scratch, self.limits, 0, here)
+        self.trail = Trail(
+            here=here,
+            best=here.copy(),
+            trial=here.copy(),
+            mate=here.copy() if self.mate is None else self.mate,
+            scores=np.array([first, first]),
+            styles=np.array([0, 0]),
+        )
+
+    def take(self, draws: Sequence[float]) -> tuple[Bytes, Bytes]:
+        """Where the walk was before the step, and what the step tried."""
+        before = self.trail.here.copy()
+        given = np.array(draws)
+        walk_on(self.layout, self.scratch, self.ground, self.trail, self.limits, 1, self.temperature, given)
+        return before, self.trail.trial.copy()
+
+
+def draws_of(kind: float, rng: random.Random) -> list[float]:
+    return [kind, *(rng.random() for _ in range(DRAWS - 2)), 0.0]
+
+
+def assert_possible(problem: Problem, wish: Bytes) -> None:
+    """Each value has a decision that it can have."""
+    for value, code in enumerate(wish.tolist()):
+        assert code in (KEEP, SWAP, RECOMPUTE)
+        assert code == KEEP or not problem.must_keep[value]
+        assert code != RECOMPUTE or problem.replay.replays[value] is not None
