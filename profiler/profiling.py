@@ -103,7 +103,7 @@ def profile(
     SpillError
         The spill directory cannot be used.
     """
-    check_no_session("profile()", model)
+    check_no_session("profile()", [model])
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     options = Options(

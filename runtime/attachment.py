@@ -1,0 +1,210 @@
+"""Attachment: an engine put on models and on torch for the length of a block; it sees which calls are steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from poochplan.errors import UsageError
+from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.drivers.driver import Chooser
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.modes import (
+    ToggledMode,
+    around_compiled,
+    before_forward,
+    uncompiled_hooks,
+    where_forward_raises,
+)
+from poochplan.tensors.signatures import input_signature, tensor_leaves
+from poochplan.tensors.torch_private import in_backward
+
+from .one_session import entered
+from .optimizer_steps import after_optimizer_steps
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def own_hooks(engine: Engine) -> Hooks:
+    """The engine's, as they are."""
+    return engine.pack, engine.unpack
+
+
+class Attachment:
+    """A context manager. States: *new*, *open* (inside the block), *away* (in-core for a while), *closed*.
+
+    After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
+    back with the last of them, and the C library's allocator goes back to keeping what is freed
+    (:mod:`poochplan.tensors.malloc`).
+
+    Parameters
+    ----------
+    models: by name, each with hooks of its own; a lone one has the name "".
+    kind: of their device.
+    open_device: called as the block is entered.
+    chooser: gives each segment its driver.
+    chosen: told when the open segment has its driver.
+    ended: told each segment when it is over, as the next begins.
+    observers, rebuild: the engine's.
+    hooks: what autograd is to call; by default the engine's own.
+    gives_up: whether anything may leave the device.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        kind: str,
+        open_device: Callable[[], Device],
+        chooser: Chooser,
+        *,
+        chosen: Callable[[], None],
+        ended: Callable[[Segment], None],
+        observers: Sequence[ToggledMode] = (),
+        rebuild: Rebuild = rebuild_together,
+        hooks: Callable[[Engine], Hooks] = own_hooks,
+        gives_up: bool = True,
+    ) -> None:
+        self.models = models
+        self.whole = together(models)
+        self._kind = kind
+        self._open_device = open_device
+        self._chooser = chooser
+        self._chosen = chosen
+        self._ended = ended
+        self._observers = observers
+        self._rebuild = rebuild
+        self._make_hooks = hooks
+        self._gives_up = gives_up
+        self.state: Literal["new", "open", "away", "closed"] = "new"
+        self._thread: int | None = None
+        self._stack = ExitStack()
+        self._held = ExitStack()
+        """What lasts until the last handle is gone: the device, and how its memory is given back."""
+
+    def __enter__(self) -> Attachment:
+        with ExitStack() as stack:  # undone when one of these fails
+            if self._kind == "cuda":
+                refuse_graphs(self.whole)
+            stack.enter_context(entered(self))
+            stack.callback(self._let_go)
+            if self._kind == "cpu" and self._gives_up:
+                self._held.enter_context(freed_memory_given_back())
+            self.device = self._held.enter_context(closing(self._open_device()))
+            self.engine = Engine(
+                self._chooser,
+                self.device,
+                self.whole,
+                rebuild=self._rebuild,
+                observers=self._observers,
+                on_segment_end=self._ended,
+                on_idle=self._idle,
+            )
+            stack.enter_context(around_compiled(self.whole, self._without_modes))
+            for model in self.models.values():
+                stack.enter_context(before_forward(model, self._forward_begins))
+                stack.enter_context(where_forward_raises(model, self._forward_raised))
+            stack.enter_context(after_optimizer_steps(self.whole, self._optimizer_stepped))
+            self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
+            stack.enter_context(self._hooks)
+            self.state, self._thread = "open", threading.get_ident()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.state = "closed"
+        self._stack.close()
+
+    @property
+    def thread(self) -> int | None:
+        """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
+        return self._thread if self.state == "open" else None
+
+    def begin_segment(self) -> None:
+        """The caller says that a segment begins here, and will say so from now on."""
+        self.engine.cursor.announced()
+        self._begin()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Steps inside run in-core, as if nothing were attached. On the level of the ``with`` block only."""
+        if self.state != "open":
+            raise UsageError(f"away(): expected an open session, found a {self.state} one")
+        self.state = "away"
+        with self.engine.quiet():
+            self._hooks.__exit__()
+            try:
+                yield
+            finally:
+                self._hooks.__enter__()
+                self.state = "open"
+
+    # -- called by the engine and by torch --------------------------------------------------------------------
+
+    def _is_ours(self) -> bool:
+        return self.state == "open" and threading.get_ident() == self._thread
+
+    def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A segment begins at the first forward after a backward, or when nothing of the last one is held any more."""
+        if self.state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+            return
+        if in_backward():  # a checkpoint of the user's runs forward again in backward
+            return
+        if self._kind == "cuda":
+            refuse_capture()
+        if self.engine.cursor.forward_begins_one():
+            self._begin()
+            leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
+            self.engine.tape.is_given(tensor for _, tensor in leaves)
+        if self.engine.model_is_called(lambda: input_signature(args, kwargs)):
+            self._chosen()
+
+    def _begin(self) -> None:
+        self.engine.begin()
+        if not self.engine.awaits_inputs:
+            self._chosen()
+
+    def _forward_raised(self) -> None:
+        if self._is_ours() and not in_backward():
+            self.engine.forward_raised()
+
+    def _optimizer_stepped(self) -> None:
+        if self._is_ours():
+            self.engine.optimizer_stepped()
+
+    def _idle(self) -> None:
+        if self.state == "closed":
+            self._held.close()
+
+    def _let_go(self) -> None:
+        if self.state == "new" or not self.engine.cursor.holds_values:  # otherwise with the last of them
+            self._held.close()
+
+    def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with self.engine.quiet():
+                return call(*args, **kwargs)
+
+        return quiet
+
+
+def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """One module that has them all, under their names; a lone one named "" is itself.
+
+    Raises ``UsageError`` for a name that a module cannot have.
+    """
+    if list(models) == [""]:
+        return models[""]
+    try:
+        return torch.nn.ModuleDict(dict(models))
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}"
+        ) from error
