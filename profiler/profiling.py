@@ -18,6 +18,7 @@ from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_not
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
+from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
@@ -226,9 +227,11 @@ SWAPPED = (
 )
 
 
-def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> Capture:
+def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
     tracker, static = LayerTracker(), static_keys(model, where.type)
-    return Capture(where.type, tracker, static) if store is None else HostedCapture(where.type, tracker, static, store)
+    if store is None:
+        return ClonedCapture(where.type, tracker, static)
+    return HostedCapture(where.type, tracker, static, store)
 
 
 def _assembler(

@@ -15,9 +15,9 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.garbage import collected_after
+from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.swap_all import SwapAll
-from poochplan.tensors.storages import has_storage, parts_of
 
 
 class Runner:
@@ -82,29 +82,23 @@ class Runner:
         return time.perf_counter() - (self.swap_all.seconds if self.swap_all is not None else 0.0)
 
 
-def captured(runner: Runner, capture: Capture) -> tuple[Capture, dict[int, Kind]]:
+def captured(runner: Runner, capture: Capture) -> tuple[Capture, Kinds]:
     """The capture after one step of the runner's, and what kind of value each is that was there before."""
-    model, optimizer, device = runner.model, runner.optimizer, capture.device_type
+    model = runner.model
     gc.collect()  # what waits for it from the step before is not this one's
-    kinds: dict[int, Kind] = {}
-
-    def note(tensors: Any, kind: Kind) -> None:
-        for tensor in tensors:
-            for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if has_storage(part, device):
-                    kinds.setdefault(capture.value_of(part), kind)
+    kinds = Kinds(capture)
 
     def enter(phase: Phase) -> None:
         capture.phase = phase
         if phase is Phase.OPTIMIZER:
-            note((p.grad for p in model.parameters()), Kind.GRADIENT)
+            kinds.note_gradients(model)
 
-    note([runner.loss, *_gradients_held_by(runner.loss, set(model.parameters()))], Kind.INPUT)
-    note(model.parameters(), Kind.PARAMETER)
-    note(model.buffers(), Kind.BUFFER)
-    if optimizer is not None:
-        note((value for state in optimizer.state.values() for value in state.values()), Kind.OPTIMIZER_STATE)
-    note((p.grad for p in model.parameters() if runner.accumulate), Kind.GRADIENT)
+    kinds.note([runner.loss, *_gradients_held_by(runner.loss, set(model.parameters()))], Kind.INPUT)
+    kinds.note_model(model)
+    if runner.optimizer is not None:
+        kinds.note_optimizer(runner.optimizer)
+    if runner.accumulate:
+        kinds.note_gradients(model)
     with collected_after(capture), capture.running(model):
         runner.bare_step(enter)
     return capture, kinds

@@ -1,8 +1,7 @@
 """Capture: one real step, every op and value of it, and when each value would die if autograd did not hold it.
 
-The pack hook clones each saved value and lets go of the original, and backward runs on the clones. So the death of an
-original tells when forward itself lets go of it (forward death), and the death of a handle when autograd does; memory
-during capture is about that of the in-core step.
+What autograd saves has to leave its storage for another one at once (a clone, or the host). So the death of the
+original tells when forward itself lets go of it (forward death), and the death of its handles when autograd does.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.errors import StepError
 from poochplan.formats.profile import Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
-from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.modes import ToggledMode, around_compiled, before_forward, uncompiled_hooks
+from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
-from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import (
-    Geometry,
     has_storage,
     is_host_scalar,
     is_made_of_parts,
@@ -35,7 +30,7 @@ from poochplan.tensors.storages import (
 from poochplan.tensors.torch_private import pytree, storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
-from .captured import COMPILED_REGION, CapturedHandle, CapturedOp, CapturedValue, Clone, shapes_of
+from .captured import COMPILED_REGION, CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of, workspace_of
 
 
@@ -63,8 +58,7 @@ class Capture(ToggledMode):
         self._paused = False
         self._by_key: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._clones: dict[int, weakref.ref[Clone]] = {}
-        self._clone_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
@@ -75,18 +69,22 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         """Captures for the length of a block."""
-        with (
-            self.tracker.on(model),
-            around_compiled(model, self._opaque_region),
-            before_forward(model, self._called),
-            uncompiled_hooks(self.pack, self.unpack),
-        ):
+        with self.tracker.on(model), around_compiled(model, self._opaque_region):
             self.switch_on()
             try:
                 yield self
             finally:
                 self.switch_off()
                 self._read_clock()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose ops are not the step's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _read_clock(self) -> None:
         self._clock.synchronize()
@@ -111,10 +109,6 @@ class Capture(ToggledMode):
         """The value of the tensor's storage; one met for the first time was there before the step."""
         known = self._by_key.get(storage_key(tensor))
         return known if known is not None else self._new_value(tensor, "", born=-1)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inputs is None:
-            self.inputs = input_signature(args, kwargs)
 
     # -- ops --------------------------------------------------------------------------------------------------
 
@@ -147,12 +141,9 @@ class Capture(ToggledMode):
         """The tensors among them that have storages, and those that sparse and nested ones are made of."""
         if not any(isinstance(leaf, torch.Tensor) and is_made_of_parts(leaf) for leaf in leaves):
             return [x for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)]
-        paused, self._paused = self._paused, True
-        try:
+        with self.paused():
             parts = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in parts_of(leaf)]
             return [part for part in parts if has_storage(part, self.device_type)]
-        finally:
-            self._paused = paused
 
     def _can_be_recorded(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor, self.device_type) or is_host_scalar(tensor, self.device_type)
@@ -223,20 +214,20 @@ class Capture(ToggledMode):
 
     # -- points -----------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
-        if (
-            not is_plain(tensor, self.device_type)
-            or storage_key(tensor) in self._static
-            or self.phase is not Phase.FORWARD
-        ):
-            self._kept(tensor)
-            return tensor.detach()
+    def is_moved(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is saved may be moved or rebuilt by a plan."""
+        plain = is_plain(tensor, self.device_type)
+        return plain and storage_key(tensor) not in self._static and self.phase is Phase.FORWARD
+
+    def saved(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
+        """Notes a pack of a tensor that may be moved: its value, the handle's ordinal, and whether its content is that
+        of an earlier pack of the value.
+        """
         number = self._packed_value(tensor)
         value = self.values[number]
         ordinal, dtype, shape = len(self.handles), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        clone_reference = self._clones.get(number)
-        clone = clone_reference() if clone_reference is not None else None
-        if number not in self.saved_values:
+        again = number in self.saved_values
+        if not again:
             self.saved_values.add(number)
             value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
@@ -244,17 +235,15 @@ class Capture(ToggledMode):
             self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
-            clone = None
-        if clone is None:
-            clone = self._cloned(tensor.untyped_storage(), number)
-            self._clones[number] = weakref.ref(clone)
-        handle = CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.handle_died)
+            again = False
         self.handles.append((number, self.tracker.current(), dtype, shape))
-        self._live_handles[number] = self._live_handles.get(number, 0) + 1
-        value.let_go = None
-        return handle
+        return number, ordinal, again
 
-    def _kept(self, tensor: torch.Tensor) -> None:
+    def used(self, ordinal: int) -> None:
+        """Notes the first use of a handle."""
+        self.points.append((PointKind.USE, ordinal, len(self.ops)))
+
+    def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
         if self.phase is Phase.FORWARD and is_made_of_parts(tensor):
             parts = [part for part in self._ordinary([tensor]) if storage_key(part) not in self._static]
@@ -275,52 +264,26 @@ class Capture(ToggledMode):
             self.ops[-1].outputs.append(number)
         return number
 
-    def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
-        if isinstance(handle, torch.Tensor):
-            return handle
-        if self.phase is Phase.FORWARD:
-            raise StepError(CALLS_BACKWARD)
-        if not handle.used:
-            handle.used = True
-            self.points.append((PointKind.USE, handle.ordinal, len(self.ops)))
-        self._paused = True
-        try:
-            return self._on(self._storage_of(handle.holder, handle.value), handle.geometry)
-        finally:
-            self._paused = False
+    # -- copies of saved values, on which backward runs ------------------------------------------------------
 
-    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
-        """A copy of the value ``number``, which lies in ``storage``."""
-        copy = self._copy(storage)
-        self._follow_clone(copy, number)
-        return Clone(copy)
+    def holds(self, number: int) -> None:
+        """One holder more of the copy of a saved value: a handle, or what the handles share."""
+        self._live_handles[number] = self._live_handles.get(number, 0) + 1
+        self.values[number].let_go = None
 
-    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
-        """Where the copy of the value ``number`` is to be read."""
-        assert clone.storage is not None
-        return clone.storage
-
-    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-        """A tensor of that geometry on a clone."""
-        return geometry.on(storage)
-
-    def handle_died(self, number: int) -> None:
+    def let_go(self, number: int) -> None:
+        """One holder less."""
         self._live_handles[number] -= 1
         if self._live_handles[number] == 0:
             self.values[number].let_go = self.last_tick
 
-    def _follow_clone(self, storage: torch.UntypedStorage, number: int) -> None:
+    def is_copied_to(self, storage: torch.UntypedStorage, number: int) -> None:
+        """The storage holds what was saved of a value: ops that read it read the value."""
         key = storage_identity(storage)
-        self._by_key[key] = number
-        self._clone_deaths[key] = weakref.ref(storage, lambda _: self._clone_died(key))
+        if key not in self._copy_deaths:
+            self._by_key[key] = number
+            self._copy_deaths[key] = weakref.ref(storage, lambda _: self._copy_died(key))
 
-    def _clone_died(self, key: int) -> None:
+    def _copy_died(self, key: int) -> None:
         self._by_key.pop(key, None)
-        self._clone_deaths.pop(key, None)
-
-    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        self._paused = True
-        try:
-            return storage.clone()
-        finally:
-            self._paused = False
+        self._copy_deaths.pop(key, None)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
-from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
@@ -109,7 +109,7 @@ def _small(leaves: list[Any]) -> bool:
     return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-class FakeCapture(Capture):
+class FakeCapture(ClonedCapture):
     """The capture of a step on fake tensors; an op takes the seconds of a roofline, or is described in ``specs``."""
 
     def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -44,23 +45,37 @@ def verify(
     one_step: Callable[[], Any],
     spill_dir: str | Path | None,
 ) -> Profile:
-    """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
+    """The profile with ``unreplayable`` set on every value whose replay was tried and failed, by steps run now."""
+    where = model_device(model, profile.device.kind)
+    trials = verification(profile)
+    try:
+        trial = next(trials)
+        while True:
+            trial = trials.send(_tried(trial, where, model, one_step, spill_dir))
+    except StopIteration as verified:
+        return cast(Profile, verified.value)
 
-    Runs one step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
+
+def verification(profile: Profile) -> Generator[Instructions, Verify, Profile]:
+    """Asks for one step after another under :class:`Verify`, and gives the profile with ``unreplayable`` set on every
+    value whose replay was tried and failed.
+
+    One step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
     of a profile of mode ``swap-all`` two steps try a part of the values each, and memory is about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
     step has verified is not recomputed. A note says where they diverge, and one for each reason why values were marked.
     """
     unverified = profile
-    where = model_device(model, profile.device.kind)
     parts = 2 if profile.mode == "swap-all" else 1
     divergence = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()
         trials = _trials(profile, parts)
         for _ in range(MOST_TRIES):
-            tried = [_tried(trial, where, model, one_step, spill_dir) for trial in trials]
+            tried: list[Verify] = []
+            for trial in trials:
+                tried.append((yield trial))
             divergence = divergence or next((one.divergence for one in tried if one.divergence), "")
             verified = verified.union(*(one.verified for one in tried))
             diverged = any(one.divergence for one in tried)
@@ -102,20 +117,22 @@ def _tried(
     spill_dir: str | Path | None,
 ) -> Verify:
     """What one step has told."""
-    swaps = any(value.decision is Decision.SWAP for value in instructions.values)
     with contextlib.ExitStack() as stack:
         device = open_device(where, spill_dir)
         stack.callback(device.close)
-        store = HostStore(where, spill_dir) if swaps else None
-        if store is not None:
-            stack.callback(store.close)
-        verify = Verify(Follow(Course.of(instructions), SwapEach()), model, store)
+        verify = verifying(instructions, model, lambda: stack.enter_context(closing(HostStore(where, spill_dir))))
         engine = Engine(Always(lambda: verify), device, model, rebuild=verify.rebuild)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RuntimeWarning)
         stack.enter_context(under(engine, model, engine.pack, engine.unpack))
         one_step()
     return verify
+
+
+def verifying(instructions: Instructions, model: torch.nn.Module, new_store: Callable[[], HostStore]) -> Verify:
+    """The driver for a step that is to try these; copies are on the host where something is swapped."""
+    swaps = any(value.decision is Decision.SWAP for value in instructions.values)
+    return Verify(Follow(Course.of(instructions), SwapEach()), model, new_store() if swaps else None)
 
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:

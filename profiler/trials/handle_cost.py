@@ -22,8 +22,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
-from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current
+from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import restored
@@ -232,10 +232,10 @@ class _Network:
         return seconds
 
     def _profile(self) -> Profile:
-        capture = Capture(self.where.type, LayerTracker(), static_keys(self.model, self.where.type))
+        capture = ClonedCapture(self.where.type, LayerTracker(), static_keys(self.model, self.where.type))
         runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
-        capture, kinds = captured(runner, capture)
-        return untimed(capture, kinds, self.model, "run")
+        made, kinds = captured(runner, capture)
+        return untimed(made, kinds, self.model, "run")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from poochplan.formats.plan import host_aligned
-from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import Clone
 from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
@@ -115,7 +115,7 @@ class HostedClone(Clone):
         self.home: Stream | None = None
 
 
-class HostedCapture(Capture):
+class HostedCapture(ClonedCapture):
     """The capture whose copies lie on the host."""
 
     def __init__(self, device_type: str, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
@@ -132,7 +132,7 @@ class HostedCapture(Capture):
             with without_modes():
                 clone.storage = self._store.get(clone.offset, clone.size_bytes)
             clone.home = self._store.device.compute
-            self._follow_clone(clone.storage, number)
+            self.is_copied_to(clone.storage, number)
         assert clone.home is not None
         self._store.device.use(clone.storage, clone.home)
         return clone.storage
