@@ -251,7 +251,7 @@ def _assembler(
             workload=workload,
             mode=mode,
             device=this_machine(where),
-            library_bytes=held_bytes,
+            held_bytes={"cublas": held_bytes},
             notes=notes,
             accumulate=runner.accumulate,
         )

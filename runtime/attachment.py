@@ -28,7 +28,7 @@ from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.torch_private import in_backward
 
 from .one_session import entered
-from .optimizer_steps import after_optimizer_steps
+from .optimizer_steps import around_optimizer_steps
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -83,6 +83,8 @@ class Attachment:
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
+        self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
+        """Gives what is called in the place of a compiled callable; None for that itself."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
         self._thread: int | None = None
         self._stack = ExitStack()
@@ -111,7 +113,7 @@ class Attachment:
             for model in self.models.values():
                 stack.enter_context(before_forward(model, self._forward_begins))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
-            stack.enter_context(after_optimizer_steps(self.whole, self._optimizer_stepped))
+            stack.enter_context(around_optimizer_steps(self.whole, lambda _: None, self._optimizer_stepped))
             self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
             stack.enter_context(self._hooks)
             self.state, self._thread = "open", threading.get_ident()
@@ -175,7 +177,7 @@ class Attachment:
         if self._is_ours() and not in_backward():
             self.engine.forward_raised()
 
-    def _optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
 
@@ -189,8 +191,10 @@ class Attachment:
 
     def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def quiet(*args: Any, **kwargs: Any) -> Any:
+            around = self.around_region
+            run = call if around is None else around(path, call)
             with self.engine.quiet():
-                return call(*args, **kwargs)
+                return run(*args, **kwargs)
 
         return quiet
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -33,18 +35,17 @@ def assemble(
     device: Device,
     notes: list[str],
     accumulate: bool,
-    library_bytes: int = 0,
+    held_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Profile:
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
-    its lifetimes.
+    its lifetimes. ``held_bytes``: what else is there all step long, by name.
     """
     seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
     ops, points = build_ops(capture, seconds.durations_s, seconds.spreads_s), build_points(capture)
     last_tick = len(ops) + len(points) - 1
     values = build_values(capture, kinds, last_tick)
     fingerprint = ops_fingerprint(ops, points, values)
-    if library_bytes:
-        values = (*values, _library_value(library_bytes, last_tick))
+    values += tuple(_held_value(name, size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes)
     draft = Profile(
         workload=workload or type(model).__name__,
         mode=mode,
@@ -112,10 +113,10 @@ def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
     }
 
 
-def _library_value(size_bytes: int, last_tick: int) -> Value:
-    """What cuBLAS holds all step long: part of every peak, and nobody's to decide about."""
+def _held_value(name: str, size_bytes: int, last_tick: int) -> Value:
+    """What is there all step long, such as what cuBLAS holds: part of every peak, and nobody's to decide about."""
     return Value(
-        name="before/cublas",
+        name=f"before/{name}",
         layer="",
         kind=Kind.INPUT,
         size_bytes=size_bytes,

@@ -17,7 +17,7 @@ import torch
 from poochplan.formats.profile import Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.modes import ToggledMode, around_compiled
+from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (
     has_storage,
@@ -68,8 +68,8 @@ class Capture(ToggledMode):
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
-        """Captures for the length of a block."""
-        with self.tracker.on(model), around_compiled(model, self._opaque_region):
+        """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
+        with self.tracker.on(model):
             self.switch_on()
             try:
                 yield self
@@ -107,8 +107,12 @@ class Capture(ToggledMode):
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage; one met for the first time was there before the step."""
-        known = self._by_key.get(storage_key(tensor))
-        return known if known is not None else self._new_value(tensor, "", born=-1)
+        known = self.value_if_known(tensor)
+        return known if known >= 0 else self._new_value(tensor, "", born=-1)
+
+    def value_if_known(self, tensor: torch.Tensor) -> int:
+        """The value of the tensor's storage, or -1."""
+        return self._by_key.get(storage_key(tensor), -1)
 
     # -- ops --------------------------------------------------------------------------------------------------
 
@@ -191,7 +195,9 @@ class Capture(ToggledMode):
         if self._by_key.get(value.key) == number:
             del self._by_key[value.key]
 
-    def _opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+
         def region(*args: Any, **kwargs: Any) -> Any:
             op = CapturedOp(COMPILED_REGION, path, self.phase)
             op.opaque = True

@@ -16,7 +16,7 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.modes import before_forward, uncompiled_hooks
+from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import Geometry
 
@@ -33,7 +33,12 @@ class ClonedCapture(Capture):
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
-        with before_forward(model, self._called), uncompiled_hooks(self.pack, self.unpack), super().running(model):
+        with (
+            around_compiled(model, self.region),
+            before_forward(model, self._called),
+            uncompiled_hooks(self.pack, self.unpack),
+            super().running(model),
+        ):
             yield self
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -68,7 +68,9 @@ class OpTimer(ToggledMode):
         self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
         return outputs
 
-    def opaque_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+
         def region(*args: Any, **kwargs: Any) -> Any:
             with self.away():
                 outputs = self._timed(call, args, kwargs)
@@ -89,6 +91,30 @@ class OpTimer(ToggledMode):
         return [self._clock.seconds(begin, end) for begin, end in self._marks]
 
 
+class OpRuns:
+    """What timed steps have said so far of the ops of the captured one."""
+
+    def __init__(self, captured: list[CapturedOp]) -> None:
+        self._wanted = _dispatched(captured)
+        self._runs: list[list[float]] = []
+        self._differences: dict[str, str] = {}
+        self._steps = 0
+
+    def add(self, timer: OpTimer) -> None:
+        """One step; it is used if it dispatched the same ops, also where their shapes differ."""
+        self._steps += 1
+        what, difference = _first_difference(self._wanted, timer.ops)
+        if what:
+            self._differences.setdefault(what, difference)
+        if what != "ops":
+            self._runs.append(timer.durations_s())
+
+    def times(self) -> OpTimes:
+        """All of them together."""
+        note = _note(self._differences, len(self._runs), self._steps)
+        return OpTimes(np.array(self._runs) if self._runs else None, note)
+
+
 def time_ops(
     model: torch.nn.Module,
     where: torch.device,
@@ -100,17 +126,10 @@ def time_ops(
 
     Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
     """
-    wanted = _dispatched(captured)
-    runs: list[list[float]] = []
-    differences: dict[str, str] = {}
+    runs = OpRuns(captured)
     for _ in range(iterations):
-        timer = _timed_step(model, where, one_step)
-        what, difference = _first_difference(wanted, timer.ops)
-        if what:
-            differences.setdefault(what, difference)
-        if what != "ops":
-            runs.append(timer.durations_s())
-    return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations))
+        runs.add(_timed_step(model, where, one_step))
+    return runs.times()
 
 
 def steps_differ(
@@ -137,7 +156,7 @@ def _timed_step(
     """The timer of one step."""
     tracker = LayerTracker()
     timer = OpTimer(clock_of(where), tracker)
-    with tracker.on(model), around_compiled(model, timer.opaque_region):
+    with tracker.on(model), around_compiled(model, timer.region):
         timer.switch_on()
         try:
             one_step(timer.enter)

@@ -36,7 +36,7 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
 
     def refusing(run: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _being_compiled(outputs):
+            if not is_the_compilers(outputs):
                 raise StepError(CALLS_BACKWARD if kwargs.get("accumulate_grad") else TAKES_GRADIENTS)
             return run(outputs, *args, **kwargs)
 
@@ -59,7 +59,7 @@ def forward_only(model: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _being_compiled(outputs: Any) -> bool:
+def is_the_compilers(outputs: Any) -> bool:
     """Whether it is the compiler that runs this backward: it traces one while it compiles forward."""
     traced = all(isinstance(x, (FunctionalTensor, FakeTensor)) and not stands_for_memory(x) for x in outputs)
     return traced or is_tracing()

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from poochplan.errors import SpillError
-from poochplan.formats.plan import Decision
+from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
@@ -92,18 +92,27 @@ def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_di
     under the engine; on the small network where steps differ in what they save.
     """
     where = model_device(model, profile.device.kind)
-    measured = measured_on(where, torch.get_num_threads())
-    if measured is None:
-        return profile
-    cost = measured.cost
-    keeping = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
     device = open_device(where, spill_dir)
     try:
-        engine = Engine(Planned(msgspec.structs.replace(keeping, record_from_start=False)), device, model)
+        engine = Engine(Planned(keeping(profile)), device, model)
         tried = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
     finally:
         device.close()
-    steps = [seconds for seconds in tried if seconds is not None]
+    measured = measured_on(where, torch.get_num_threads())
+    return with_handles(profile, measured, [seconds for seconds in tried if seconds is not None])
+
+
+def keeping(profile: Profile) -> Instructions:
+    """Those that keep every value."""
+    instructions = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
+    return msgspec.structs.replace(instructions, record_from_start=False)
+
+
+def with_handles(profile: Profile, measured: Measured | None, steps: Sequence[HookSeconds]) -> Profile:
+    """The profile with what the runtime costs; ``steps`` kept every value under the engine."""
+    if measured is None:
+        return profile
+    cost = measured.cost
     if steps and profile.handles:
         least, count = min(steps, key=lambda seconds: seconds.total_s), len(profile.handles)
         cost = msgspec.structs.replace(

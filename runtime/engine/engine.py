@@ -90,7 +90,7 @@ class Engine:
         self._model = model
         self._observers = observers
         self._on_segment_end = on_segment_end
-        self._fallbacks = Fallbacks()
+        self.fallbacks = Fallbacks()
         self._lock = threading.RLock()
 
     @property
@@ -362,4 +362,4 @@ class Engine:
         self._carry_out(actions)
 
     def _fell_back(self, kind: FallbackKind, reason: str) -> None:
-        self._fallbacks.count(self.segment.report, kind, reason)
+        self.fallbacks.count(self.segment.report, kind, reason)

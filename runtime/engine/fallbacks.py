@@ -8,9 +8,10 @@ from poochplan.runtime.run_report import FallbackKind, StepReport
 
 
 class Fallbacks:
-    """State: the kinds that were warned of."""
+    """State: the kinds that were warned of; and whether nothing is to be warned of for now (``silent``)."""
 
     def __init__(self) -> None:
+        self.silent = False
         self._warned: set[FallbackKind] = set()
 
     def count(self, report: StepReport, kind: FallbackKind, reason: str) -> None:
@@ -19,7 +20,7 @@ class Fallbacks:
         report.fallback_kinds[kind] = report.fallback_kinds.get(kind, 0) + 1
         if reason not in report.fallback_reasons:
             report.fallback_reasons.append(reason)
-        if kind not in self._warned:
+        if kind not in self._warned and not self.silent:
             self._warned.add(kind)
             warnings.warn(
                 f"poochplan: {reason} (slower or larger than planned, not wrong; said once)",

@@ -38,15 +38,7 @@ class HostTier:
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
         self._followed: Instructions | None = None
-        self.planned_bytes = max(
-            (
-                value.host_offset + value.size_bytes
-                for instructions in alternatives
-                for value in instructions.values
-                if value.host_offset >= 0
-            ),
-            default=0,
-        )
+        self.planned_bytes = max(map(_planned_bytes, alternatives), default=0)
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
         """Who was placed by other instructions and may still be there: its places overlap with those of this one."""
@@ -62,6 +54,17 @@ class HostTier:
         """Every value that is alive lies before this."""
         self._free_the_dead()
         return self._behind.end_bytes if self._places else self.planned_bytes
+
+    def make_room(self, instructions: Instructions) -> bool:
+        """Is large enough for these too, from now on; false while that cannot be: a value lies in their places."""
+        needed_bytes = _planned_bytes(instructions)
+        if needed_bytes > self.planned_bytes:
+            self._free_the_dead()
+            if self._places:
+                return False
+            self.planned_bytes = needed_bytes
+            self._behind = Intervals(needed_bytes)
+        return True
 
     def follow(self, instructions: Instructions) -> None:
         """From now on values are placed by these."""
@@ -120,3 +123,9 @@ class HostTier:
             other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
             for other in others
         )
+
+
+def _planned_bytes(instructions: Instructions) -> int:
+    return max(
+        (value.host_offset + value.size_bytes for value in instructions.values if value.host_offset >= 0), default=0
+    )

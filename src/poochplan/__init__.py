@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
+    from .online.auto import auto
     from .workload import Workload
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
+__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "auto", "plan", "profile"]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
     "Profile": ".formats.profile",
     "Workload": ".workload",
     "apply": ".runtime.applying",
+    "auto": ".online.auto",
     "plan": ".planner.planning",
     "profile": ".profiler.profiling",
 }

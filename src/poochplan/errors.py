@@ -60,6 +60,10 @@ class InfeasibleError(PoochError):
         self.smallest_budget_bytes = smallest_budget_bytes
 
 
+class BudgetExceededError(PoochError):
+    """A step took more memory than its budget."""
+
+
 class TimeLimitError(PoochError):
     """The solver's time limit was reached; the best plan was written."""
 

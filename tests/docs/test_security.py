@@ -24,6 +24,8 @@ FORBIDDEN_CALLS = {
     "np.load",
     "pd.read_pickle",
 }
+ALLOWED = {"src/poochplan/online/background.py": {"subprocess"}}
+"""The process that plans beside a loop, as SECURITY.md says."""
 SOURCES = sorted(
     path for room in ("planner", "profiler", "runtime", "src/poochplan") for path in (ROOT / room).rglob("*.py")
 )
@@ -43,7 +45,7 @@ def found_in(path: Path) -> set[str]:
 
 def test_no_module_reads_pickles_evaluates_text_or_opens_a_connection() -> None:
     assert len(SOURCES) > 100
-    assert {str(path.relative_to(ROOT)): found for path in SOURCES if (found := found_in(path))} == {}
+    assert {str(path.relative_to(ROOT)): found for path in SOURCES if (found := found_in(path))} == ALLOWED
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""Capturing: the segment in which ops and values are noted. Everything swaps meanwhile, so that it cannot run out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.garbage import collected_after
+from poochplan.profiler.capture.kinds import Kinds
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.tensors.storages import static_keys
+from poochplan.tensors.torch_private import storage_identity
+
+from .living import live_tensors
+from .watch import Pack, Scene, Unpack, Watch
+
+NAMED = 100
+"""So many of the largest tensors that live beside the step are values of their own; the rest is one."""
+
+
+class EngineCapture(Capture):
+    """A capture of what the runtime's engine moves. State: the value that each of the engine's stands for."""
+
+    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
+        super().__init__(device_type, tracker, static)
+        self._numbers: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[SavedValue]] = {}
+
+    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """The engine has given that handle for a tensor."""
+        value = handle.value
+        if value is None:
+            self.kept_as_it_is(tensor)
+            return
+        number, _, _ = self.saved(tensor)
+        key = id(value)
+        if key not in self._ends:
+            self._numbers[key] = number
+            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
+            self.holds(number)
+
+    def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
+        """Backward is about to read the value there."""
+        number = self._numbers.get(id(value))
+        if number is not None and storage_identity(storage) not in self._by_key:
+            self.is_copied_to(storage, number)
+
+    def _ended(self, key: int) -> None:
+        del self._ends[key]
+        self.let_go(self._numbers.pop(key))
+
+
+class Capturing(Watch):
+    """``capture`` has what the segment did, ``kinds`` what its values are, ``beside_bytes`` what else was there."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene, SwapEach(at_once=True))
+        model, kind = scene.model, scene.where.type
+        self.capture = EngineCapture(kind, LayerTracker(), static_keys(model, kind))
+        self.kinds = Kinds(self.capture)
+        self.beside_bytes = 0
+        self.has_gradients = False
+        self._number = 0
+
+    @contextlib.contextmanager
+    def instruments(self, segment: Segment) -> Iterator[None]:
+        self._number = segment.number
+        self.capture.inputs = segment.inputs
+        self.has_gradients = bool(segment.gradient_bytes)
+        gc.collect()  # what waits for it is not there for the step
+        self._look_around(segment)
+        with collected_after(self.capture), self.capture.running(self.scene.model):
+            yield
+
+    def _look_around(self, segment: Segment) -> None:
+        """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
+        model, kinds = self.scene.model, self.kinds
+        kinds.note_model(model)
+        for optimizer in self.scene.optimizers:
+            kinds.note_optimizer(optimizer)
+        if self.has_gradients:
+            kinds.note_gradients(model)
+        others = [tensor for tensor in live_tensors(self.scene.where.type) if self.capture.value_if_known(tensor) < 0]
+        kinds.note(others[:NAMED], Kind.INPUT)
+        self.beside_bytes = segment.left_over_bytes + sum(
+            -(-tensor.untyped_storage().nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+            for tensor in others[NAMED:]
+        )
+
+    def enter(self, phase: Phase) -> None:
+        super().enter(phase)
+        self.capture.phase = phase
+        if phase is Phase.OPTIMIZER:
+            self.kinds.note_gradients(self.scene.model)
+
+    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self.capture.region(path, call)
+
+    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
+        with self.capture.paused():
+            handle = pack(tensor)
+        self.packed(tensor, handle)
+        return handle
+
+    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+        if self.phase is not Phase.FORWARD and handle.value is not None:
+            self.why_not, self.is_final = SAVES_AFTER_USE, True
+        self.capture.packed(tensor, handle)
+
+    def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
+        value = handle.value
+        if value is None or handle.segment != self._number:
+            return unpack(handle)
+        if not handle.used:
+            self.capture.used(handle.ordinal)
+        with self.capture.paused():
+            tensor = unpack(handle)
+        self.capture.is_back(value, tensor.untyped_storage())
+        return tensor
+
+
+SAVES_AFTER_USE = "it saves more after its backward has begun"

@@ -1,0 +1,230 @@
+"""Loop: an attachment whose segments are studied where they happen, kind by kind, until each has a profile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from poochplan.errors import PoochError
+from poochplan.formats.plan import Instructions
+from poochplan.formats.profile import Link, Profile
+from poochplan.profiler.capture.clock import clock_of
+from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.optimizer_steps import around_optimizer_steps
+from poochplan.tensors.modes import ToggledMode
+
+from .lines import Key, Line
+from .study import study
+from .watch import Scene, Watch
+
+MOST_WARMUP = 8
+"""Segments without a step of an optimizer, after which studies begin all the same."""
+
+
+class Follower(Protocol):
+    """What becomes of segments that are not watched."""
+
+    def known(self, key: Key) -> Driver | Watch | None:
+        """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
+
+    def driver(self, line: Line) -> Driver:
+        """The driver for a segment whose study is over."""
+
+    def profiled(self, line: Line) -> None:
+        """The study of a kind is over: it has a profile, or was refused."""
+
+    def segment_over(self, segment: Segment, watch: Watch | None) -> None:
+        """A segment is over that was not studied."""
+
+
+class Loop:
+    """A context manager around a user's loop. State: the kinds of segments (``lines``), and the watch that is on.
+
+    Parameters
+    ----------
+    models: by name; a lone one has the name "".
+    optimizers: those that are known; others are met when they step.
+    where: the models' device.
+    open_device: called as the block is entered.
+    link: called once, before the first study needs it.
+    fits: whether a step may run in-core, by a profile without times.
+    follower: takes the segments that are not watched.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        where: torch.device,
+        open_device: Callable[[], Device],
+        *,
+        spill_dir: str | Path | None,
+        link: Callable[[], Link],
+        fits: Callable[[Profile], bool],
+        follower: Follower,
+        workload: str = "",
+        observers: Sequence[ToggledMode] = (),
+    ) -> None:
+        self.alternatives: Sequence[Instructions] = ()
+        self.lines: dict[Key, Line] = {}
+        self.optimizer_steps = 0
+        self._optimizers = list(optimizers)
+        self._after = 0
+        self._watch: Watch | None = None
+        self._line: Line | None = None
+        self._told = 0
+        self._segments = 0
+        self._link, self._fits, self._follower = link, fits, follower
+        self._workload = workload
+        self._stack = ExitStack()
+        self.attachment = Attachment(
+            models,
+            where.type,
+            open_device,
+            self,
+            chosen=lambda: None,
+            ended=self._ended,
+            observers=observers,
+            rebuild=self._rebuild,
+            hooks=self._hooks,
+        )
+        self.attachment.around_region = self._around_region
+        self.scene = Scene(self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers)
+
+    def __enter__(self) -> Loop:
+        with ExitStack() as stack:
+            stack.enter_context(self.attachment)
+            # After the attachment's own, which ends segments.
+            steps = around_optimizer_steps(self.attachment.whole, self._optimizer_steps, self._optimizer_stepped)
+            stack.enter_context(steps)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle(at_end=True)
+        self._stack.close()
+
+    @property
+    def engine(self) -> Engine:
+        return self.attachment.engine
+
+    def settle(self, *, at_end: bool = False) -> None:
+        """Between steps: what the last segment has told is worked off now, in place of when the next one begins."""
+        if at_end:
+            self.engine.end()
+        if not self.engine.cursor.is_open and self.engine.segment.number:
+            self.engine.tell_end()
+
+    # -- the chooser ------------------------------------------------------------------------------------------
+
+    def choose(self, segment: Segment) -> Driver | None:
+        """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
+        if segment.inputs is None and not segment.saves_next:
+            return None
+        key = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        known = self._follower.known(key)
+        if isinstance(known, Watch):
+            return self._watched(known, segment)
+        if known is not None:
+            return known
+        if not self.optimizer_steps and self._segments < MOST_WARMUP:
+            return SwapEach(at_once=True)
+        line = self.lines.get(key)
+        if line is None:
+            line = self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
+        if line.next_watch is None:
+            return self._follower.driver(line)
+        self._line = line
+        self.engine.fallbacks.silent = True
+        return self._watched(line.next_watch(), segment)
+
+    def _watched(self, watch: Watch, segment: Segment) -> Driver:
+        self._watch = watch
+        watch.begin(segment)
+        return watch.driver
+
+    def forget(self, key: Key) -> None:
+        """Segments of that kind are studied anew."""
+        self.lines.pop(key, None)
+
+    def _rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        (self._watch.rebuild if self._watch is not None else rebuild_together)(value, mechanism)
+
+    # -- what segments do -------------------------------------------------------------------------------------
+
+    def _hooks(self, engine: Engine) -> Hooks:
+        def pack(tensor: torch.Tensor) -> Handle:
+            if engine.cursor.save_begins_one():
+                engine.begin()
+            watch = self._watch
+            if watch is not None:
+                return watch.pack(tensor, engine.pack)
+            handle = engine.pack(tensor)
+            if self._watch is not None:  # the segment has its driver by this save
+                self._watch.packed(tensor, handle)
+            return handle
+
+        def unpack(handle: Handle) -> torch.Tensor:
+            watch = self._watch
+            return engine.unpack(handle) if watch is None else watch.unpack(handle, engine.unpack)
+
+        return pack, unpack
+
+    def _around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call if self._watch is None else self._watch.region(path, call)
+
+    def _is_ours(self) -> bool:
+        return self.attachment.thread == threading.get_ident()
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_ours() and not any(optimizer is one for one in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._is_ours():
+            return
+        self.optimizer_steps += 1
+        self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
+        if not self.engine.cursor.is_open:
+            self._take_off(stepped=True)
+
+    def _take_off(self, *, stepped: bool) -> Watch | None:
+        """The segment has ended: nothing that follows is its own."""
+        watch = self._watch
+        if watch is not None:
+            watch.end(stepped=stepped)
+            self.engine.fallbacks.silent = False
+        return watch
+
+    def _ended(self, segment: Segment) -> None:
+        if segment.number == self._told:
+            return
+        self._told = segment.number
+        self._segments += 1
+        watch, line = self._take_off(stepped=False), self._line
+        self._watch = self._line = None
+        if watch is None or line is None:
+            self._follower.segment_over(segment, watch)
+            return
+        try:
+            line.has_seen(watch, segment)
+        except (PoochError, OSError) as error:
+            line.give_up(str(error))
+        if line.next_watch is None:
+            del watch
+            gc.collect()  # what the study has left behind is not to be beside the steps that follow
+            self._follower.profiled(line)

@@ -1,0 +1,122 @@
+"""Study: what is done with the segments of one kind until there is a profile of them, as a generator that asks for one
+after another: CAPTURE (1), TIME (whole, then op by op), VERIFY (1 or 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Literal
+
+from poochplan.formats.plan import Instructions
+from poochplan.formats.profile import Link, Phase, Profile
+from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.capture.clock import library_bytes
+from poochplan.profiler.capture.timing import OpRuns
+from poochplan.profiler.trials.compare import verification
+from poochplan.profiler.trials.cost_cache import cached_cost
+from poochplan.profiler.trials.handle_cost import keeping, with_handles
+from poochplan.profiler.trials.paired import HookSeconds
+
+from .aside import aside
+from .capturing import Capturing
+from .timing_watches import OpTiming, PhaseTiming
+from .verifying_watch import Verifying
+from .watch import Scene, Watch
+
+TIMED = 3
+"""Segments that are timed whole, and as many op by op."""
+LIVE = "profiled inside a running training loop"
+SWAPPED = (
+    "every saved value was on the host while profiling: step times are those of segments that swap everything, "
+    "less the time in which they swapped"
+)
+
+NewWatch = Callable[[], Watch]
+Studied = Generator[NewWatch, Any, Profile]
+
+
+def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool], workload: str) -> Studied:
+    """Asks for watches, is sent each back when its segment has told something, and gives the profile.
+
+    ``fits``: whether the step may run in-core, by a profile without times; otherwise every segment swaps.
+    """
+    seen: Capturing = yield lambda: Capturing(scene)
+    draft = _drafts(seen, scene, aside(link), workload)
+    durations = seen.capture.durations()
+    in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
+    mode: Literal["run", "swap-all"] = "run" if fits(in_core) else "swap-all"
+    keep_all = keeping(in_core) if mode == "run" else None
+    measured, in_hooks = yield from _timed(scene, keep_all)
+    runs, notes = yield from _timed_ops(scene, keep_all, seen.capture.ops)
+    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds), *notes]
+    profile = draft(mode, durations if runs is None else runs, measured, [*notes, *_mode_notes(mode)])
+    profile = yield from _verified(scene, profile)
+    handles = in_hooks if mode == "run" else []
+    return with_handles(profile, aside(lambda: cached_cost(scene.where)), handles)
+
+
+def _timed(
+    scene: Scene, keep_all: Instructions | None
+) -> Generator[NewWatch, Any, tuple[list[PhaseSeconds], list[HookSeconds]]]:
+    measured, in_hooks = [], []
+    for _ in range(TIMED):
+        watch: PhaseTiming = yield lambda: PhaseTiming(scene, keep_all)
+        measured.append(watch.seconds)
+        in_hooks.append(watch.in_hooks)
+    return measured, in_hooks
+
+
+def _timed_ops(
+    scene: Scene, keep_all: Instructions | None, ops: list[CapturedOp]
+) -> Generator[NewWatch, Any, tuple[Floats | None, list[str]]]:
+    runs = OpRuns(ops)
+    for _ in range(TIMED):
+        watch: OpTiming = yield lambda: OpTiming(scene, keep_all)
+        runs.add(watch.timer)
+    times = runs.times()
+    return times.runs, [times.note] if times.note else []
+
+
+def _verified(scene: Scene, profile: Profile) -> Studied:
+    trials = verification(profile)
+    trial = next(trials)
+    while True:
+        wanted = trial
+        watch: Verifying = yield lambda wanted=wanted: Verifying(scene, wanted)  # type: ignore[misc]
+        try:
+            trial = trials.send(watch.verify)
+        except StopIteration as verified:
+            return verified.value
+
+
+def _mode_notes(mode: str) -> list[str]:
+    return [LIVE] if mode == "run" else [LIVE, SWAPPED]
+
+
+def _drafts(
+    seen: Capturing, scene: Scene, link: Link, workload: str
+) -> Callable[[Literal["run", "swap-all"], Floats, list[PhaseSeconds], list[str]], Profile]:
+    held_bytes, machine = library_bytes(scene.where), this_machine(scene.where)
+
+    def draft(
+        mode: Literal["run", "swap-all"], runs: Floats, measured: list[PhaseSeconds], notes: list[str]
+    ) -> Profile:
+        return assemble(
+            seen.capture,
+            seen.kinds,
+            runs,
+            measured,
+            model=scene.model,
+            link=link,
+            workload=workload,
+            mode=mode,
+            device=machine,
+            notes=notes,
+            accumulate=seen.has_gradients,
+            held_bytes={"cublas": held_bytes, "beside": seen.beside_bytes},
+        )
+
+    return draft

@@ -1,0 +1,109 @@
+"""Watch: one segment of the user's loop under observation, by a driver and by instruments that see its ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poochplan.formats.profile import Phase
+from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.step.forward_only import is_the_compilers
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.tensors.torch_private import intercept_autograd
+
+Pack = Callable[[torch.Tensor], Handle]
+Unpack = Callable[[Handle], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where segments are observed."""
+
+    model: torch.nn.Module
+    """All of the models together."""
+    where: torch.device
+    clock: Clock
+    spill_dir: str | Path | None
+    optimizers: Sequence[torch.optim.Optimizer]
+    """Those that have stepped, or were named."""
+
+
+class Watch:
+    """Of one segment. A base: it lets everything happen, and knows which phase the segment is in.
+
+    Phases are seen: backward is what runs through autograd's one entrance; what comes behind it, such as clipping, is
+    the optimizer's.
+    """
+
+    def __init__(self, scene: Scene, driver: Driver) -> None:
+        self.scene = scene
+        self.driver = driver
+        self.rebuild: Rebuild = rebuild_together
+        self.why_not = ""
+        """Why the segment tells nothing; empty while it does."""
+        self.is_final = False
+        """Whether that holds for every other segment of its kind."""
+        self.phase = Phase.FORWARD
+        self._depth = 0
+        self._stack = contextlib.ExitStack()
+
+    def begin(self, segment: Segment) -> None:
+        """The segment begins: instruments are put on."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(intercept_autograd(self._backward))
+            stack.enter_context(self.instruments(segment))
+            self._stack = stack.pop_all()
+
+    @contextlib.contextmanager
+    def instruments(self, segment: Segment) -> Iterator[None]:
+        """On for the length of the block."""
+        yield
+
+    def enter(self, phase: Phase) -> None:
+        """The phase that begins."""
+        self.phase = phase
+
+    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+        return call
+
+    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
+        """Forward saves a tensor."""
+        handle = pack(tensor)
+        self.packed(tensor, handle)
+        return handle
+
+    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """Forward has saved a tensor."""
+
+    def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
+        """Backward asks for a tensor."""
+        return unpack(handle)
+
+    def end(self, *, stepped: bool) -> None:
+        """The segment has ended, ``stepped`` with a step of the optimizer: instruments are taken off. Idempotent."""
+        self._stack.close()
+
+    def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_the_compilers(outputs):
+                return run(outputs, *args, **kwargs)
+            if not self._depth:
+                self.enter(Phase.BACKWARD)
+            self._depth += 1
+            try:
+                return run(outputs, *args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.enter(Phase.OPTIMIZER)
+
+        return seen

@@ -1,0 +1,1 @@
+"""Online: profiles, plans and follows inside a running training loop."""

@@ -1,0 +1,99 @@
+"""auto: a training loop as it is, profiled, planned and run within a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from poochplan.errors import UsageError
+from poochplan.formats.files import cache_folder
+from poochplan.formats.profile import Link
+from poochplan.profiler.link.cache import cached_link
+from poochplan.profiler.request import checked_device
+from poochplan.runtime.attachment import together
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.units import parse_budget, parse_rate
+
+from .auto_session import AutoSession
+
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def auto(
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    budget: str | int | float,
+    cache: str | Path | None = None,
+    spill_dir: str | Path | None = None,
+    throttle: str | float | None = None,
+    link: Link | None = None,
+    time_limit_s: float = 30.0,
+    on_over_budget: Literal["warn", "error"] = "warn",
+    quiet: bool = False,
+) -> AutoSession:
+    """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
+
+    The first steps are profiled where they happen: nothing is run twice, nothing is restored, and every step is right
+    while it is profiled. Planning runs in another process; then the plan takes over. All of it stays within the budget,
+    where that is possible at all: a step that does not fit swaps every saved value until there is a plan.
+
+    Parameters
+    ----------
+    model: unmodified, on one device; of several, a mapping from names.
+    optimizer: the loop's; any that steps parameters of the model is met there too.
+    budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
+    cache: a folder for profiles and plans, by default in the user's cache folder: the next run that is the same follows
+        its plan at once.
+    spill_dir, throttle: as for :func:`poochplan.profile`.
+    link: take this link as measured; by default the machine's, measured once and remembered.
+    time_limit_s: for the planner's search.
+    on_over_budget: what a step does that takes more than the budget: ``"warn"``, or ``"error"``, which raises
+        :class:`~poochplan.errors.BudgetExceededError` behind it.
+    quiet: say nothing on stderr but warnings.
+
+    Raises
+    ------
+    UsageError
+        An argument is not what it should be, the models are not on one device, or there is no such device.
+    SpillError
+        The spill directory cannot be used.
+    """
+    models = dict(model) if isinstance(model, Mapping) else {"": model}
+    if not models:
+        raise UsageError("models: expected at least one, found none")
+    where = checked_device(together(models), None, None, 1)
+    if on_over_budget not in ("warn", "error"):
+        raise UsageError(f'on_over_budget: expected "warn" or "error", found {on_over_budget!r}')
+    parse_budget(budget, 1 << 60)  # refused here, not in the middle of the loop
+    rate = None if throttle is None else parse_rate(throttle, "throttle")
+    folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
+
+    def opened() -> Device:
+        return open_device(where, folder, rate)
+
+    return AutoSession(
+        models,
+        _listed(optimizer),
+        where,
+        budget,
+        opened,
+        cache=Path(cache) if cache is not None else cache_folder() / "auto",
+        spill_dir=folder,
+        link=lambda: link or cached_link(where, folder, rate)[0],
+        time_limit_s=time_limit_s,
+        on_over_budget=on_over_budget,
+        is_quiet=quiet,
+    )
+
+
+def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -1,0 +1,262 @@
+"""AutoSession: profiles the loop that runs inside it, has it planned by another process, and follows the plans."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from poochplan.errors import BudgetExceededError, PoochError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Link, Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.live.lines import Key, Line
+from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.watch import Watch
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.meter import LiveBytesMeter
+from poochplan.runtime.run_report import StepReport
+from poochplan.units import format_bytes, parse_budget
+
+from .background import Background
+from .following import Following, Metered, is_metered
+from .plan_cache import PlanCache
+from .telling import Teller, described
+from .ways import Way, Ways
+
+MOST_STUDIES = 3
+"""Of one kind of segment, where its plans are not what it does."""
+MISSES = 2
+"""Segments in a row that leave their plan, after which they are studied anew."""
+
+
+class AutoSession:
+    """A context manager. State: the plans in force (``ways``), the profiles, and the plans that are under way.
+
+    See :func:`poochplan.auto` for the parameters.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        where: torch.device,
+        budget: str | int | float,
+        open_device: Callable[[], Device],
+        *,
+        cache: Path,
+        spill_dir: str | Path | None,
+        link: Callable[[], Link],
+        time_limit_s: float,
+        on_over_budget: str,
+        is_quiet: bool,
+    ) -> None:
+        self.ways = Ways()
+        self.profiles: dict[Key, Profile] = {}
+        self.total = StepReport()
+        self._budget = budget
+        self._time_limit_s = time_limit_s
+        self._raises = on_over_budget == "error"
+        self._teller = Teller(is_quiet=is_quiet)
+        self._meter = LiveBytesMeter(where.type, ALLOCATION_UNIT_BYTES)
+        self._pending: dict[Key, Background] = {}
+        self._followed: dict[Key, int] = {}
+        self._missed: dict[Key, int] = {}
+        self._studies: dict[Key, int] = {}
+        self._looked_up: set[Key] = set()
+        self._current: Way | None = None
+        self._told_of: set[str] = set()
+        self._stack = ExitStack()
+        self.loop = Loop(
+            models,
+            optimizers,
+            where,
+            open_device,
+            spill_dir=spill_dir,
+            link=link,
+            fits=lambda profile: profile.in_core_peak_bytes <= self._budget_of(profile),
+            follower=self,
+            observers=[self._meter],
+        )
+        self._cache = PlanCache(cache, self.loop.scene.model, where, budget)
+
+    def __enter__(self) -> AutoSession:
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            stack.enter_context(self.loop)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        for pending in self._pending.values():
+            pending.close()
+        self._pending.clear()
+        self._teller.end()
+
+    # -- what a user asks -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was followed last, else the first in force; None before there is one."""
+        way = self._current or next(iter(self.ways.values()), None)
+        return None if way is None else way.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """Of the plan's segments; of the first profiled ones before there is a plan."""
+        if self._current is not None:
+            return self.profiles.get(self._current.key)
+        return next(iter(self.profiles.values()), None)
+
+    def wait_until_planned(self, timeout_s: float | None = None) -> bool:
+        """Waits, between two steps, until no plan is under way; whether every profiled kind of segment has its plan.
+
+        False too while segments are still being profiled: only steps bring that on.
+        """
+        self.loop.settle()
+        for pending in tuple(self._pending.values()):
+            pending.is_done(timeout_s)
+        self._poll()
+        return (
+            bool(self.ways) and not self._pending and all(line.next_watch is None for line in self.loop.lines.values())
+        )
+
+    # -- the loop's follower ----------------------------------------------------------------------------------
+
+    def known(self, key: Key) -> Driver | Watch | None:
+        """See :class:`~poochplan.profiler.live.loop.Follower`."""
+        self._poll()
+        self._look_up(key)
+        found = self.ways.choose(key)
+        if found is None:
+            return None
+        way, course = found
+        if not self._has_room(way):
+            return SwapEach(at_once=True)
+        self._current = way
+        times = self._followed.get(way.key, 0)
+        self._followed[way.key] = times + 1
+        driver = Following(course, lambda segment: self._was_followed(way, segment))
+        return Metered(self.loop.scene, driver, self._meter, way.plan) if is_metered(times) else driver
+
+    def driver(self, line: Line) -> Driver:
+        """Until there is a plan, and where there will be none."""
+        if line.profile is not None and line.profile.mode == "run":
+            return KeepAll()
+        return SwapEach(at_once=True)
+
+    def profiled(self, line: Line) -> None:
+        """Has the profile planned, or says why there is none."""
+        profile = line.profile
+        if profile is None:
+            self._warn(f"steps that save like this are swapped whole, for {line.refused}")
+            return
+        self.profiles[line.key] = profile
+        budget_bytes = self._budget_of(profile)
+        smallest_bytes = smallest_budget(profile)
+        if smallest_bytes > budget_bytes:
+            self._over(
+                f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} "
+                f"bytes ({format_bytes(smallest_bytes)}), which {profile.in_core_peak_layer or 'the step'} needs; "
+                "every saved value is swapped, and the budget is not kept"
+            )
+            return
+        self._pending[line.key] = Background(profile, budget_bytes, self._time_limit_s)
+        self._teller.say(f"profiled in {line.segments} steps, planning")
+
+    def segment_over(self, segment: Segment, watch: Watch | None) -> None:
+        """Counts it, and compares a metered one with its budget."""
+        self.total.add(segment.report)
+        if isinstance(watch, Metered):
+            segment.report.peak_bytes = watch.peak_bytes
+            self.total.peak_bytes = max(self.total.peak_bytes or 0, watch.peak_bytes)
+            if watch.peak_bytes > watch.plan.budget_bytes and not segment.diverged:
+                self._over(
+                    f"a step that follows the plan took {watch.peak_bytes} bytes, more than its budget of "
+                    f"{watch.plan.budget_bytes} (predicted: {watch.plan.prediction.peak_bytes})"
+                )
+
+    # -- plans ------------------------------------------------------------------------------------------------
+
+    def _budget_of(self, profile: Profile) -> int:
+        return parse_budget(self._budget, profile.in_core_peak_bytes)
+
+    def _poll(self) -> None:
+        for key, pending in tuple(self._pending.items()):
+            if not pending.is_done():
+                continue
+            del self._pending[key]
+            try:
+                plan = pending.plan()
+                self._cache.keep(key, self.profiles[key], plan)
+                self._follow(key, plan)
+            except PoochError as error:
+                self._warn(f"steps go on as they were profiled: {error}")
+            finally:
+                pending.close()
+
+    def _look_up(self, key: Key) -> None:
+        if key in self._looked_up or key in self.ways:
+            return
+        self._looked_up.add(key)
+        found = self._cache.find(key)
+        if found is not None:
+            self.profiles[key] = found[0]
+            self._follow(key, found[1])
+
+    def _follow(self, key: Key, plan: Plan) -> None:
+        self.ways[key] = Way.of(key, plan)
+        self._teller.say(f"from the next step on {described(plan)}")
+
+    def _has_room(self, way: Way) -> bool:
+        """Whether the host tier is large enough for the plan by now."""
+        host = self.loop.engine.host
+        before_bytes = host.planned_bytes
+        if not host.make_room(way.plan.instructions):
+            return False
+        if host.planned_bytes > before_bytes:
+            try:
+                self.loop.attachment.device.reserve_host(host.planned_bytes)
+            except OSError as error:
+                self._warn(f"the host tier cannot hold the planned {host.planned_bytes} bytes ({error.strerror})")
+        return True
+
+    def _was_followed(self, way: Way, segment: Segment) -> None:
+        if not segment.diverged:
+            self._missed[way.key] = 0
+            return
+        self._missed[way.key] = self._missed.get(way.key, 0) + 1
+        studies = self._studies.get(way.key, 1)
+        if self._missed[way.key] >= MISSES and studies < MOST_STUDIES:
+            self._studies[way.key] = studies + 1
+            self._missed[way.key] = 0
+            self._cache.drop(way.key)
+            del self.ways[way.key]
+            self._current = None if self._current is way else self._current
+            self.loop.forget(way.key)
+            self._teller.say("steps are not the planned ones any more: profiling again")
+
+    # -- telling ----------------------------------------------------------------------------------------------
+
+    def _over(self, text: str) -> None:
+        if self._raises:
+            raise BudgetExceededError(text)
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told_of:
+            self._told_of.add(text)
+            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,63 @@
+"""Background: planning in a process of its own, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from poochplan.errors import PoochError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+
+END_S = 5.0
+"""A process that was asked to end is killed after this."""
+
+
+class Background:
+    """One plan under way. Ended, at the latest, by :meth:`close`."""
+
+    def __init__(self, profile: Profile, budget_bytes: int, time_limit_s: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
+        folder = Path(self._folder.name)
+        self._plan = folder / "plan.json"
+        self._told = folder / "messages"
+        profile.save(folder / "profile.json")
+        words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
+        words += ["--threads", "1", "--time-limit", str(time_limit_s)]
+        with self._told.open("wb") as told:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "poochplan.online.planning_process", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=told,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def is_done(self, wait_s: float | None = 0.0) -> bool:
+        """Whether it has ended, after at most ``wait_s`` (None: however long that takes)."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        return self._process.returncode is not None
+
+    def plan(self) -> Plan:
+        """The plan, of a process that has ended. Raises ``PoochError`` with what it said where there is none."""
+        if self._plan.exists():
+            return Plan.load(self._plan)
+        said = self._told.read_text(errors="replace").strip().splitlines()
+        why = said[-1].removeprefix("pooch: error: ") if said else f"exit code {self._process.returncode}"
+        raise PoochError(f"planning ended without a plan: {why}")
+
+    def close(self) -> None:
+        """Ends the process if it still runs, and removes its files. Idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._folder.cleanup()

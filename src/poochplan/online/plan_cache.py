@@ -1,0 +1,60 @@
+"""Plans of earlier runs, with their profiles: a folder for each kind of segment of each model, by a fingerprint."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+from pathlib import Path
+
+import torch
+
+from poochplan.errors import PoochError
+from poochplan.formats.files import encode_readable, write_cache
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.profiler.assembly.assemble import this_machine
+from poochplan.profiler.live.lines import Key
+from poochplan.runtime.model_check import model_signature
+
+VERSION = 1
+"""Of the way that loops are profiled and planned; what another one has kept is made anew."""
+
+
+class PlanCache:
+    """What is wrong or missing there is no error: it is profiled and planned anew.
+
+    A fingerprint is of model, inputs, place in the loop, device, threads, host, budget, and the version of torch.
+    """
+
+    def __init__(self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float) -> None:
+        self._folder = folder
+        machine = this_machine(where)
+        self._common = (
+            model_signature(model).fingerprint,
+            *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node()),
+            *(repr(budget), torch.__version__, VERSION),
+        )
+
+    def find(self, key: Key) -> tuple[Profile, Plan] | None:
+        """Profile and plan for a kind of segment."""
+        folder = self._of(key)
+        with contextlib.suppress(PoochError):
+            if (folder / "plan.json").exists():
+                return Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+        return None
+
+    def keep(self, key: Key, profile: Profile, plan: Plan) -> None:
+        """Writes both, the plan last, so that one that is found has its profile."""
+        folder = self._of(key)
+        write_cache(folder / "profile.json", encode_readable(profile))
+        write_cache(folder / "plan.json", encode_readable(plan))
+
+    def drop(self, key: Key) -> None:
+        """What is kept for that kind is not right any more."""
+        with contextlib.suppress(OSError):
+            (self._of(key) / "plan.json").unlink(missing_ok=True)
+
+    def _of(self, key: Key) -> Path:
+        text = "\n".join(map(str, (*self._common, *key)))
+        return self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]

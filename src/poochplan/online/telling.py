@@ -1,0 +1,45 @@
+"""What an online session says while it runs: one line on stderr, rewritten in place on a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+from poochplan.formats.plan import Decision, Plan
+from poochplan.units import format_bytes, format_seconds
+
+
+class Teller:
+    """State: what the line says now. Silent where ``is_quiet``."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self._said = ""
+
+    def say(self, text: str) -> None:
+        """The line is this from now on. Off a terminal each new text is a line of its own."""
+        if self._is_quiet or text == self._said:
+            return
+        is_terminal = sys.stderr.isatty()
+        padding = " " * max(0, len(self._said) - len(text)) if is_terminal else ""
+        print(f"poochplan: {text}{padding}", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
+        self._said = text
+
+    def end(self) -> None:
+        """What comes next is on a line of its own."""
+        if self._said and not self._is_quiet and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def described(plan: Plan) -> str:
+    """What a plan is, in one line."""
+    decisions = [value.decision for value in plan.values]
+    counts = ", ".join(
+        f"{decisions.count(decision)} {word}"
+        for decision, word in ((Decision.SWAP, "swapped"), (Decision.RECOMPUTE, "recomputed"))
+        if decision in decisions
+    )
+    promise = plan.prediction
+    return (
+        f"{format_bytes(promise.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
+        f"{format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}), {counts or 'everything kept'}"
+    )
