@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -23,9 +23,10 @@ from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.fake.fake_profile import fake_profile
-from poochplan.profiler.fake.memory_left import fitting_mode
+from poochplan.profiler.fake.memory_left import fitting_mode, memory_left
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.live.inside import profile_inside
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
@@ -40,17 +41,18 @@ from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .real import Runner, captured
-from .request import Options, Progress, check_mode, checked_device
+from .request import Options, Progress, check_backward, check_mode, checked_device
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
 
 
 def profile(
-    step: Callable[[], torch.Tensor],
+    step: Callable[[], Any],
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    backward: Literal["outside", "inside"] = "outside",
     device: str | None = None,
     mode: Literal["run", "swap-all", "auto", "fake"] = "run",
     roofline: str | None = None,
@@ -67,9 +69,13 @@ def profile(
 
     Parameters
     ----------
-    step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer.
+    step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer. With
+        ``backward="inside"`` it does all of that itself, as the body of a loop does, and what it returns is not used.
     model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
+    backward: who calls it. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and ``"auto"``; steps are profiled where
+        they happen, as :func:`poochplan.auto` does it, so that ``iterations``, ``warmup`` and ``accumulate`` have no
+        part. The step runs some ten times, until each of its parts has been seen enough.
     device: ``"cpu"`` or ``"cuda"``, where the model is; by default the one on which its parameters are.
     mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host, for
         a step that does not fit; step times are those of swapping steps, less the time of swapping. ``"auto"`` is
@@ -107,6 +113,7 @@ def profile(
     check_no_session("profile()", [model])
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
+    check_backward(backward, mode, roofline)
     options = Options(
         workload=workload,
         iterations=ITERATIONS if iterations is None else iterations,
@@ -119,6 +126,9 @@ def profile(
 
     def runner() -> Runner:
         return Runner(step, model, optimizer, accumulate, clock_of(where))
+
+    if backward == "inside":
+        return _profile_inside(step, model, optimizer, where, mode, options)
 
     # Fresh memory must cost here what it costs in the session.
     with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():
@@ -133,6 +143,35 @@ def profile(
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
     return profile
+
+
+def _profile_inside(
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    where: torch.device,
+    mode: str,
+    options: Options,
+) -> Profile:
+    """The profile of a step that does all of it itself."""
+
+    def fits(profile: Profile) -> bool:
+        if mode != "auto":
+            return mode == "run"
+        needed_bytes = profile.in_core_peak_bytes - sum(profile.static_bytes.values())
+        return fitting_mode(needed_bytes, memory_left(where))[0] == "run"
+
+    return profile_inside(
+        step,
+        model,
+        optimizer,
+        where,
+        fits=fits,
+        spill_dir=options.spill_dir,
+        throttle_bytes_per_s=options.throttle_bytes_per_s,
+        link=lambda: options.link or measure_link(where, options.spill_dir, options.throttle_bytes_per_s),
+        workload=options.workload,
+    )
 
 
 def _profile_fitting(

@@ -62,3 +62,13 @@ def check_mode(
         raise UsageError(f'device: mode "fake" takes the ops of the CPU, found a model on {where}; build it on the CPU')
     if throttle is not None and where.type != "cpu":
         raise UsageError(f"throttle: copies of {where} are not held to a rate; leave it out, or profile on the CPU")
+
+
+def check_backward(backward: str, mode: str, roofline: str | None) -> None:
+    """Raises what :func:`poochplan.profile` says of a step that calls backward itself in a mode that cannot be."""
+    if backward not in ("outside", "inside"):
+        raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
+    if backward == "inside" and (mode == "fake" or roofline is not None):
+        raise UsageError(
+            'backward: a step without memory cannot step an optimizer; return the loss, and leave out backward="inside"'
+        )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.units import format_bytes
 
 MARGIN = 1.1
@@ -18,3 +21,8 @@ def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "sw
         f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed_bytes)} "
         f"and a tenth to spare where {format_bytes(free_bytes)} are free"
     )
+
+
+def memory_left(where: torch.device) -> int:
+    """Bytes that may still be taken there."""
+    return available_bytes() if where.type == "cpu" else torch.cuda.mem_get_info(where)[0]
