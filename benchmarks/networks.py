@@ -1,12 +1,14 @@
-"""The networks of ``instances.py`` that the ready workloads lack: torchvision's ResNet-50 and its 3D relative.
+"""The networks of ``instances.py`` and ``monet.py`` that the ready workloads lack: ResNet-50, its 3D relative, a U-Net.
 
-One definition serves both: K. He et al., "Deep Residual Learning for Image Recognition", 2015, table 1 (50 layers, with
-the stride in the 3x3 convolution as torchvision has it), and ResNeXt-101 of K. Hara et al., "Can Spatiotemporal 3D CNNs
-Retrace the History of 2D CNNs and ImageNet?", 2018, table 1 (cardinality 32, shortcuts of type B).
+One definition serves both ResNets: K. He et al., "Deep Residual Learning for Image Recognition", 2015, table 1 (50
+layers, with the stride in the 3x3 convolution as torchvision has it), and ResNeXt-101 of K. Hara et al., "Can
+Spatiotemporal 3D CNNs Retrace the History of 2D CNNs and ImageNet?", 2018, table 1 (cardinality 32, shortcuts of type
+B).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -87,3 +89,43 @@ def resnet50(classes: int = 1000) -> ResNet:
 def resnext101_3d(classes: int = 400) -> ResNet:
     """ResNeXt-101 in 3D for clips of 16 frames of 112x112 pixels, 48 million parameters."""
     return ResNet(3, (3, 4, 23, 3), middle=128, expansion=2, groups=32, classes=classes)
+
+
+class Twice(nn.Sequential):
+    """Two 3x3 convolutions, each with batch norm and a ReLU in place."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        layers: list[nn.Module] = []
+        for width in (width_in, width_out):
+            layers += [nn.Conv2d(width, width_out, 3, padding=1), nn.BatchNorm2d(width_out), nn.ReLU(inplace=True)]
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """Four levels down by max pooling, and up again by bilinear interpolation with what was on each level before."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        widths = (64, 128, 256, 512, 512)
+        self.stem = Twice(3, widths[0])
+        self.down = nn.ModuleList(Twice(one, other) for one, other in itertools.pairwise(widths))
+        ups = [(1024, 256), (512, 128), (256, 64), (128, 64)]
+        self.up = nn.ModuleList(Twice(one, other) for one, other in ups)
+        self.head = nn.Conv2d(64, classes, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        levels = [self.stem(images)]
+        for block in self.down:
+            levels.append(block(nn.functional.max_pool2d(levels[-1], 2)))
+        features = levels.pop()
+        for block in self.up:
+            skip = levels.pop()
+            larger = nn.functional.interpolate(features, skip.shape[2:], mode="bilinear", align_corners=True)
+            features = block(torch.cat([skip, larger], 1))
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+def unet(classes: int = 2) -> UNet:
+    """The U-Net of O. Ronneberger et al., 2015, with batch norm and bilinear upsampling, 17 million parameters."""
+    return UNet(classes)

@@ -55,7 +55,7 @@ def plan(
     time_limit_s: planning ends after this; what is compiled on a machine's first use comes before it.
     gap: the search also ends when the step is within this of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; each more is one more that searches.
-    host_budget: most bytes swapped out (bytes, or text); no limit by default.
+    host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.
     evaluations: counts simulations in place of ``time_limit_s``, with one thread: the same arguments then give the same
         plan, to the bit, however fast or busy the machine is.
     seed: of the random walks.
@@ -78,7 +78,7 @@ def plan(
     if policy != ILP:
         found = _alone(policy, profile, problem, budget_bytes)
     else:
-        host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget")
+        host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget", least=0)
         if threads is None:
             threads = 2 if evaluations is None else 1
         effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted)

@@ -22,16 +22,16 @@ _FACTORS = {
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(text: str | int | float, what: str = "size") -> int:
+def parse_bytes(text: str | int | float, what: str = "size", *, least: int = 1) -> int:
     """Bytes of ``"8GiB"``, ``"800MB"``, ``4096`` or ``"4096"``.
 
     Raises
     ------
     UsageError
-        The text is not a positive number with an optional unit of B, KB..TB or KiB..TiB.
+        The text is not a number of at least ``least`` with an optional unit of B, KB..TB or KiB..TiB.
     """
     value = _quantity(str(text), _FACTORS)
-    if value is None or not math.isfinite(value) or value < 1:
+    if value is None or not math.isfinite(value) or value < least:
         raise UsageError(f"{what}: expected bytes such as 8GiB, 800MB or 4096, found {str(text)!r}")
     return int(value)
 

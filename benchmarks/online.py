@@ -1,0 +1,165 @@
+"""Plans made in a running loop (``poochplan.auto``) against plans of a profile taken beforehand, on six workloads.
+
+    python -m benchmarks.online -o benchmarks/results/online.json
+
+Each workload in a process of its own, the planner with the same limits both times. What is told:
+
+* segments until the plan is in force, when the loop waits for the planner (``session.wait_until_planned()``);
+* what these took beside ordinary steps, in ordinary steps; waiting, link and runtime costs (measured once on a machine,
+  and before) apart;
+* steps under the two plans in pairs, in one attachment of the engine: median ratio and its 95% interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
+import poochplan
+from benchmarks.facts import facts_of_run, write_results
+from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled
+from poochplan import Plan
+from poochplan.formats.plan import Instructions
+from poochplan.profiler.link.cache import cached_link
+from poochplan.profiler.trials.cost_cache import cached_cost
+from poochplan.runtime.attachment import Attachment
+from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.drivers.course import Course
+from poochplan.runtime.drivers.follow import Follow
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.workload import Workload
+
+WORKLOADS: dict[str, dict[str, str]] = {
+    "gpt2": {},
+    "bert": {},
+    "resnet50": {"batch_size": "8"},
+    "unet3d": {},
+    "seq2seq": {},
+    "char_rnn": {},
+}
+KEPT = 0.6
+"""Of what decisions can move: the budget is the smallest possible one and so much of the way to the in-core peak."""
+MOST_SEGMENTS = 40
+ORDINARY = 5
+
+
+class Turns:
+    """A chooser: segments follow one of two plans, as ``which`` says."""
+
+    def __init__(self, *plans: Plan) -> None:
+        self.alternatives: tuple[Instructions, ...] = tuple(plan.instructions for plan in plans)
+        self._courses = [Course.of(instructions) for instructions in self.alternatives]
+        self.which = 0
+
+    def choose(self, segment: Segment) -> Follow:
+        return Follow(self._courses[self.which], SwapEach())
+
+
+def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[dict[str, Any], Plan]:
+    """How soon the plan is in force, and what that took."""
+    ordinary_s = median(one_step(workload)[0] for _ in range(ORDINARY))
+    steps_s, waited_s = [], 0.0
+    with tempfile.TemporaryDirectory() as cache:
+        session = poochplan.auto(
+            workload.model, workload.optimizer, budget=budget_bytes, cache=cache, time_limit_s=time_limit_s, quiet=True
+        )
+        with session:
+            while session.plan is None and len(steps_s) < MOST_SEGMENTS:
+                start_s = time.perf_counter()
+                one_step(workload)
+                session.loop.settle()  # as the next step would
+                steps_s.append(time.perf_counter() - start_s)
+                start_s = time.perf_counter()
+                session.wait_until_planned()
+                waited_s += time.perf_counter() - start_s
+            plan, profile = session.plan, session.profile
+            for _ in range(3):
+                one_step(workload)
+    if plan is None or profile is None:
+        raise SystemExit(f"no plan after {MOST_SEGMENTS} segments")
+    row = {
+        "segments": len(steps_s),
+        "ordinary_step_s": ordinary_s,
+        "took_steps": (sum(steps_s) - len(steps_s) * ordinary_s) / ordinary_s,
+        "waited_s": waited_s,
+        "mode": profile.mode,
+        "in_core_step_s": profile.times.step_s,
+        "in_core_peak_bytes": profile.in_core_peak_bytes,
+        "peak_bytes": session.total.peak_bytes,
+        "fallbacks": session.total.fallbacks,
+    }
+    return row, plan
+
+
+def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> dict[str, Any]:
+    """Steps under the online plan over steps under the offline one."""
+    turns = Turns(offline, found)
+    where = next(workload.model.parameters()).device
+    attachment = Attachment(
+        {"": workload.model},
+        where.type,
+        lambda: open_device(where),
+        turns,
+        chosen=lambda: None,
+        ended=lambda _: None,
+    )
+
+    def step(which: int) -> Seconds:
+        turns.which = which
+        return one_step(workload)
+
+    with attachment:
+        attachment.device.reserve_host(attachment.engine.host.planned_bytes)
+        for which in (0, 1, 0, 1):
+            step(which)
+        return compared(in_pairs(lambda: step(0), lambda: step(1), pairs))
+
+
+def one(name: str, pairs: int, time_limit_s: float) -> dict[str, Any]:
+    """One workload."""
+    workload = load(name, WORKLOADS[name])
+    where = next(workload.model.parameters()).device
+    cached_link(where)
+    cached_cost(where)
+    before = profiled(workload, name)
+    smallest_bytes = poochplan.planner.smallest_budget(before)
+    budget_bytes = int(smallest_bytes + KEPT * (before.in_core_peak_bytes - smallest_bytes))
+    offline = poochplan.plan(before, budget_bytes, time_limit_s=time_limit_s, threads=1)
+    row, found = online(workload, budget_bytes, time_limit_s)
+    return {
+        "workload": name,
+        "budget_bytes": budget_bytes,
+        **row,
+        "offline_in_core_step_s": before.times.step_s,
+        "overheads": [offline.prediction.overhead, found.prediction.overhead],
+        "online_over_offline": against(workload, offline, found, pairs),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of the planner, both times")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.workloads:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            rows.append(pool.apply(one, (name, arguments.pairs, arguments.time_limit)))
+        print(json.dumps(rows[-1]), flush=True)
+        write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
