@@ -195,3 +195,11 @@ def test_the_host_budget_holds() -> None:
     assert check(profile, limited).peak_bytes == limited.prediction.peak_bytes
     with pytest.raises(InfeasibleError, match="swaps at most 1 B; pass a larger host budget"):
         plan(profile, smallest_budget(profile), host_budget=1, evaluations=1000)
+
+
+def test_a_host_budget_of_nothing_recomputes_alone() -> None:
+    profile = transformer_like(2, link_gb_per_s=4.0)
+    found = plan(profile, "80%", host_budget=0, evaluations=1000)
+    assert found.prediction.out_bytes == 0
+    assert decisions_of(found) == {Decision.KEEP, Decision.RECOMPUTE}
+    assert check(profile, found).peak_bytes == found.prediction.peak_bytes
