@@ -32,11 +32,18 @@ class _Unwatched:
     def known(self, key: Key) -> Driver | Watch | None:
         return None
 
-    def driver(self, line: Line) -> Driver:
-        return KeepAll() if line.profile is not None and line.profile.mode == "run" else SwapEach(at_once=True)
+    def driver(self, line: Line | None) -> Driver:
+        return (
+            KeepAll()
+            if line is not None and line.profile is not None and line.profile.mode == "run"
+            else SwapEach(at_once=True)
+        )
 
     def profiled(self, line: Line) -> None:
         """It is looked for in the loop."""
+
+    def is_planning(self, line: Line) -> bool:
+        return False
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """Nothing to do."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from poochplan.formats.plan_set import Signature
+from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Outcome, Segment
 
-from .study import NewWatch, Studied
+from .study import Hurry, NewWatch, Studied
 from .watch import Watch
 
 MOST_LOST = 20
 """Segments in a row that told nothing, after which a kind is given up."""
+PATIENCE = 12
+"""Segments of other inputs in a row, after which a study makes do with the one segment that it has captured."""
 
 
 class Key(NamedTuple):
@@ -26,6 +29,14 @@ class Key(NamedTuple):
     gradients: bool
     """Whether gradients are there from the segments before."""
 
+    def is_beside(self, other: Key) -> bool:
+        """Whether they differ in their inputs alone."""
+        return self._replace(inputs=other.inputs) == other
+
+    def is_larger(self, other: Key) -> bool:
+        """Whether a plan for this kind serves the other."""
+        return self.is_beside(other) and is_larger(self.inputs, other.inputs)
+
 
 class Line:
     """One kind of segment. States: *studied* (``next_watch``), then *profiled* (``profile``) or *refused*."""
@@ -37,7 +48,7 @@ class Line:
         """Why there will be no profile."""
         self.segments = 0
         """So many have been watched."""
-        self._lost = 0
+        self._lost = self._waited = 0
         self._study = study
         self.next_watch: NewWatch | None = next(study)
         """Makes the watch of the next segment; None when the study is over."""
@@ -51,9 +62,25 @@ class Line:
             if watch.is_final or self._lost >= MOST_LOST:
                 self.give_up(why_not)
             return
-        self._lost = 0
+        self._lost = self._waited = 0
+        self._go_on(lambda: self._study.send(watch))
+
+    @property
+    def is_studied(self) -> bool:
+        """Whether its study goes on."""
+        return self.next_watch is not None
+
+    def waits(self) -> bool:
+        """A segment of other inputs was there in place of one of these; whether the study ends with that."""
+        self._waited += 1
+        if self._waited < PATIENCE or not self.segments or not self.is_studied:
+            return False
+        self._go_on(lambda: self._study.throw(Hurry()))
+        return not self.is_studied
+
+    def _go_on(self, study: Callable[[], NewWatch]) -> None:
         try:
-            self.next_watch = self._study.send(watch)
+            self.next_watch = study()
         except StopIteration as studied:
             self.next_watch, self.profile = None, studied.value
 

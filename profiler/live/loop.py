@@ -41,11 +41,14 @@ class Follower(Protocol):
     def known(self, key: Key) -> Driver | Watch | None:
         """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
 
-    def driver(self, line: Line) -> Driver:
-        """The driver for a segment whose study is over."""
+    def driver(self, line: Line | None) -> Driver:
+        """The driver for a segment whose study is over, or that of larger inputs (None) is not."""
 
     def profiled(self, line: Line) -> None:
         """The study of a kind is over: it has a profile, or was refused."""
+
+    def is_planning(self, line: Line) -> bool:
+        """Whether a plan for that kind is under way."""
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """A segment is over that was not studied."""
@@ -143,10 +146,8 @@ class Loop:
             return known
         if not self.optimizer_steps and self._segments < MOST_WARMUP:
             return SwapEach(at_once=True)
-        line = self.lines.get(key)
-        if line is None:
-            line = self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
-        if line.next_watch is None:
+        line = self._line_of(key)
+        if line is None or line.next_watch is None:
             return self._follower.driver(line)
         self._line = line
         self.engine.fallbacks.silent = True
@@ -156,6 +157,22 @@ class Loop:
         self._watch = watch
         watch.begin(segment)
         return watch.driver
+
+    def _line_of(self, key: Key) -> Line | None:
+        """The study of that kind, begun here if need be; None where that of larger inputs is under way."""
+        beside = [line for other, line in self.lines.items() if other != key and other.is_beside(key)]
+        for line in beside:
+            if line.waits():
+                self._follower.profiled(line)
+        if key not in self.lines:
+            larger = [line for line in beside if line.key.is_larger(key)]
+            if any(line.is_studied or self._follower.is_planning(line) for line in larger):
+                return None
+            for line in beside:
+                if line.is_studied and key.is_larger(line.key):
+                    self.forget(line.key)
+            self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
+        return self.lines[key]
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""

@@ -15,7 +15,7 @@ from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.profiler.capture.timing import OpRuns
-from poochplan.profiler.trials.compare import verification
+from poochplan.profiler.trials.compare import verification, without_replays
 from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.profiler.trials.handle_cost import keeping, with_handles
 from poochplan.profiler.trials.paired import HookSeconds
@@ -34,6 +34,13 @@ SWAPPED = (
     "less the time in which they swapped"
 )
 
+HURRIED = "its inputs did not come again: times are of one captured step, and nothing is recomputed, since no replay was tried"
+
+
+class Hurry(Exception):  # noqa: N818 - a word to the study
+    """No more segments of this kind come: it is to make do with what it knows."""
+
+
 NewWatch = Callable[[], Watch]
 Studied = Generator[NewWatch, Any, Profile]
 
@@ -49,13 +56,22 @@ def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool
     in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
     mode: Literal["run", "swap-all"] = "run" if fits(in_core) else "swap-all"
     keep_all = keeping(in_core) if mode == "run" else None
-    measured, in_hooks = yield from _timed(scene, keep_all)
-    runs, notes = yield from _timed_ops(scene, keep_all, seen.capture.ops)
-    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds), *notes]
-    profile = draft(mode, durations if runs is None else runs, measured, [*notes, *_mode_notes(mode)])
-    profile = yield from _verified(scene, profile)
-    handles = in_hooks if mode == "run" else []
-    return with_handles(profile, aside(lambda: cached_cost(scene.where)), handles)
+    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds), LIVE]
+    in_hooks: list[HookSeconds] = []
+    try:
+        measured, in_hooks = yield from _timed(scene, keep_all)
+        runs, differing = yield from _timed_ops(scene, keep_all, seen.capture.ops)
+        swapped = [SWAPPED] if mode == "swap-all" else []
+        profile = draft(mode, durations if runs is None else runs, measured, [*notes, *differing, *swapped])
+        profile = yield from _verified(scene, profile)
+    except Hurry:
+        once = {phase: _seconds_of(phase, seen.capture.ops) for phase in Phase}
+        profile = without_replays(draft("swap-all", durations, [once], [*notes, HURRIED]))
+    return with_handles(profile, aside(lambda: cached_cost(scene.where)), in_hooks if mode == "run" else [])
+
+
+def _seconds_of(phase: Phase, ops: list[CapturedOp]) -> float:
+    return sum(op.duration_s for op in ops if op.phase is phase)
 
 
 def _timed(
@@ -90,10 +106,6 @@ def _verified(scene: Scene, profile: Profile) -> Studied:
             trial = trials.send(watch.verify)
         except StopIteration as verified:
             return verified.value
-
-
-def _mode_notes(mode: str) -> list[str]:
-    return [LIVE] if mode == "run" else [LIVE, SWAPPED]
 
 
 def _drafts(

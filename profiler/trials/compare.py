@@ -36,7 +36,7 @@ MOST_ROUNDS = 5
 MOST_TRIES = 3
 """Steps until one follows the profile."""
 DIFFERS = "its replay gave other bits when it was tried"
-UNVERIFIED = "its replay could not be verified: steps differ in what they save"
+UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
 
 
 def verify(
@@ -144,6 +144,11 @@ def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
         for number, value in enumerate(profile.values)
     )
     return msgspec.structs.replace(profile, values=values)
+
+
+def without_replays(profile: Profile) -> Profile:
+    """The profile, as one of which nothing was verified."""
+    return _marked(profile, dict.fromkeys(_recomputed(profile), UNVERIFIED))
 
 
 def _recomputed(profile: Profile) -> set[int]:

@@ -63,7 +63,7 @@ class PlanSet:
         larger = [
             (sum(math.prod(entry.shape) for entry in inputs), index)
             for index, inputs in enumerate(self._inputs)
-            if len(inputs) == len(asked) and all(mine.holds(theirs) for mine, theirs in zip(inputs, asked, strict=True))
+            if _hold(inputs, asked)
         ]
         return self.plans[min(larger)[1]] if larger else None
 
@@ -72,6 +72,21 @@ class PlanSet:
         """The plan whose inputs have the most elements, the first of those."""
         sizes = [sum(math.prod(entry.shape) for entry in inputs) for inputs in self._inputs]
         return self.plans[sizes.index(max(sizes))]
+
+
+def is_larger(one: Signature, other: Signature) -> bool:
+    """Whether a plan for the first serves the second: the same inputs, and none of the second's dimensions larger.
+
+    False where one of them names no inputs, or says them as no signature does.
+    """
+    try:
+        return bool(one) and _hold(_parse(one), _parse(other))
+    except UsageError:
+        return False
+
+
+def _hold(inputs: list[_Input], others: list[_Input]) -> bool:
+    return len(inputs) == len(others) and all(mine.holds(theirs) for mine, theirs in zip(inputs, others, strict=True))
 
 
 def describe(signature: Signature) -> str:

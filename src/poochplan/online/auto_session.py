@@ -130,9 +130,7 @@ class AutoSession:
         for pending in tuple(self._pending.values()):
             pending.is_done(timeout_s)
         self._poll()
-        return (
-            bool(self.ways) and not self._pending and all(line.next_watch is None for line in self.loop.lines.values())
-        )
+        return bool(self.ways) and not self._pending and not any(line.is_studied for line in self.loop.lines.values())
 
     # -- the loop's follower ----------------------------------------------------------------------------------
 
@@ -152,9 +150,9 @@ class AutoSession:
         driver = Following(course, lambda segment: self._was_followed(way, segment))
         return Metered(self.loop.scene, driver, self._meter, way.plan) if is_metered(times) else driver
 
-    def driver(self, line: Line) -> Driver:
+    def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
-        if line.profile is not None and line.profile.mode == "run":
+        if line is not None and line.profile is not None and line.profile.mode == "run":
             return KeepAll()
         return SwapEach(at_once=True)
 
@@ -176,6 +174,10 @@ class AutoSession:
             return
         self._pending[line.key] = Background(profile, budget_bytes, self._time_limit_s)
         self._teller.say(f"profiled in {line.segments} steps, planning")
+
+    def is_planning(self, line: Line) -> bool:
+        """Whether its plan is under way."""
+        return line.key in self._pending
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """Counts it, and compares a metered one with its budget."""
