@@ -34,7 +34,7 @@ SWAPPED = (
     "less the time in which they swapped"
 )
 
-HURRIED = "its inputs did not come again: times are of one captured step, and nothing is recomputed, since no replay was tried"
+HURRIED = "its inputs did not come again: times are of one captured step, and no replay was tried, so none is planned"
 
 
 class Hurry(Exception):  # noqa: N818 - a word to the study
