@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from poochplan.errors import InfeasibleError
+from poochplan.formats.facts.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -111,9 +112,14 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> No
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
         f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}, {share} of the in-core peak of "
         f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
-        f"pass a budget of {share} or more, or make the batch smaller",
+        f"pass a budget of {share} or more, or make the batch smaller{_also(profile)}",
         smallest_budget_bytes=smallest.peak_bytes,
     )
+
+
+def _also(profile: Profile) -> str:
+    """What else would make the smallest budget smaller."""
+    return "".join(f"; {line}" for line in limits(profile))
 
 
 def _optimal(

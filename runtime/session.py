@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -20,10 +21,12 @@ from poochplan.runtime.drivers.follow import DivergencePolicy
 from poochplan.runtime.drivers.planned import Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.handle import Handle
+from poochplan.tensors.modes import compiled_modules
 
-from .attachment import Attachment
+from .attachment import Attachment, Hooks, own_hooks
 from .budget_watch import BudgetWatch
-from .meter import LiveBytesMeter
+from .metering.meter import LiveBytesMeter
 from .run_report import MemoryPeaks, Report, StepReport
 
 
@@ -61,8 +64,11 @@ class Session:
             chosen=self._check_gradients,
             ended=self._end_of_step,
             observers=[self._meter],
+            hooks=self._hooks,
             gives_up=any(value.decision is not Decision.KEEP for one in self._plans for value in one.values),
         )
+
+        self._attachment.around_region = self._around_region
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -178,6 +184,20 @@ class Session:
         )
 
     # -- told by the attachment ----------------------------------------------------------------------------------
+
+    def _hooks(self, engine: Engine) -> Hooks:
+        """The engine's; where the meter has to hear of what compiled regions save, it is told first."""
+        if self._meter_when == "never" or not compiled_modules(self.model):
+            return own_hooks(engine)
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            self._meter.saved(tensor)
+            return engine.pack(tensor)
+
+        return pack, engine.unpack
+
+    def _around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self._meter.around_region(call) if self._meter.is_on else call
 
     def _end_of_step(self, segment: Segment) -> None:
         self._take_peak(segment.report)

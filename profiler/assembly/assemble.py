@@ -18,6 +18,7 @@ from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link,
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
+from .notes import step_facts
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
 
@@ -61,6 +62,7 @@ def assemble(
         static_bytes=_static_bytes(values),
         gradients_live_through_forward=accumulate,
         link=link,
+        facts=step_facts(model, capture),
         notes=tuple(notes),
         ops=ops,
         values=values,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from poochplan.formats.profile import Kind, RuntimeCost
+from poochplan.formats.profile import Kind, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
 from poochplan.units import format_bytes
 
@@ -23,6 +23,19 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     name, module = resting[0]
     first = f"{name} ({type(module).__name__})" if name else "the model itself"
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
+
+
+def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
+    """How the captured step was run."""
+    modules = list(model.modules())
+    return StepFacts(
+        modules=len(modules),
+        eval_modules=sum(not module.training for module in modules),
+        checkpointed=tuple(capture.checkpointed),
+        garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
+        kept_bytes=sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values()),
+        unmeasured_regions=capture.regions.unmeasured,
+    )
 
 
 def kept_notes(capture: Capture) -> list[str]:

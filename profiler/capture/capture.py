@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from poochplan.formats.profile import Phase, PointKind
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import ToggledMode
@@ -27,11 +28,12 @@ from poochplan.tensors.storages import (
     parts_of,
     storage_key,
 )
-from poochplan.tensors.torch_private import pytree, storage_identity, version_of
+from poochplan.tensors.torch_private import in_backward, pytree, storage_identity, version_of
 from poochplan.tensors.writes import writes_of
 
-from .captured import COMPILED_REGION, CapturedOp, CapturedValue, shapes_of
+from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of, workspace_of
+from .regions import Regions
 
 
 class Capture(ToggledMode):
@@ -59,12 +61,17 @@ class Capture(ToggledMode):
         self._by_key: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live_copies: Counter[int] = Counter()
+        """Storages of copies, by value."""
         self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
         self._workspace = workspace_of(torch.device(device_type))
         self._marks: list[tuple[CapturedOp, Any, Any]] = []
         """Each op, between its two marks."""
+        self.regions = Regions(self)
+        self.checkpointed: dict[str, None] = {}
+        """Layers whose forward ran again in backward, in order."""
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
@@ -122,9 +129,10 @@ class Capture(ToggledMode):
         facts = traits(func)
         if self._paused or facts.pure_view:
             return func(*args, **kwargs)
+        self.look_for_checkpoint()
         op = CapturedOp(facts.name, layer, self.phase)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        plain = self._ordinary(leaves)
+        plain = self.ordinary(leaves)
         op.inputs = list(dict.fromkeys(self.value_of(leaf) for leaf in plain))
         op.random = facts.random
         writes = writes_of(facts, args, kwargs, static=self._static, device_type=self.device_type)
@@ -134,14 +142,19 @@ class Capture(ToggledMode):
             op.inputs = []  # they give it a shape, and a replay knows that
         if writes.overwritten is not None:
             op.overwrites = self.value_of(writes.overwritten)
-        op.writes = self._writes(writes.in_place)
+        op.writes = self.written(writes.in_place)
         outputs = self._run(op, func, args, kwargs)
         op.shapes = shapes_of(outputs)
         self._born(op, outputs, facts.partly_unwritten)
         self.ops.append(op)
         return outputs
 
-    def _ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
+    def look_for_checkpoint(self, compiled: str | None = None) -> None:
+        """Autograd shuts itself off in backward: where it is on, forward runs again, as checkpoints have it."""
+        if self.phase is Phase.BACKWARD and in_backward() and torch.is_grad_enabled():
+            self.checkpointed[self.tracker.running_again(compiled)] = None
+
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
         """The tensors among them that have storages, and those that sparse and nested ones are made of."""
         if not any(isinstance(leaf, torch.Tensor) and is_made_of_parts(leaf) for leaf in leaves):
             return [x for x in leaves if isinstance(x, torch.Tensor) and has_storage(x, self.device_type)]
@@ -161,23 +174,25 @@ class Capture(ToggledMode):
         op.workspace_bytes = self._workspace.taken_bytes()
         return outputs
 
-    def _writes(self, written: list[torch.Tensor]) -> list[int]:
-        values = list(dict.fromkeys(map(self.value_of, self._ordinary(written))))
-        self._pin_saved(values)
-        return values
-
-    def _pin_saved(self, written: list[int]) -> None:
-        for value in written:
+    def written(self, tensors: list[torch.Tensor]) -> list[int]:
+        """The values that are written in place; those that were saved are pinned."""
+        values = list(dict.fromkeys(map(self.value_of, self.ordinary(tensors))))
+        for value in values:
             if value in self.saved_values and self.phase is Phase.FORWARD:
                 self.values[value].pinned_because = "written in place after it was saved"
+        return values
+
+    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None:
+        """What is new among the leaves is borne by the op, the ``born``-th."""
+        for part in self.ordinary(leaves):
+            if storage_key(part) not in self._by_key:
+                op.outputs.append(self._new_value(part, op.layer, born))
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)
-        for part in self._ordinary(leaves):
-            if storage_key(part) not in self._by_key:
-                op.outputs.append(self._new_value(part, op.layer, born=len(self.ops)))
+        self.bear(op, leaves, len(self.ops))
         if partly_unwritten:
-            parts = self._ordinary([leaves[position] for position in partly_unwritten])
+            parts = self.ordinary([leaves[position] for position in partly_unwritten])
             op.partly_unwritten = [self.value_of(part) for part in parts]
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
@@ -194,29 +209,25 @@ class Capture(ToggledMode):
         self._deaths.pop(number, None)
         if self._by_key.get(value.key) == number:
             del self._by_key[value.key]
+        self._gone(number)
 
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
+    def _gone(self, number: int) -> None:
+        """Tells the compiled region that runs, if nothing holds the value any more."""
+        if number not in self._deaths and not self._live_handles.get(number) and not self._live_copies[number]:
+            self.regions.freed(self.values[number].size_bytes, self.rounded_bytes(number))
 
-        def region(*args: Any, **kwargs: Any) -> Any:
-            op = CapturedOp(COMPILED_REGION, path, self.phase)
-            op.opaque = True
-            leaves = pytree.tree_leaves((args, kwargs))
-            op.inputs = list(dict.fromkeys(map(self.value_of, self._ordinary(leaves))))
-            before = [
-                (x, version_of(x)) for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, self.device_type)
-            ]
-            self.ops.append(op)  # before it runs, so that what it saves is born before it is saved
-            with self.away():
-                outputs = self._run(op, call, args, kwargs)
-            op.writes = list(dict.fromkeys(self.value_of(x) for x, version in before if version_of(x) != version))
-            self._pin_saved(op.writes)
-            for part in self._ordinary(pytree.tree_leaves(outputs)):
-                if storage_key(part) not in self._by_key:
-                    op.outputs.append(self._new_value(part, path, born=self.ops.index(op)))
-            return outputs
+    def rounded_bytes(self, number: int) -> int:
+        """What the value takes of the allocator."""
+        return -(-self.values[number].size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
-        return region
+    @contextlib.contextmanager
+    def timed(self, op: CapturedOp) -> Iterator[None]:
+        """The block is what the op takes."""
+        begin = self._clock.begin()
+        try:
+            yield
+        finally:
+            self._marks.append((op, begin, self._clock.end()))
 
     # -- points -----------------------------------------------------------------------------------------------
 
@@ -242,6 +253,7 @@ class Capture(ToggledMode):
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
             again = False
+        self.regions.saves(tensor.untyped_storage())
         self.handles.append((number, self.tracker.current(), dtype, shape))
         return number, ordinal, again
 
@@ -252,7 +264,7 @@ class Capture(ToggledMode):
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
         if self.phase is Phase.FORWARD and is_made_of_parts(tensor):
-            parts = [part for part in self._ordinary([tensor]) if storage_key(part) not in self._static]
+            parts = [part for part in self.ordinary([tensor]) if storage_key(part) not in self._static]
             if parts:
                 kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
                 kind = kind if tensor.is_nested or tensor.layout is not torch.strided else type(tensor).__name__
@@ -264,7 +276,7 @@ class Capture(ToggledMode):
         if known is not None:
             return known
         # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
-        inside_region = bool(self.ops) and self.ops[-1].opaque and self.ops[-1].name == COMPILED_REGION
+        inside_region = self.regions.is_running
         number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
         if inside_region:
             self.ops[-1].outputs.append(number)
@@ -280,16 +292,27 @@ class Capture(ToggledMode):
     def let_go(self, number: int) -> None:
         """One holder less."""
         self._live_handles[number] -= 1
-        if self._live_handles[number] == 0:
+        self._perhaps_let_go(number)
+
+    def _perhaps_let_go(self, number: int) -> None:
+        """Notes when autograd's last hold of the value ends: no handle is left, nor anything that was unpacked.
+
+        A compiled backward drops all of its handles as it begins and lets go of what they gave one by one.
+        """
+        if not self._live_handles[number] and not self._live_copies[number]:
             self.values[number].let_go = self.last_tick
+            self._gone(number)
 
     def is_copied_to(self, storage: torch.UntypedStorage, number: int) -> None:
         """The storage holds what was saved of a value: ops that read it read the value."""
         key = storage_identity(storage)
         if key not in self._copy_deaths:
             self._by_key[key] = number
-            self._copy_deaths[key] = weakref.ref(storage, lambda _: self._copy_died(key))
+            self._live_copies[number] += 1
+            self._copy_deaths[key] = weakref.ref(storage, lambda _: self._copy_died(key, number))
 
-    def _copy_died(self, key: int) -> None:
+    def _copy_died(self, key: int, number: int) -> None:
         self._by_key.pop(key, None)
         self._copy_deaths.pop(key, None)
+        self._live_copies[number] -= 1
+        self._perhaps_let_go(number)

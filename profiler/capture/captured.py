@@ -10,9 +10,6 @@ import torch
 from poochplan.formats.profile import Phase
 from poochplan.tensors.storages import Geometry, storage_key
 
-COMPILED_REGION = "compiled_region"
-"""Name of the op that stands for a call of a compiled module."""
-
 Shapes = tuple[Any, ...]
 
 

@@ -34,7 +34,7 @@ class ClonedCapture(Capture):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         with (
-            around_compiled(model, self.region),
+            around_compiled(model, self.regions.around),
             before_forward(model, self._called),
             uncompiled_hooks(self.pack, self.unpack),
             super().running(model),
@@ -53,7 +53,8 @@ class ClonedCapture(Capture):
         reference = self._clones.get(number) if again else None
         clone = reference() if reference is not None else None
         if clone is None:
-            clone = self._cloned(tensor.untyped_storage(), number)
+            with self.regions.set_aside():
+                clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
         self.holds(number)
         return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.let_go)
@@ -67,7 +68,9 @@ class ClonedCapture(Capture):
             handle.used = True
             self.used(handle.ordinal)
         with self.paused():
-            return self._on(self._storage_of(handle.holder, handle.value), handle.geometry)
+            with self.regions.set_aside():
+                storage = self._storage_of(handle.holder, handle.value)
+            return self._on(storage, handle.geometry)
 
     def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
         """A copy of the value ``number``, which lies in ``storage``."""

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
+from poochplan.tensors.torch_private import last_sequence_number
 
-from .captured import COMPILED_REGION, CapturedOp, Shapes, shapes_of
+from .captured import CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of
 
 
@@ -54,6 +57,8 @@ class OpTimer(ToggledMode):
         self._clock = clock
         self._tracker = tracker
         self._marks: list[tuple[Any, Any]] = []
+        self._backward_began: Any = None
+        self._in_compiled_backward = False
 
     def enter(self, phase: Phase) -> None:
         """The phase that begins."""
@@ -61,7 +66,7 @@ class OpTimer(ToggledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
-        if facts.pure_view:
+        if facts.pure_view or self._in_compiled_backward:
             return func(*args, **(kwargs or {}))
         layer = "" if self.phase is Phase.BACKWARD else self._tracker.current()
         outputs = self._timed(func, args, kwargs or {})
@@ -72,12 +77,22 @@ class OpTimer(ToggledMode):
         """What is to be called in the place of a compiled callable."""
 
         def region(*args: Any, **kwargs: Any) -> Any:
+            node_before = last_sequence_number()
             with self.away():
                 outputs = self._timed(call, args, kwargs)
             self.ops.append(DispatchedOp(COMPILED_REGION, "" if self.phase is Phase.BACKWARD else path, ()))
+            around_backward(outputs, node_before, self._compiled_backward_begins, self._compiled_backward_ends)
             return outputs
 
         return region
+
+    def _compiled_backward_begins(self) -> None:
+        self._backward_began, self._in_compiled_backward = self._clock.begin(), True
+
+    def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
+        self._marks.append((self._backward_began, self._clock.end()))
+        self._in_compiled_backward = False
+        self.ops.append(DispatchedOp(COMPILED_REGION, "", ()))
 
     def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin = self._clock.begin()

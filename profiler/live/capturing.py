@@ -105,10 +105,10 @@ class Capturing(Watch):
             self.kinds.note_gradients(self.scene.model)
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.capture.region(path, call)
+        return self.capture.regions.around(path, call)
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        with self.capture.paused():
+        with self.capture.paused(), self.capture.regions.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -124,7 +124,7 @@ class Capturing(Watch):
             return unpack(handle)
         if not handle.used:
             self.capture.used(handle.ordinal)
-        with self.capture.paused():
+        with self.capture.paused(), self.capture.regions.set_aside():
             tensor = unpack(handle)
         self.capture.is_back(value, tensor.untyped_storage())
         return tensor

@@ -44,6 +44,14 @@ class LayerTracker:
         self._last_backward_layer = self._layer_of_node.get(sequence_number(node), self._last_backward_layer)
         return self._last_backward_layer
 
+    def running_again(self, compiled: str | None = None) -> str:
+        """Path of the outermost module that runs within backward, which may be ``compiled``; where none does, of the
+        module that is differentiated.
+        """
+        if self._running:
+            return self._running[0]
+        return self.current() if compiled is None else compiled
+
     def _enter(self, name: str) -> Any:
         def hook(module: torch.nn.Module, args: Any) -> None:
             self._running.append(name)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,6 +68,11 @@ class Verb(ABC):
         """Prints tables or lines for a person; long lines are left to the terminal."""
         for renderable in renderables:
             self.console.print(renderable, highlight=False, markup=False, soft_wrap=isinstance(renderable, str))
+
+    def advise(self, lines: Sequence[str]) -> None:
+        """Says on stderr what a profile advises."""
+        for line in lines:
+            print(f"advice: {line}", file=sys.stderr)
 
     def wrote(self, path: Path) -> None:
         """Says that a file was written."""

@@ -99,6 +99,7 @@ class PlanVerb(Verb):
         picture = self.output(options.timeline, suffix=".png")
         assert path is not None
         profile = profile_for(Profile.load(options.profile), options)
+        self.advise(profile.advice())
         budget_bytes = chosen_budget(profile, options)
         with self.progress("planning") as tell:
             made = plan(

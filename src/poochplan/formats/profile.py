@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .facts.advice import advice
+from .facts.step_facts import StepFacts
 from .files import read_struct, write_struct
 from .profile_parts import (
     ALLOCATION_UNIT_BYTES,
@@ -51,6 +53,7 @@ __all__ = [
     "PointKind",
     "Profile",
     "RuntimeCost",
+    "StepFacts",
     "StepTimes",
     "Value",
 ]
@@ -93,6 +96,14 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         from .queries import reconciliation
 
         return reconciliation(self, least)
+
+    def advice(self) -> tuple[str, ...]:
+        """What in the way the step is run keeps plans from doing more, and what to do about it: a line each.
+
+        Of a compiled module that holds most of what is saved, activation checkpointing, eval mode, garbage in cycles,
+        values that can be neither swapped nor recomputed, and what could not be measured. Empty where there is none.
+        """
+        return advice(self)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.formats.files``."""

@@ -16,8 +16,10 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA_VERSION = 2
-"""2 says more of what the launching thread takes (``RuntimeCost``)."""
+from .facts.step_facts import StepFacts
+
+SCHEMA_VERSION = 3
+"""2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``)."""
 ALLOCATION_UNIT_BYTES = 512
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
@@ -74,7 +76,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     opaque: bool = False
     """Cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
     workspace_bytes: int = 0
-    """Bytes taken and given back inside the op; 0 where it cannot be measured (CPU)."""
+    """Bytes taken and given back inside the op; on the CPU of compiled regions only, else 0."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -278,6 +280,8 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     link: Link
     runtime: RuntimeCost | None = None
     """What ops and the runtime take of the launching thread; None where it was not measured."""
+    facts: StepFacts | None = None
+    """How the step was run; None in profiles of schema 2 and before."""
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""

@@ -22,7 +22,7 @@ from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.meter import LiveBytesMeter
+from poochplan.runtime.metering.meter import LiveBytesMeter
 from poochplan.runtime.run_report import StepReport
 from poochplan.units import format_bytes, parse_budget
 

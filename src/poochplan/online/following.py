@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.living import live_tensors
-from poochplan.profiler.live.watch import Scene, Watch
+from poochplan.profiler.live.watch import Pack, Scene, Watch
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.meter import LiveBytesMeter
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.metering.meter import LiveBytesMeter
 
 ALWAYS, SELDOM = 2, 50
 """The first segments that follow a plan are metered, and then one in so many."""
@@ -51,6 +55,13 @@ class Metered(Watch):
         finally:
             self._meter.switch_off()
             self.peak_bytes = self._meter.peak_bytes
+
+    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self._meter.around_region(call)
+
+    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
+        self._meter.saved(tensor)
+        return pack(tensor)
 
 
 def is_metered(followed: int) -> bool:

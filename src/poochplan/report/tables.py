@@ -100,6 +100,7 @@ def profile_rows(profile: Profile) -> Rows:
         "ops / values / points": f"{len(profile.ops)} / {len(profile.values)} / {len(profile.points)}",
         f"link ({link.name})": f"out {format_rate(link.outward.bandwidth_bytes_per_s)}, "
         f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}",
+        **{f"advice {number}": line for number, line in enumerate(profile.advice(), 1)},
     } | _numbered(profile.assumed, profile.notes)
 
 

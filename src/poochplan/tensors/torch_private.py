@@ -42,6 +42,8 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "allocation_events",
+    "allocation_mark",
     "backward_node",
     "call_attribute",
     "captures_graphs",
@@ -55,8 +57,10 @@ __all__ = [
     "in_backward",
     "intercept_autograd",
     "is_compiled",
+    "is_compiled_backward",
     "is_tracing",
     "last_sequence_number",
+    "log_allocations",
     "mode_count",
     "mode_stack",
     "non_persistent_buffers",
@@ -298,6 +302,40 @@ def _skip_code(function: Any) -> None:
 def is_tracing() -> bool:
     """Whether the compiler traces in this thread: the backward it runs then is not the step's."""
     return TracingContext.try_get() is not None
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether a node of autograd runs a backward that the compiler has made."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+# --- The CPU's allocator ----------------------------------------------------------------------------------------------
+
+
+def log_allocations() -> bool:
+    """Starts to log what this thread allocates on the CPU; False where a profiler is on already, which there is one of.
+
+    By the profiler of old: it starts in microseconds, and says nothing on stderr.
+    """
+    if _profiling._profiler_enabled():
+        return False
+    experimental = torch._C._profiler._ExperimentalConfig()
+    state = _profiling.ProfilerState.CPU
+    _profiling._enable_profiler_legacy(_profiling.ProfilerConfig(state, False, True, False, False, False, experimental))
+    return True
+
+
+allocation_mark: Callable[[str], contextlib.AbstractContextManager[object]] = torch._C._profiler._RecordFunctionFast
+"""A block of that name in the log, which no dispatch mode sees; nothing where nothing is logged."""
+
+
+def allocation_events() -> list[tuple[str, str, int]]:
+    """Ends the log: (kind, name, bytes) of each event of this thread, in order; ``memory_alloc`` below 0 is freed."""
+    logged = _profiling._disable_profiler_legacy()
+    return [(str(event.kind()), event.name(), event.cpu_memory_usage()) for events in logged for event in events]
+
+
+_profiling: Any = torch.autograd
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ import torch
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
-from poochplan.tensors.torch_private import pytree, storage_identity
+from poochplan.tensors.torch_private import last_sequence_number, pytree, storage_identity
+
+from .compiled_regions import CpuRegion, around_backward
 
 
 class LiveBytesMeter(ToggledMode):
     """Most bytes of device storages live at any moment since :meth:`restart`, each rounded up to ``unit_bytes``.
 
-    A storage that is first met as an argument was there before: it counts from the last restart on.
+    A storage that is first met as an argument was there before: it counts from the last restart on. Within a compiled
+    region, which allocates past the dispatcher, the CPU's allocator tells how much is live.
     """
 
     def __init__(self, device_type: str, unit_bytes: int) -> None:
@@ -26,6 +30,9 @@ class LiveBytesMeter(ToggledMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._region = CpuRegion()
+        self._in_region = False
+        self._live_before_bytes = 0
 
     def restart(self) -> None:
         """Begins a new peak at what is live now."""
@@ -35,12 +42,48 @@ class LiveBytesMeter(ToggledMode):
         """Counts a tensor that was there before."""
         self.peak_bytes += self._count(tensor)
 
+    def around_region(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable while the meter is on."""
+
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            node_before, outputs = last_sequence_number(), None
+            self.region_begins()
+            try:
+                outputs = call(*args, **kwargs)
+            finally:
+                self.region_ends(pytree.tree_leaves(outputs))
+            around_backward(outputs, node_before, self.region_begins, self.region_ends)
+            return outputs
+
+        return metered
+
+    def region_begins(self) -> None:
+        """A compiled region, or its backward, runs from here."""
+        self._in_region, self._live_before_bytes = True, self.live_bytes
+        if self._device_type == "cpu":
+            self._region.begin()
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Counts what is saved within a compiled region."""
+        if self._in_region:
+            self._count(tensor)
+
+    def region_ends(self, leaves: list[Any]) -> None:
+        """The region has returned ``leaves``."""
+        taken_bytes = self._region.end()
+        self._in_region = False
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        most_bytes = self._live_before_bytes + taken_bytes if taken_bytes is not None else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes, most_bytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         born_here = func is torch.ops.aten.lift_fresh.default  # ``torch.tensor``: the first that a mode sees of it
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                if born_here:
+                if born_here or self._in_region:
                     self._count(leaf)
                 else:
                     self.watch(leaf)
@@ -67,3 +110,4 @@ class LiveBytesMeter(ToggledMode):
     def _died(self, key: int, size_bytes: int) -> None:
         if self._alive.pop(key, None) is not None:
             self.live_bytes -= size_bytes
+            self._region.freed(size_bytes)

@@ -1,0 +1,140 @@
+"""Regions: calls of compiled callables in a capture, each one op, and each compiled backward another.
+
+No dispatch mode looks into them: what they take is measured at the allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.profile import Phase
+from poochplan.runtime.metering.compiled_regions import around_backward
+from poochplan.tensors.storages import is_plain
+from poochplan.tensors.torch_private import last_sequence_number, pytree, version_of
+
+from .captured import CapturedOp
+from .clock import region_of
+
+
+class Noting(Protocol):
+    """What regions tell a capture, and ask of it."""
+
+    device_type: str
+    phase: Phase
+    ops: list[CapturedOp]
+
+    def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
+    def value_of(self, tensor: torch.Tensor) -> int: ...
+    def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
+    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
+    def rounded_bytes(self, number: int) -> int: ...
+    def away(self) -> contextlib.AbstractContextManager[None]: ...
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+    def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Regions:
+    """State: what the compiled region that runs has saved, and what the compiled backward that runs has freed."""
+
+    def __init__(self, capture: Noting) -> None:
+        self._capture = capture
+        self._region = region_of(torch.device(capture.device_type))
+        self._backward = contextlib.ExitStack()
+        self._backward_op: CapturedOp | None = None
+        self._freed_bytes = 0
+        """Of the values of which the last hold has ended since a compiled backward began."""
+        self._saved: list[torch.UntypedStorage] | None = None
+        """Held until the compiled region that runs ends, as autograd would hold it; None outside one."""
+        self.unmeasured = 0
+        """Runs of compiled regions of which nobody knows what they took."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a compiled forward runs."""
+        return self._saved is not None
+
+    def saves(self, storage: torch.UntypedStorage) -> None:
+        """Something is saved."""
+        if self._saved is not None:
+            self._saved.append(storage)
+
+    def freed(self, size_bytes: int, rounded_bytes: int) -> None:
+        """The last hold of a value has ended."""
+        self._freed_bytes += rounded_bytes
+        self._region.freed(size_bytes)
+
+    def set_aside(self) -> contextlib.AbstractContextManager[object]:
+        """A block of which nothing that is allocated is the region's."""
+        return self._region.set_aside()
+
+    def around(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            capture = self._capture
+            capture.look_for_checkpoint(path)
+            op = self._new_op(path)
+            leaves = pytree.tree_leaves((args, kwargs))
+            op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(leaves))))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, capture.device_type)]
+            before = [(tensor, version_of(tensor)) for tensor in tensors]
+            born, node_before = len(capture.ops), last_sequence_number()
+            capture.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+            with capture.away():
+                outputs, taken_bytes = self._run(op, call, args, kwargs)
+            op.writes = capture.written([tensor for tensor, version in before if version_of(tensor) != version])
+            capture.bear(op, pytree.tree_leaves(outputs), born)
+            if taken_bytes is not None:
+                op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op))
+            around_backward(outputs, node_before, partial(self._backward_begins, path), self._backward_ran)
+            return outputs
+
+        return region
+
+    def _new_op(self, path: str) -> CapturedOp:
+        op = CapturedOp(COMPILED_REGION, path, self._capture.phase)
+        op.opaque = True
+        return op
+
+    def _run(self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | None]:
+        """Its result, and what it took."""
+        self._saved = []
+        self._region.begin()
+        try:
+            with self._capture.timed(op):
+                outputs = call(*args, **kwargs)
+        finally:
+            taken_bytes = self._ended()
+            self._saved = None
+        return outputs, taken_bytes
+
+    def _backward_begins(self, path: str) -> None:
+        self._backward_op, self._freed_bytes = self._new_op(path), 0
+        self._region.begin()
+        self._backward.enter_context(self._capture.paused())
+        self._backward.enter_context(self._capture.timed(self._backward_op))
+
+    def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
+        capture, op = self._capture, self._backward_op
+        assert op is not None, "a compiled backward ends that has not begun"
+        self._backward.close()
+        taken_bytes = self._ended()
+        capture.bear(op, gradients, len(capture.ops))
+        if taken_bytes is not None:  # what died in it is not live at the op, which comes behind all that it unpacked
+            op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
+        capture.ops.append(op)
+
+    def _ended(self) -> int | None:
+        taken_bytes = self._region.end()
+        self.unmeasured += taken_bytes is None
+        return taken_bytes
+
+    def _born_bytes(self, op: CapturedOp) -> int:
+        return sum(map(self._capture.rounded_bytes, op.outputs))

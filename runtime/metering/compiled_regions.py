@@ -1,0 +1,124 @@
+"""Compiled regions: what a call of a compiled callable, or its backward, allocates where no dispatch mode looks.
+
+Modes are away in a compiled forward, and a compiler such as Inductor allocates past the dispatcher. So regions are
+measured at the allocator: on the CPU by what it tells a profiler, event by event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.tensors.torch_private import (
+    allocation_events,
+    allocation_mark,
+    is_compiled_backward,
+    log_allocations,
+    pytree,
+    sequence_number,
+)
+
+_SET_ASIDE = "poochplan.set_aside"
+_FREED = "poochplan.freed:"
+
+
+class CpuRegion:
+    """The CPU's allocations from :meth:`begin` to :meth:`end`, on the calling thread. State: whether it has begun."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Starts; what was begun and never ended, as where backward raised, is forgotten."""
+        self.end()
+        self._is_open = log_allocations()
+
+    def end(self) -> int | None:
+        """Most bytes above what was live as it began, each storage rounded up to the allocation unit.
+
+        None where that is not known, as under another profiler.
+        """
+        if not self._is_open:
+            return None
+        self._is_open = False
+        return most_bytes(allocation_events())
+
+    def freed(self, size_bytes: int) -> None:
+        """A storage of that size dies: the allocator does not say so of one that was made before the region."""
+        if self._is_open:
+            with allocation_mark(f"{_FREED}{size_bytes}"):
+                pass
+
+    def set_aside(self) -> contextlib.AbstractContextManager[object]:
+        """A block of which nothing that is allocated counts."""
+        return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
+
+
+def most_bytes(events: list[tuple[str, str, int]]) -> int:
+    """Of the running sum of (kind, name, bytes) events, without those within blocks that were set aside."""
+    live = most = 0
+    for change in _changes(events):
+        live += change
+        most = max(most, live)
+    return most
+
+
+def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
+    """Of live bytes, each rounded; a storage's death that is told twice, by mark and by allocator, is one."""
+    depth, aside = 0, 0
+    marked = told = 0
+    """Bytes of the event before, where it was a mark, or the allocator's."""
+    for kind, name, size_bytes in events:
+        if kind == "push":
+            depth += 1
+            if name == _SET_ASIDE and not aside:
+                aside = depth
+            if name.startswith(_FREED) and not aside:
+                freed_bytes = int(name.removeprefix(_FREED))
+                if told != -freed_bytes:
+                    yield -_rounded_bytes(freed_bytes)
+                    marked = freed_bytes
+                told = 0
+        elif kind == "pop":
+            aside = 0 if aside == depth else aside
+            depth -= 1
+        elif kind == "memory_alloc" and not aside:
+            if size_bytes > 0:
+                yield _rounded_bytes(size_bytes)
+            elif marked != -size_bytes:
+                yield -_rounded_bytes(-size_bytes)
+            told = size_bytes if size_bytes < 0 and marked != -size_bytes else 0
+            marked = 0
+
+
+def _rounded_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+
+
+def around_backward(
+    outputs: Any, node_before: int, begins: Callable[[], Any], ends: Callable[[list[torch.Tensor]], Any]
+) -> None:
+    """Has ``begins()`` and ``ends(gradients)`` called around each backward of what a region has just compiled.
+
+    ``outputs`` are the region's; ``node_before`` is the number of the last autograd node that was made before it.
+    """
+    for node in _compiled_nodes(outputs, node_before):
+        node.register_prehook(lambda _: begins())
+        node.register_hook(lambda gradients, _: ends([x for x in gradients if isinstance(x, torch.Tensor)]))
+
+
+def _compiled_nodes(outputs: Any, node_before: int) -> list[Any]:
+    """The compiled nodes among those that were made after ``node_before`` and lead to ``outputs``."""
+    pending = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or sequence_number(node) <= node_before:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return [node for node in seen if is_compiled_backward(node)]

@@ -1,0 +1,22 @@
+"""How a step was run when it was profiled: what decides how much a plan can do for it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seen in the captured step."""
+
+    modules: int = 0
+    """Of the model, itself included."""
+    eval_modules: int = 0
+    """Those of them in eval mode."""
+    checkpointed: tuple[str, ...] = ()
+    """Layers whose forward ran again in backward (activation checkpointing), in that order."""
+    garbage_bytes: int = 0
+    """Of values that only Python's garbage collector frees."""
+    kept_bytes: int = 0
+    """Of saved tensors that are sparse, nested or of a subclass, which no plan decides about."""
+    unmeasured_regions: int = 0
+    """Runs of compiled regions of which it is not known what they take and give back inside."""

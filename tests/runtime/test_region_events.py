@@ -1,0 +1,69 @@
+"""What a compiled region takes, from the allocator's events."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from poochplan.runtime.metering.compiled_regions import CpuRegion, most_bytes
+
+
+def test_a_region_tells_the_most_that_was_live_at_once_above_its_begin() -> None:
+    region = CpuRegion()
+    region.begin()
+    first = torch.ones(1024)
+    second = first.neg()
+    del first, second
+    torch.ones(256)
+    assert region.end() == 2 * 4096
+    assert region.end() is None
+
+
+def test_what_is_set_aside_does_not_count() -> None:
+    region = CpuRegion()
+    region.begin()
+    with region.set_aside():
+        copy = torch.ones(100_000).clone()
+    torch.ones(128)
+    assert region.end() == 512
+    del copy
+
+
+def test_a_storage_from_before_that_dies_in_the_region_makes_room() -> None:
+    region = CpuRegion()
+    before = torch.ones(1024)
+    watch = weakref.ref(before.untyped_storage(), lambda _: region.freed(4096))
+    region.begin()
+    del before
+    after = torch.ones(2048)
+    assert region.end() == 4096
+    del watch, after
+
+
+def test_a_storage_whose_death_is_told_twice_makes_room_once() -> None:
+    alloc, free = ("memory_alloc", "", 4096), ("memory_alloc", "", -4096)
+    mark = [("push", "poochplan.freed:4096", 0), ("pop", "", 0)]
+    large = ("memory_alloc", "", 8192)
+    assert most_bytes([alloc, alloc, *mark, free, large]) == 4096 + 8192
+    assert most_bytes([alloc, alloc, free, *mark, large]) == 4096 + 8192
+    assert most_bytes([alloc, alloc, free, free, large]) == 8192
+    assert most_bytes([alloc, alloc, *mark, *mark, large]) == 8192
+
+
+def test_a_region_that_was_never_ended_is_forgotten() -> None:
+    region = CpuRegion()
+    region.begin()
+    torch.ones(100_000)
+    region.begin()
+    torch.ones(128)
+    assert region.end() == 512
+
+
+def test_a_region_under_another_profiler_is_unknown_and_leaves_that_one_alone() -> None:
+    region = CpuRegion()
+    with torch.profiler.profile() as profiler:
+        region.begin()
+        torch.ones(128)
+        assert region.end() is None
+    assert any(event.name == "aten::ones" for event in profiler.events())
