@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 import torch
 
+from poochplan.formats.files import package_version
 from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
+from .host import this_host
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
 
@@ -50,6 +52,7 @@ def assemble(
         mode=mode,
         device=device,
         versions=_versions(device),
+        host=this_host(),
         model=model_signature(model),
         inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
@@ -128,7 +131,7 @@ def _library_value(size_bytes: int, last_tick: int) -> Value:
 
 
 def _versions(device: Device) -> dict[str, str]:
-    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {"poochplan": package_version(), "torch": str(torch.__version__), "python": platform.python_version()}
     if device.kind == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     return versions

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.plan_set import PlanSet
     from poochplan.formats.profile import Profile
-    from poochplan.planner.planning import plan
+    from poochplan.planner.planning import plan, smallest_budget
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
     from .workload import Workload
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
+__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile", "smallest_budget"]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -35,6 +35,7 @@ _HOMES = {
     "apply": ".runtime.applying",
     "plan": ".planner.planning",
     "profile": ".profiler.profiling",
+    "smallest_budget": ".planner.planning",
 }
 
 

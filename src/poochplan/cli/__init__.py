@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 from poochplan.errors import PoochError, UsageError
 
 from .. import __version__
+from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
 from .link import LinkVerb
 from .plan import PlanVerb
@@ -45,6 +46,7 @@ networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, char_rnn, dem
 
 
 HELP_WIDTH = 100
+MORE_ROOM = "make the batch smaller by --set; a profile may swap meanwhile (--mode swap-all) or take none (--mode fake)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # the reader went away: no second error at exit
             return 1
         except Exception as error:
+            if is_out_of_memory(error):
+                _explain(f"the step ran out of memory: expected {asked_text(error)}, found less; {MORE_ROOM}", verbose)
+                return 1
             text = " ".join(str(error).split()) or "no message"
             hint = "" if verbose else "; run again with -v for the traceback"
             _explain(f"{type(error).__name__}: {text}{hint}", verbose)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from .files import read_struct, write_struct
-from .profile_parts import Link, ModelSignature
+from .profile_parts import Host, Link, ModelSignature
 
 SCHEMA_VERSION = 3
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds."""
@@ -150,6 +150,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     profile_fingerprint: str
     budget_bytes: int
     device: Literal["cpu", "cuda"]
+    versions: dict[str, str] = {}
+    """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    host: Host | None = None
+    """Where its profile was measured; None where that is not known."""
     estimate: bool = False
     """Made from a profile that was not measured on the real device."""
     assumed: tuple[str, ...] = ()

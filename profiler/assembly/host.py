@@ -1,0 +1,24 @@
+"""The host that profiles: processor and system. Never its name, which is nobody else's business."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from poochplan.formats.profile import Host
+
+
+def this_host() -> Host:
+    """Processor, system and cores of this machine."""
+    return Host(processor=processor_name(), system=platform.system(), cores=os.cpu_count() or 0)
+
+
+def processor_name() -> str:
+    """The model as the kernel knows it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
