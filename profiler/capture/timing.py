@@ -42,6 +42,8 @@ class OpTimes:
     """Seconds of each op in each step that dispatched the same, (steps, ops); None when none did."""
     note: str
     """Where and how steps differ, and what the durations are then; empty when they do not."""
+    steps: list[PhaseSeconds]
+    """Seconds of those steps, the instruments included."""
 
 
 class OpTimer(ToggledMode):
@@ -102,15 +104,17 @@ def time_ops(
     """
     wanted = _dispatched(captured)
     runs: list[list[float]] = []
+    steps: list[PhaseSeconds] = []
     differences: dict[str, str] = {}
     for _ in range(iterations):
-        timer = _timed_step(model, where, one_step)
+        timer, seconds = _timed_step(model, where, one_step)
+        steps.append(seconds)
         what, difference = _first_difference(wanted, timer.ops)
         if what:
             differences.setdefault(what, difference)
         if what != "ops":
             runs.append(timer.durations_s())
-    return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations))
+    return OpTimes(np.array(runs) if runs else None, _note(differences, len(runs), iterations), steps)
 
 
 def steps_differ(
@@ -120,7 +124,7 @@ def steps_differ(
     captured: list[CapturedOp],
 ) -> list[str]:
     """A note, if one more step dispatches other ops than the captured one, or ops of other shapes."""
-    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step).ops)
+    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step)[0].ops)
     return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
 
 
@@ -133,17 +137,17 @@ def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
 
 def _timed_step(
     model: torch.nn.Module, where: torch.device, one_step: Callable[[Callable[[Phase], None]], PhaseSeconds]
-) -> OpTimer:
-    """The timer of one step."""
+) -> tuple[OpTimer, PhaseSeconds]:
+    """The timer of one step, and what the whole step took."""
     tracker = LayerTracker()
     timer = OpTimer(clock_of(where), tracker)
     with tracker.on(model), around_compiled(model, timer.opaque_region):
         timer.switch_on()
         try:
-            one_step(timer.enter)
+            seconds = one_step(timer.enter)
         finally:
             timer.switch_off()
-    return timer
+    return timer, seconds
 
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:

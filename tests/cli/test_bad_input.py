@@ -163,9 +163,9 @@ def test_an_error_of_the_users_own_is_one_line_too(pooch: Pooch, workloads: Path
     [
         (
             "too_large",
-            "cannot build its model and data, expected memory for 4.00e+03 TiB, found none; make them smaller",
+            "cannot build its model and data, expected memory for 4096 TiB, found less; make them smaller",
         ),
-        ("grows_too_large", "the step ran out of memory: expected memory for 4.00e+03 TiB, found none; make the batch"),
+        ("grows_too_large", "the step ran out of memory: expected memory for 4096 TiB, found less; make the batch"),
     ],
 )
 def test_a_workload_without_memory_for_its_batch_is_one_line(

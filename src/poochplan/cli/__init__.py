@@ -1,7 +1,7 @@
 """The command line ``pooch``: one class per verb, one place where errors become one line and an exit code.
 
-Exit codes: 0 ok, 1 error, 2 usage, 3 infeasible (names the smallest feasible budget), 4 time limit reached (the best
-plan was written), 130 interrupted.
+Exit codes: 0 ok, 1 error (of ``pooch diff``: the files differ), 2 usage, 3 infeasible (names the smallest feasible
+budget), 4 time limit reached (the best plan was written), 5 a run took more than its budget, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from poochplan.verify import Comparison, Run
 
 MUCH_FRAGMENTATION = 0.1
+MUCH_OFF = 0.5
+"""Share by which a measured time contradicts the one that the profile gave."""
+LEAST_OFF_S = 0.02
+"""Less than this is a stumble of the machine, whatever share of a short step it is."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,32 @@ class RunSummary:
         """Measured step time over the in-core one, measured beside it or else the profile's, minus 1."""
         return self.step_s / (self.in_core_step_s or plan.prediction.in_core_step_s) - 1
 
+    def is_over(self, plan: Plan) -> bool:
+        """Whether a metered step took more than the budget."""
+        return self.peak_bytes is not None and self.peak_bytes > plan.budget_bytes
+
+    def contradiction(self, plan: Plan) -> str:
+        """One line where the measured time is more than half of the profile's away from it; else empty.
+
+        In-core against in-core where that was measured (``--check``), else the planned step against its prediction.
+        Differences of less than 20 ms say nothing. A plan whose times were assumed is not contradicted by this machine.
+        """
+        prediction = plan.prediction
+        if plan.estimate:
+            return ""
+        is_in_core = self.in_core_step_s is not None
+        what = "in-core" if is_in_core else "planned"
+        found_s = self.in_core_step_s if self.in_core_step_s is not None else self.step_s
+        said_s = prediction.in_core_step_s if is_in_core else prediction.step_s
+        off_s = abs(found_s - said_s)
+        if off_s <= max(LEAST_OFF_S, MUCH_OFF * said_s):
+            return ""
+        source = "the profile says" if is_in_core else "the plan predicts"
+        return (
+            f"the {what} step took {format_seconds(found_s)}, where {source} {format_seconds(said_s)}: the machine was "
+            "busy during one of the two; profile again, and plan from that"
+        )
+
     def rows(self, plan: Plan) -> Rows:
         """The table of ``pooch run``."""
         prediction = plan.prediction
@@ -105,7 +135,7 @@ class RunSummary:
     def _peak_text(self, plan: Plan) -> str:
         if self.peak_bytes is None:
             return "not metered"
-        within = "within the budget" if self.peak_bytes <= plan.budget_bytes else "OVER THE BUDGET"
+        within = "OVER THE BUDGET" if self.is_over(plan) else "within the budget"
         return f"{format_bytes(self.peak_bytes)} ({within})"
 
     def _equal_text(self) -> str:
@@ -135,6 +165,7 @@ class RunSummary:
             "replay_s": self.replay_s,
             "replayed_values": self.replayed_values,
             "stall_s": self.stall_s,
+            "contradiction": self.contradiction(plan),
             "fallbacks": self.fallbacks,
             "fallback_reasons": list(self.fallback_reasons),
             "bitwise_equal": (self.difference is None) if self.checked else None,
