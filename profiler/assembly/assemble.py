@@ -10,14 +10,13 @@ import msgspec
 import numpy as np
 import torch
 
-from poochplan.formats.files import package_version
 from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
-from .host import this_host
+from .host import this_host, versions_here
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
 
@@ -51,7 +50,7 @@ def assemble(
         workload=workload or type(model).__name__,
         mode=mode,
         device=device,
-        versions=_versions(device),
+        versions=versions_here(device.kind),
         host=this_host(),
         model=model_signature(model),
         inputs=capture.inputs or (),
@@ -128,13 +127,6 @@ def _library_value(size_bytes: int, last_tick: int) -> Value:
         forward_death=last_tick,
         freed=last_tick,
     )
-
-
-def _versions(device: Device) -> dict[str, str]:
-    versions = {"poochplan": package_version(), "torch": str(torch.__version__), "python": platform.python_version()}
-    if device.kind == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    return versions
 
 
 def this_machine(where: torch.device) -> Device:

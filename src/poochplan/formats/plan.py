@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -141,6 +142,23 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True):
     schedule: tuple[PointActions, ...] = ()
 
 
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """The place at which a step left its plan: what was planned there, and what was found."""
+
+    step: int = 0
+    """Of the session, from 1 on."""
+    at: Literal["save", "pack", "use"]
+    """A save point, the pack of a further handle, or a use point."""
+    index: int
+    """Which of those: into ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
+    layer: str
+    """Of the planned value; empty outside the model, and where nothing was planned."""
+    value: str
+    """Name of the planned value; empty where nothing was planned."""
+    planned: str
+    found: str
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A plan for one model, one step and one budget: :class:`Instructions`, and what is promised of them."""
 
@@ -177,6 +195,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of what the runtime does, for which model and within which budget; of nothing that is promised."""
+        content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @cached_property
     def instructions(self) -> Instructions:
