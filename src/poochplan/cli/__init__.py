@@ -20,19 +20,26 @@ from poochplan.errors import PoochError, UsageError
 from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
+from .inspection.diff import DiffVerb
+from .inspection.doctor import DoctorVerb
+from .inspection.show import ShowVerb
+from .inspection.simulate import SimulateVerb
 from .link import LinkVerb
 from .plan import PlanVerb
 from .profile import ProfileVerb
 from .run import RunVerb
 from .sweep import SweepVerb
 
-VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb)
+VERBS: tuple[type[Verb], ...] = (
+    ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb, ShowVerb, DiffVerb, SimulateVerb, DoctorVerb,
+)  # fmt: skip
 _EXAMPLES = """\
 examples:
   pooch profile unet3d -o profile.json
   pooch plan profile.json --budget 60% -o plan.json
   pooch sweep profile.json -o sweep.csv --png sweep.png
   pooch run unet3d --plan plan.json --check
+  pooch show plan.json
 """
 _WORDS = """\
 words:
