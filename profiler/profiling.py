@@ -16,7 +16,7 @@ from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes, runtime_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.assembly.steadiness import steady
+from poochplan.profiler.assembly.steadiness import contradicted, steady
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
 from poochplan.profiler.capture.garbage import collected_after
@@ -90,7 +90,7 @@ def profile(
     progress: called with a line of text at each stage.
 
     The model, its gradients, the optimizer and the generators are afterwards as they were before. Warns when the model
-    was in eval mode.
+    was in eval mode, and when later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.steadiness`).
 
     Raises
     ------
@@ -222,7 +222,17 @@ def _profile_real(
         verified = verify(unverified, model, runner.bare_step, options.spill_dir)
         if chosen == "swap-all":
             return verified
-        return with_handles_of(verified, model, runner.bare_step, options.spill_dir)
+        later: list[PhaseSeconds] = []
+        finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
+        return _warned(finished, contradicted(measured, later))
+
+
+def _warned(profile: Profile, note: str) -> Profile:
+    """The profile with the note, which is also a warning; as it was where there is none."""
+    if not note:
+        return profile
+    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=2)
+    return msgspec.structs.replace(profile, notes=(*profile.notes, note))
 
 
 def _timed_steps(runner: Runner, count: int) -> list[PhaseSeconds]:

@@ -58,6 +58,22 @@ def steady(
     )
 
 
+def contradicted(steps: list[PhaseSeconds], later: list[PhaseSeconds]) -> str:
+    """A note where steps that ran ``later``, and did no less, took less than two thirds of the timed ones; else empty.
+
+    A machine that is busy as long as steps are timed makes them agree with each other.
+    """
+    if not later or min(_totals_s(steps) + _totals_s(later)) < JUDGED_S:
+        return ""
+    found_s, said_s = min(_totals_s(later)), _median_s(steps)
+    if said_s <= (1 + MUCH) * found_s:
+        return ""
+    return (
+        f"the timed steps took {format_seconds(said_s)}, and later ones {format_seconds(found_s)}: the machine was "
+        "busy with something else, and all times are uncertain; profile again when it is quieter"
+    )
+
+
 def _is_doubted(steps: list[PhaseSeconds], instrumented: list[PhaseSeconds]) -> bool:
     if min(_totals_s(steps) + _totals_s(instrumented)) < JUDGED_S:
         return False

@@ -11,7 +11,7 @@ import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
-from poochplan.profiler.assembly.steadiness import steady
+from poochplan.profiler.assembly.steadiness import contradicted, steady
 from tests.runtime.nets import LINK
 
 F, B, OPT = Phase
@@ -81,6 +81,16 @@ def test_two_rounds_that_contradict_each_other_are_refused_in_one_line() -> None
     )
 
 
+def test_later_steps_that_took_much_less_contradict_the_timed_ones() -> None:
+    assert contradicted(steps(979, 980, 975), steps(70, 68)).startswith(
+        "the timed steps took 979 ms, and later ones 68"
+    )
+    assert contradicted(steps(100, 99, 101), steps(70, 90)) == ""  # by less than half
+    assert contradicted(steps(70, 71, 69), steps(979, 990)) == ""  # later ones do more, and may take any time
+    assert contradicted(steps(29, 30, 29), steps(2, 3)) == ""  # tiny
+    assert contradicted(steps(979), []) == ""
+
+
 class Disturbed:
     """A step of 60 ms but where ``slow`` says otherwise, in seconds by the number of the call: something else ran."""
 
@@ -102,6 +112,13 @@ def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> No
     profile = poochplan.profile(step, model=step.model, iterations=3, link=LINK, progress=said.append)
     assert "timed steps spread too much; timing 3 more" in said
     assert any("those of the second round count" in note for note in profile.notes)
+
+
+def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and_noted() -> None:
+    step = Disturbed({3: 0.5, 4: 0.5})  # the timed step, and the one with instruments
+    with pytest.warns(UserWarning, match="later ones .* the machine was busy with something else"):
+        profile = poochplan.profile(step, model=step.model, iterations=1, link=LINK)
+    assert any("all times are uncertain" in note for note in profile.notes)
 
 
 def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
