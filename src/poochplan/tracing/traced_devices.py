@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,15 +53,16 @@ class Named:
 
 
 class WaitingThread(CallingThread):
-    """The compute stream of the CPU, which tells of each wait."""
+    """The compute stream of the CPU, which tells of each wait. State: the name of each copy's value."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
+        self.labels: weakref.WeakKeyDictionary[Event, str] = weakref.WeakKeyDictionary()
 
     def wait(self, event: Event) -> float:
         if event.done():
             return 0.0
-        with self._log.block(COMPUTE, "stall", ""):
+        with self._log.block(COMPUTE, "stall", self.labels.get(event, "")):
             return super().wait(event)
 
 
@@ -71,7 +73,7 @@ class TracedCpuDevice(CpuDevice):
 
     def __init__(self, spill_dir: str | Path | None, throttle_bytes_per_s: float | None, log: StepLog) -> None:
         super().__init__(spill_dir, throttle_bytes_per_s=throttle_bytes_per_s)
-        self.compute = WaitingThread(log)
+        self.compute: WaitingThread = WaitingThread(log)
         self._log, self._named = log, Named(log)
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -84,6 +86,7 @@ class TracedCpuDevice(CpuDevice):
         return self._told("swap in", super().copy_in(storage, host_offset))
 
     def _told(self, what: str, job: SpillCopy) -> SpillCopy:
+        self.compute.labels[job] = self._named.label
         read = self._log.host.seconds
         row = OUT_LINK if what == "swap out" else IN_LINK
         self._log.took_later(row, what, self._named.label, lambda: read(job.began_s), lambda: read(job.ended_s))

@@ -86,9 +86,7 @@ class DiffVerb(Verb):
             self.show(figure_table("Plans", found.figures, self._names))
         if found.values:
             layers = found.by_layer()
-            title = (
-                f"Decisions, {len(found.values)} values ({min(rows, len(layers))} of {len(layers)} changes by layer)"
-            )
+            title = f"Decisions that changed, by layer ({min(rows, len(layers))} of {len(layers)})"
             headings = {"change": "change", "values": "values", "size_bytes": "bytes"}
             self.show(frame_table(title, layers.head(rows), headings))
             values = pd.DataFrame(found.values[:rows]).set_index("name")
