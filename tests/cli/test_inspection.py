@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,21 @@ def test_what_is_no_file_of_ours_is_one_line(pooch: Pooch, tmp_path: Path) -> No
         result = pooch("show", "other.json")
         assert result.code == 1
         assert message in result.error
+
+
+def test_files_are_looked_at_without_torch(plan_path: Path, profile_path: Path, tmp_path: Path) -> None:
+    plan, profile = str(plan_path), str(profile_path)
+    commands = [
+        ["show", plan], ["show", profile], ["diff", plan, plan], ["diff", profile, profile],
+        ["simulate", profile, plan, "--trace", str(tmp_path / "trace.json")],
+    ]  # fmt: skip
+    code = (
+        f"import sys; from poochplan.cli import main; codes = [main(command) for command in {commands!r}]; "
+        "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}, codes {codes}' if loaded or any(codes) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # -- diff ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ class DoctorVerb(Verb):
         "checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed is missing."
     )
     examples = """\
-  pooch doctor
   pooch doctor unet3d --spill-dir /scratch
+  pooch doctor
   pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | select(.status != "ok")'
 """
 
