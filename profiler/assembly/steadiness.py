@@ -15,6 +15,8 @@ from .reconcile import PhaseSeconds
 
 JUDGED_S = 0.02
 """Where any step took less than this nothing is judged: one stumble of the machine is more than such a step."""
+FEWEST_REFUSED = 3
+"""Rounds of fewer steps have no spread: what they say may be uncertain, and is never refused."""
 MUCH = 0.5
 """Share of a step by which times contradict each other. Ordinary noise of a shared machine stays below it."""
 
@@ -35,12 +37,13 @@ def steady(
     median is more than half above that of the ``instrumented`` steps, in which each op was timed: instruments make no
     step faster. A doubted round is repeated once, and the second is taken where it is not doubted. Where it is, too,
     the medians of both are set against each other: within half of each other they say the same, and count together.
-    Otherwise nothing is known of the step, and that is an error. Steps of less than 20 ms are never doubted.
+    Otherwise nothing is known of the step, and that is an error. Steps of less than 20 ms are never doubted, and rounds
+    of one or two steps are never refused: they count together, with a note.
 
     Raises
     ------
     StepError
-        Both rounds are doubted, and their medians contradict each other.
+        Both rounds, of three steps or more, are doubted, and their medians contradict each other.
     """
     if not _is_doubted(first, instrumented):
         return Timed(first, [])
@@ -49,7 +52,7 @@ def steady(
     said = f"medians of {format_seconds(medians_s[0])} and {format_seconds(medians_s[1])} in two rounds"
     if not _is_doubted(second, instrumented):
         return Timed(second, [f"timed steps spread too much at first ({said}): those of the second round count"])
-    if medians_s[1] <= (1 + MUCH) * medians_s[0]:
+    if medians_s[1] <= (1 + MUCH) * medians_s[0] or len(first) < FEWEST_REFUSED:
         return Timed([*first, *second], [f"timed steps spread much ({said}): times are uncertain"])
     raise StepError(
         f"timed steps: expected steps of about one length, found {said} of {len(first)}, and "

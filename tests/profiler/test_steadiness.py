@@ -71,6 +71,12 @@ def test_two_rounds_that_say_the_same_count_together_and_are_noted() -> None:
     assert "times are uncertain" in timed.notes[0]
 
 
+def test_rounds_of_one_step_are_noted_and_never_refused() -> None:
+    timed = steady(steps(979), QUIET, lambda: steps(300))
+    assert timed.steps == steps(979, 300)
+    assert "times are uncertain" in timed.notes[0]
+
+
 def test_two_rounds_that_contradict_each_other_are_refused_in_one_line() -> None:
     with pytest.raises(StepError) as caught:
         steady(steps(979, 980, 979), QUIET, lambda: steps(400, 300, 390))
@@ -122,10 +128,11 @@ def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and
 
 
 def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
-    step = Disturbed({3: 0.3, 5: 1.0})  # the timed step of each round; the one with instruments is between them
+    rounds = {3: 0.2, 4: 0.2, 5: 0.2, 9: 0.6, 10: 0.6, 11: 0.6}  # those with instruments are between them
+    step = Disturbed(rounds)
     step.model.weight.grad = torch.ones_like(step.model.weight)
     before = step.model.weight.clone()
     with pytest.raises(StepError, match="expected steps of about one length"):
-        poochplan.profile(step, model=step.model, iterations=1, link=LINK)
+        poochplan.profile(step, model=step.model, iterations=3, link=LINK)
     assert torch.equal(step.model.weight, before)
     assert torch.equal(step.model.weight.grad, torch.ones_like(before))
