@@ -89,7 +89,9 @@ def plan(
 
 
 def smallest_budget(profile: Profile) -> int:
-    """Bytes of the smallest budget that has a plan: the peak with every value away except where it must be live."""
+    """Bytes of the smallest budget that has a plan: what some moment of the step needs at once, with every value away
+    that can be. ``pooch plan --min`` plans for it, and the error about a smaller budget names it.
+    """
     return swap_all_on_demand(build_problem(profile)).peak_bytes
 
 

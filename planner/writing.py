@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.arena.blocks import arena_of
@@ -41,6 +42,8 @@ def write_plan(
         profile_fingerprint=profile.ops_fingerprint,
         budget_bytes=budget_bytes,
         device=profile.device.kind,
+        versions=profile.versions | {"poochplan": package_version()},
+        host=profile.host,
         estimate=profile.mode == "fake" or bool(profile.assumed),
         assumed=profile.assumed,
         roofline=profile.roofline,

@@ -16,6 +16,7 @@ from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes, runtime_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.assembly.steadiness import contradicted, steady
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
 from poochplan.profiler.capture.cloned import ClonedCapture
@@ -96,13 +97,14 @@ def profile(
     progress: called with a line of text at each stage.
 
     The model, its gradients, the optimizer and the generators are afterwards as they were before. Warns when the model
-    was in eval mode.
+    was in eval mode, and when later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.steadiness`).
 
     Raises
     ------
     StepError
         ``step`` returns no scalar that requires gradients, or one that depends on no parameter; or it calls backward,
-        takes gradients or steps the optimizer itself;
+        takes gradients or steps the optimizer itself; or its timed steps say nothing, twice
+        (:func:`poochplan.profiler.assembly.steadiness.steady`);
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         An argument is not what it should be, the model is not on the device, or there is no such device; or there is
@@ -241,10 +243,14 @@ def _profile_real(
         say(f"timing {options.iterations} steps")
         with collected_after(capture):
             measured = [runner.one_step()]
-        measured += [runner.one_step() for _ in range(options.iterations - 1)]
+        measured += _timed_steps(runner, options.iterations - 1)
         say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
         times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
-        notes = [*notes, *([times.note] if times.note else [])]
+        if times.note:  # steps that differ may well take different times
+            notes = [*notes, times.note]
+        else:
+            timed = steady(measured, times.steps, lambda: _timed_again(runner, options))
+            measured, notes = timed.steps, [*notes, *timed.notes]
         runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
@@ -256,7 +262,26 @@ def _profile_real(
         verified = verify(unverified, model, runner.bare_step, options.spill_dir)
         if chosen == "swap-all":
             return verified
-        return with_handles_of(verified, model, runner.bare_step, options.spill_dir)
+        later: list[PhaseSeconds] = []
+        finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
+        return _warned(finished, contradicted(measured, later))
+
+
+def _warned(profile: Profile, note: str) -> Profile:
+    """The profile with the note, which is also a warning; as it was where there is none."""
+    if not note:
+        return profile
+    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=2)
+    return msgspec.structs.replace(profile, notes=(*profile.notes, note))
+
+
+def _timed_steps(runner: Runner, count: int) -> list[PhaseSeconds]:
+    return [runner.one_step() for _ in range(count)]
+
+
+def _timed_again(runner: Runner, options: Options) -> list[PhaseSeconds]:
+    options.say(f"timed steps spread too much; timing {options.iterations} more")
+    return _timed_steps(runner, options.iterations)
 
 
 CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"

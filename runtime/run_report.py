@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from poochplan.formats.plan import Departure
+
 MOST_REASONS = 20
 
 
@@ -59,6 +61,8 @@ class StepReport(msgspec.Struct, kw_only=True):
     fallback_kinds: dict[FallbackKind, int] = msgspec.field(default_factory=dict)
     """How many of each kind."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
+    departures: list[Departure] = msgspec.field(default_factory=list)
+    """Where steps left the plan, each step once; the first of them."""
 
     def add(self, other: StepReport) -> None:
         self.steps += other.steps
@@ -76,6 +80,7 @@ class StepReport(msgspec.Struct, kw_only=True):
         for reason in other.fallback_reasons:
             if reason not in self.fallback_reasons and len(self.fallback_reasons) < MOST_REASONS:
                 self.fallback_reasons.append(reason)
+        self.departures += other.departures[: MOST_REASONS - len(self.departures)]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

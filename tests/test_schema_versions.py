@@ -45,6 +45,11 @@ def test_a_plan_of_version_1_loads_with_all_that_the_runtime_does(tmp_path: Path
     assert what_to_do.record_from_start == loaded.record_from_start
 
 
+def test_a_plan_of_version_1_says_neither_versions_nor_host() -> None:
+    loaded = Plan.load(DATA / "plan-v1.json")
+    assert (loaded.versions, loaded.host) == ({}, None)
+
+
 def test_what_the_runtime_takes_is_in_the_step_of_a_plan_that_said_it_beside(tmp_path: Path) -> None:
     on_disk = msgspec.json.decode((DATA / "plan-v1.json").read_bytes())["prediction"]
     found = Plan.load(DATA / "plan-v1.json").prediction

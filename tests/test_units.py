@@ -73,12 +73,19 @@ def test_a_rate_that_cannot_be_read_says_what_was_expected(text: str) -> None:
         ("8GiB", 8 * GIB),
         ("700", 700),
         (700, 700),
-        ("1", 1),
-        ("1.5", 1),
+        (60, 60),
+        ("101", 101),
+        ("60B", 60),
     ],
 )
 def test_a_budget_is_a_share_of_the_in_core_peak_or_bytes(text: str | float, expected: int) -> None:
     assert parse_budget(text, in_core_peak_bytes=1000) == expected
+
+
+@pytest.mark.parametrize("text", ["60", " 60 ", "1", "1.5", "62.5", "100"])
+def test_a_bare_number_that_was_meant_as_a_share_is_asked_about(text: str) -> None:
+    with pytest.raises(UsageError, match=f"found '{text}'; did you mean {text.strip()}%\\?$"):
+        parse_budget(text, in_core_peak_bytes=1000)
 
 
 @pytest.mark.parametrize("text", ["lots", "", "%", "-60%", "0%", "0", "0.0", "60 percent", "8GiB%", "inf%"])

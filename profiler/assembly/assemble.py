@@ -18,6 +18,7 @@ from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link,
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
+from .host import this_host, versions_here
 from .notes import step_facts
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
@@ -51,7 +52,8 @@ def assemble(
         workload=workload or type(model).__name__,
         mode=mode,
         device=device,
-        versions=_versions(device),
+        versions=versions_here(device.kind),
+        host=this_host(),
         model=model_signature(model),
         inputs=capture.inputs or (),
         ops_fingerprint=fingerprint,
@@ -128,13 +130,6 @@ def _held_value(name: str, size_bytes: int, last_tick: int) -> Value:
         forward_death=last_tick,
         freed=last_tick,
     )
-
-
-def _versions(device: Device) -> dict[str, str]:
-    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-    if device.kind == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    return versions
 
 
 def this_machine(where: torch.device) -> Device:

@@ -45,6 +45,8 @@ class OpTimes:
     """Seconds of each op in each step that dispatched the same, (steps, ops); None when none did."""
     note: str
     """Where and how steps differ, and what the durations are then; empty when they do not."""
+    steps: list[PhaseSeconds]
+    """Seconds of those steps, the instruments included."""
 
 
 class OpTimer(ToggledMode):
@@ -113,11 +115,11 @@ class OpRuns:
         self._wanted = _dispatched(captured)
         self._runs: list[list[float]] = []
         self._differences: dict[str, str] = {}
-        self._steps = 0
+        self._steps: list[PhaseSeconds] = []
 
-    def add(self, timer: OpTimer) -> None:
-        """One step; it is used if it dispatched the same ops, also where their shapes differ."""
-        self._steps += 1
+    def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
+        """One step, and what it took; it is used if it dispatched the same ops, also where their shapes differ."""
+        self._steps.append(seconds)
         what, difference = _first_difference(self._wanted, timer.ops)
         if what:
             self._differences.setdefault(what, difference)
@@ -126,8 +128,8 @@ class OpRuns:
 
     def times(self) -> OpTimes:
         """All of them together."""
-        note = _note(self._differences, len(self._runs), self._steps)
-        return OpTimes(np.array(self._runs) if self._runs else None, note)
+        note = _note(self._differences, len(self._runs), len(self._steps))
+        return OpTimes(np.array(self._runs) if self._runs else None, note, self._steps)
 
 
 def time_ops(
@@ -143,7 +145,7 @@ def time_ops(
     """
     runs = OpRuns(captured)
     for _ in range(iterations):
-        runs.add(_timed_step(model, where, one_step))
+        runs.add(*_timed_step(model, where, one_step))
     return runs.times()
 
 
@@ -154,7 +156,7 @@ def steps_differ(
     captured: list[CapturedOp],
 ) -> list[str]:
     """A note, if one more step dispatches other ops than the captured one, or ops of other shapes."""
-    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step).ops)
+    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step)[0].ops)
     return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
 
 
@@ -167,17 +169,17 @@ def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
 
 def _timed_step(
     model: torch.nn.Module, where: torch.device, one_step: Callable[[Callable[[Phase], None]], PhaseSeconds]
-) -> OpTimer:
-    """The timer of one step."""
+) -> tuple[OpTimer, PhaseSeconds]:
+    """The timer of one step, and what the whole step took."""
     tracker = LayerTracker()
     timer = OpTimer(clock_of(where), tracker)
     with tracker.on(model), around_compiled(model, timer.region):
         timer.switch_on()
         try:
-            one_step(timer.enter)
+            seconds = one_step(timer.enter)
         finally:
             timer.switch_off()
-    return timer
+    return timer, seconds
 
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:

@@ -23,6 +23,7 @@ import torch
 
 from poochplan.formats.files import cache_folder, write_cache
 from poochplan.formats.profile import Device
+from poochplan.profiler.assembly.host import processor_name
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.tensors.host_memory import available_bytes
@@ -208,16 +209,8 @@ def _evictor() -> torch.Tensor:
 
 def cache_path(device: Device) -> Path:
     """The file of durations for this torch, device and thread count, in the user's cache folder."""
-    machine = f"{torch.__version__}|{device.kind}|{device.name}|{_cpu_model()}|{device.threads}"
+    machine = f"{torch.__version__}|{device.kind}|{device.name}|{processor_name()}|{device.threads}"
     return cache_folder() / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _read(path: Path) -> dict[str, float]:

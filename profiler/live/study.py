@@ -91,7 +91,7 @@ def _timed_ops(
     runs = OpRuns(ops)
     for _ in range(TIMED):
         watch: OpTiming = yield lambda: OpTiming(scene, keep_all)
-        runs.add(watch.timer)
+        runs.add(watch.timer, watch.seconds)
     times = runs.times()
     return times.runs, [times.note] if times.note else []
 

@@ -114,8 +114,8 @@ class PhaseTiming(TimingWatch):
         return time.perf_counter() - self.hooks_s
 
 
-class OpTiming(TimingWatch):
-    """``timer`` has the seconds of each op."""
+class OpTiming(PhaseTiming):
+    """``timer`` has the seconds of each op; those of the phases have the instruments in them."""
 
     def __init__(self, scene: Scene, keeping: Instructions | None) -> None:
         super().__init__(scene, keeping)
@@ -124,7 +124,7 @@ class OpTiming(TimingWatch):
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        with self._tracker.on(self.scene.model):
+        with self._tracker.on(self.scene.model), super().instruments(segment):
             self.timer.switch_on()
             try:
                 yield

@@ -39,6 +39,8 @@ class SpillCopy:
         self.host_offset = host_offset
         self.size_bytes = storage.nbytes()
         self.error: OSError | None = None
+        self.began_s = self.ended_s = 0.0
+        """By ``time.perf_counter``, for a timeline; once it has ended."""
         self._stream = stream
         self._has_ended = False
         # A bare lock, not an Event: that one has a lock of its own, and a copy that the garbage collector finds while
@@ -68,7 +70,7 @@ class SpillCopy:
 
     def run(self, move: Move, throttle_bytes_per_s: float | None) -> None:
         """Moves all bytes in chunks, no faster than the throttle on average; never raises."""
-        start_s = time.perf_counter()
+        self.began_s = start_s = time.perf_counter()
         error: OSError | None = OSError(errno.EIO, "the copy was broken off")
         try:
             assert self.storage is not None
@@ -93,6 +95,7 @@ class SpillCopy:
     def _end(self, error: OSError | None) -> None:
         if not self._has_ended:
             self.error, self.storage = error, None
+            self.ended_s = time.perf_counter()
             self._has_ended = True
             self._running.release()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.plan import Decision, Departure, Instructions
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -41,10 +41,13 @@ NOTHING = Actions()
 class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
     """What is saved or used is not what the driver was made for; it has done nothing about it."""
 
-    def __init__(self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED) -> None:
+    def __init__(
+        self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED, departure: Departure | None = None
+    ) -> None:
         super().__init__(f"{_SAID[kind]} {reason}")
         self.reason = reason
         self.kind = kind
+        self.departure = departure
 
 
 _SAID = {

@@ -17,6 +17,7 @@ from poochplan.runtime.replays.closure import NotReplayable
 from poochplan.runtime.replays.tape import StorageRecord
 
 from .course import Course
+from .departures import departed_at_pack, departed_at_save, departed_at_use
 from .driver import NOTHING, Actions, Diverged, Driver
 from .swap_each import SwapEach
 
@@ -66,13 +67,14 @@ class Follow:
             return Decision.KEEP
         reason = self._course.why_not_save(index, tensor)
         if reason:
-            raise Diverged(reason)
+            raise Diverged(reason, departure=departed_at_save(self._course.instructions, index, tensor))
         return self._planned[index].decision
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
-            raise Diverged(self._course.why_not_handle(ordinal, index, tensor))
+            departure = departed_at_pack(self._course.instructions, ordinal, index, tensor)
+            raise Diverged(self._course.why_not_handle(ordinal, index, tensor), departure=departure)
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         if index is None:
@@ -88,7 +90,8 @@ class Follow:
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
         uses = self._uses
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
-            raise Diverged(self._course.why_not_use(number, handle.ordinal, saves))
+            departure = departed_at_use(self._course.instructions, number, handle.ordinal, saves)
+            raise Diverged(self._course.why_not_use(number, handle.ordinal, saves), departure=departure)
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 

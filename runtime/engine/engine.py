@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import torch
 
 from poochplan.errors import DivergenceError
@@ -358,6 +359,9 @@ class Engine:
             raise
         self.segment.diverged = True
         self.recorder.switch_off()
+        if reason.departure is not None:
+            departure = msgspec.structs.replace(reason.departure, step=self.segment.number)
+            self.segment.report.departures.append(departure)
         self._fell_back(reason.kind, f"{reason}; the rest of it swaps every saved value")
         self._carry_out(actions)
 

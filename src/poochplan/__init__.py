@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.plan_set import PlanSet
     from poochplan.formats.profile import Profile
-    from poochplan.planner.planning import plan
+    from poochplan.planner.planning import plan, smallest_budget
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "auto", "plan", "profile"]
+__all__ = [
+    "Plan",
+    "PlanSet",
+    "PoochError",
+    "Profile",
+    "Workload",
+    "apply",
+    "auto",
+    "plan",
+    "profile",
+    "smallest_budget",
+]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -37,6 +48,7 @@ _HOMES = {
     "auto": ".online.auto",
     "plan": ".planner.planning",
     "profile": ".profiler.profiling",
+    "smallest_budget": ".planner.planning",
 }
 
 

@@ -68,3 +68,9 @@ class TimeLimitError(PoochError):
     """The solver's time limit was reached; the best plan was written."""
 
     exit_code = 4
+
+
+class OverBudgetError(PoochError):
+    """A metered step that followed its plan took more than the plan's budget."""
+
+    exit_code = 5

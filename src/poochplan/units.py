@@ -53,7 +53,8 @@ def parse_rate(text: str | int | float, what: str = "rate") -> float:
 def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     """Bytes of a budget: ``"60%"`` of the in-core peak, a share such as ``0.6``, ``"8GiB"`` or bytes.
 
-    A bare number above 0 and up to 1 that is written with a decimal point is a share; everything else is bytes.
+    A bare number above 0 and up to 1 that is written with a decimal point is a share; everything else is bytes. Text of
+    a bare number up to 100 is refused: it was meant as a share.
 
     Raises
     ------
@@ -61,6 +62,8 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
         The text is neither a share nor an amount of bytes.
     """
     written = str(text).strip()
+    if isinstance(text, str) and (meant := _meant_as_share(written)):
+        raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {text!r}; did you mean {meant}?")
     if written.endswith("%"):
         share = _quantity(written[:-1], {"": 1})
         if share is not None and share > 0 and math.isfinite(share):
@@ -73,6 +76,12 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
         if value is not None and math.isfinite(value) and value >= 1:
             return int(value)
     raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}")
+
+
+def _meant_as_share(written: str) -> str:
+    """``"60%"`` for ``"60"``: nobody has a budget of 60 bytes; empty for everything else."""
+    value = _quantity(written, {"": 1})
+    return f"{written}%" if value is not None and 1 <= value <= 100 and not re.fullmatch(r"1\.0*", written) else ""
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import PoochError, UsageError
+from .out_of_memory import asked_text, is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,11 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None, devic
     except PoochError:
         raise
     except (Exception, SystemExit) as error:  # a script's sys.exit() must not end the command without a word
+        if is_out_of_memory(error):
+            raise PoochError(
+                f"{found_at}: cannot build its model and data, expected {asked_text(error)}, found less; make them "
+                "smaller by --set, or plan without the memory: pooch profile --mode fake"
+            ) from error
         raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
     short_name = name or python_target.rpartition(":")[2]
     checked = _checked(workload, found_at)

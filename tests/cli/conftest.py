@@ -106,6 +106,14 @@ def ragged() -> poochplan.Workload:
     return poochplan.Workload(model, lambda: model(torch.randn(next(rows), 8)).square().mean())
 
 
+def too_large() -> poochplan.Workload:
+    return poochplan.Workload(torch.nn.Linear(8, 8), torch.empty(1 << 50).sum)
+
+
+def grows_too_large() -> poochplan.Workload:
+    return _linear(lambda model, images, loss: loss + torch.empty(1 << 50).sum())
+
+
 def fails() -> poochplan.Workload:
     def step():
         raise ValueError("two\\nlines of trouble")

@@ -26,7 +26,8 @@ def edited(path: Path, target: Path, **changes: object) -> Path:
     [
         ([], "the following arguments are required: VERB; see `pooch --help`"),
         (["profil"], "invalid choice: 'profil'"),
-        (["plan", "p.json"], "expected --budget, or --device-memory, found neither; see `pooch plan"),
+        (["plan", "p.json"], "expected --budget, --min or --device-memory, found none of them; see `pooch plan"),
+        (["plan", "p.json", "--budget", "60%", "--min"], "argument --min: not allowed with argument --budget"),
         (["plan", "p.json", "--budget", "60%", "--threads", "none"], "a whole number of at least 1, found 'none'"),
         (["plan", "p.json", "--budget", "60%", "--gap", "-1"], "a number above 0, found '-1'"),
         (["plan", "p.json", "--budget", "60%", "--seed", "-1"], "a whole number of at least 0, found '-1'"),
@@ -157,6 +158,25 @@ def test_an_error_of_the_users_own_is_one_line_too(pooch: Pooch, workloads: Path
     assert "-v" in result.error
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "too_large",
+            "cannot build its model and data, expected memory for 4096 TiB, found less; make them smaller",
+        ),
+        ("grows_too_large", "the step ran out of memory: expected memory for 4096 TiB, found less; make the batch"),
+    ],
+)
+def test_a_workload_without_memory_for_its_batch_is_one_line(
+    pooch: Pooch, workloads: Path, name: str, message: str
+) -> None:
+    result = pooch("profile", f"{workloads}:{name}", "--mode", "run")
+    assert result.code == 1
+    assert message in result.error
+    assert "--mode fake" in result.error
+
+
 def test_verbose_shows_the_traceback_as_well(pooch: Pooch, workloads: Path) -> None:
     result = pooch("profile", f"{workloads}:fails", "-v")
     assert result.code == 1
@@ -253,6 +273,38 @@ def test_an_unreadable_budget(pooch: Pooch, profile_path: Path, budget: str) -> 
     result = pooch("plan", profile_path, "--budget", budget, "-o", "plan.json")
     assert result.code == 2
     assert f"budget: expected 60%, 8GiB, 800MB or bytes, found {budget!r}" in result.error
+
+
+@pytest.mark.parametrize("verb", [["plan", "--budget", "60"], ["sweep", "--budgets", "50%,60"]], ids=" ".join)
+def test_a_budget_without_its_percent_sign_is_asked_about(pooch: Pooch, profile_path: Path, verb: list[str]) -> None:
+    result = pooch(verb[0], profile_path, *verb[1:], "-o", "out.json")
+    assert result.code == 2
+    assert result.error == "budget: expected 60%, 8GiB, 800MB or bytes, found '60'; did you mean 60%?"
+
+
+@pytest.mark.parametrize("verb", ["plan", "sweep"])
+def test_a_folder_that_is_not_there_is_told_before_the_profile_is_read(pooch: Pooch, verb: str) -> None:
+    budget = ["--budget", "60%"] if verb == "plan" else []
+    result = pooch(verb, "no-such-profile.json", *budget, "-o", "nowhere/out.json")
+    assert result.code == 2
+    assert result.error == "nowhere/out.json: the folder nowhere does not exist; create it or name another"
+
+
+def test_the_plan_for_the_smallest_budget_is_the_one_that_no_smaller_budget_has(
+    pooch: Pooch, profile_path: Path
+) -> None:
+    from poochplan import Profile, smallest_budget
+
+    smallest = smallest_budget(Profile.load(profile_path))
+    result = pooch("plan", profile_path, "--min", "-o", "least.json", "--json")
+    data = json.loads(result.out)
+    assert (result.code, data["budget_bytes"]) == (0, smallest)
+    assert data["peak_bytes"] <= smallest
+    assert pooch("plan", profile_path, "--budget", smallest - 1, "-o", "less.json").code == 3
+    memory = ("--device-memory", smallest - 1, "--margin", "0")
+    result = pooch("plan", profile_path, "--min", *memory, "-o", "small.json")
+    assert (result.code, Path("small.json").exists()) == (3, False)
+    assert f"leaves beside the margin: expected at least {smallest} bytes" in result.error
 
 
 def test_an_infeasible_budget_names_the_smallest_one_and_that_one_works(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import poochplan
 from poochplan.cli import VERBS
@@ -114,6 +117,16 @@ def test_a_plan_by_evaluations_has_one_thread_and_says_what_was_asked(pooch: Poo
     result = pooch(*counted, "--threads", "2", "-o", "two.json")
     assert (result.code, Path("two.json").exists()) == (2, False)
     assert "threads: expected 1 with evaluations, found 2" in result.error
+
+
+def test_a_plan_names_torch_the_package_the_host_and_the_inputs(plan_path: Path) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    assert plan.versions["torch"] == torch.__version__
+    assert plan.versions["poochplan"] == poochplan.__version__
+    assert plan.inputs == ("0 float32[128, 64]",)
+    assert plan.host is not None
+    assert (plan.host.system, plan.host.cores) == (platform.system(), os.cpu_count())
+    assert platform.node() not in plan.host.processor
 
 
 def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:

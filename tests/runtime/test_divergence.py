@@ -86,6 +86,32 @@ def test_another_step_falls_back_with_one_warning_and_the_next_follows_the_plan_
     assert BOTH_SHAPES.search(message), message
 
 
+@pytest.mark.parametrize("what", OTHER_STEPS)
+def test_a_report_says_where_each_step_left_the_plan_and_what_was_planned_there(
+    plans: dict[str, list[Plan]], what: str
+) -> None:
+    name, other = OTHER_STEPS[what]
+    make, planned = MODELS[name]
+    plan, model = plans[name][0], fresh_model(make)
+    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for step in (planned, other, other):
+            gradients_of(model, step(model))
+    first, second = session.report().total.departures
+    assert (first.step, second.step) == (2, 3)
+    assert (first.at, first.index, first.planned, first.found) == (
+        second.at,
+        second.index,
+        second.planned,
+        second.found,
+    )
+    assert first.planned != first.found
+    if first.value:
+        values = {"save": range(len(plan.values)), "pack": plan.handles, "use": [plan.handles[at] for at in plan.uses]}
+        value = plan.values[values[first.at][first.index]]
+        assert (first.value, first.layer) == (value.name, value.layer)
+
+
 ASIDE: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "a part of the model": lambda model, images: model.blocks[0](images),
     "the model": lambda model, images: model(images),

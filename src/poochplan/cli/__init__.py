@@ -1,7 +1,7 @@
 """The command line ``pooch``: one class per verb, one place where errors become one line and an exit code.
 
-Exit codes: 0 ok, 1 error, 2 usage, 3 infeasible (names the smallest feasible budget), 4 time limit reached (the best
-plan was written), 130 interrupted.
+Exit codes: 0 ok, 1 error (of ``pooch diff``: the files differ), 2 usage, 3 infeasible (names the smallest feasible
+budget), 4 time limit reached (the best plan was written), 5 a run took more than its budget, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ from typing import NoReturn, TextIO
 from poochplan.errors import PoochError, UsageError
 
 from .. import __version__
+from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
+from .inspection.diff import DiffVerb
+from .inspection.doctor import DoctorVerb
+from .inspection.show import ShowVerb
+from .inspection.simulate import SimulateVerb
 from .link import LinkVerb
 from .plan import PlanVerb
 from .profile import ProfileVerb
 from .run import RunVerb
 from .sweep import SweepVerb
 
-VERBS: tuple[type[Verb], ...] = (ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb)
+VERBS: tuple[type[Verb], ...] = (
+    ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb, ShowVerb, DiffVerb, SimulateVerb, DoctorVerb,
+)  # fmt: skip
 _EXAMPLES = """\
 examples:
   pooch profile unet3d -o profile.json
   pooch plan profile.json --budget 60% -o plan.json
   pooch sweep profile.json -o sweep.csv --png sweep.png
   pooch run unet3d --plan plan.json --check
+  pooch show plan.json
 """
 _WORDS = """\
 words:
@@ -45,6 +53,7 @@ networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, char_rnn, dem
 
 
 HELP_WIDTH = 100
+MORE_ROOM = "make the batch smaller by --set; a profile may swap meanwhile (--mode swap-all) or take none (--mode fake)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # the reader went away: no second error at exit
             return 1
         except Exception as error:
+            if is_out_of_memory(error):
+                _explain(f"the step ran out of memory: expected {asked_text(error)}, found less; {MORE_ROOM}", verbose)
+                return 1
             text = " ".join(str(error).split()) or "no message"
             hint = "" if verbose else "; run again with -v for the traceback"
             _explain(f"{type(error).__name__}: {text}{hint}", verbose)

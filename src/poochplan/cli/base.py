@@ -35,6 +35,8 @@ class Verb(ABC):
     description: ClassVar[str]
     examples: ClassVar[str]
     force_help: ClassVar[str] = "overwrite output files that exist"
+    exit_code = 0
+    """Of a run that ended well; ``run`` may set another."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -54,11 +56,11 @@ class Verb(ABC):
         """Runs the verb; returns the exit code. Raises what the verb raises: ``main`` is the one catch site."""
         if not self.options.json:
             self.run()
-            return 0
+            return self.exit_code
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not get between the data
             data = self.run()
         self.print_json(data)
-        return 0
+        return self.exit_code
 
     def print_json(self, data: dict[str, Any]) -> None:
         """Prints the verb's data on stdout."""

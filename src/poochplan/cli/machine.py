@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from poochplan.errors import UsageError
+from poochplan.errors import InfeasibleError, UsageError
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .base import positive
@@ -85,14 +85,30 @@ def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace
     return budget_bytes
 
 
+def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int:
+    """Bytes of the smallest budget with a plan; raises ``InfeasibleError`` where ``--device-memory`` leaves less."""
+    from poochplan.planner.planning import smallest_budget
+
+    smallest, most = smallest_budget(profile), memory_budget(options)
+    if most is not None and most < smallest:
+        raise InfeasibleError(
+            f"no plan fits the {format_bytes(most)} that --device-memory leaves beside the margin: expected at "
+            f"least {smallest} bytes ({format_bytes(smallest)}); name more memory, or make the batch smaller",
+            smallest_budget_bytes=smallest,
+        )
+    return smallest
+
+
 def require_budget(options: argparse.Namespace) -> None:
     """Raises ``UsageError`` when the options name no budget, or a memory that leaves none; before any file is read."""
-    if memory_budget(options) is None and options.budget is None:
-        raise UsageError("expected --budget, or --device-memory, found neither; see `pooch plan --help`")
+    if memory_budget(options) is None and options.budget is None and not options.min:
+        raise UsageError("expected --budget, --min or --device-memory, found none of them; see `pooch plan --help`")
 
 
 def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of ``--budget``, or what ``--device-memory`` leaves; see :func:`require_budget`."""
+    """Bytes of ``--budget``, of the smallest with a plan, or what ``--device-memory`` leaves."""
+    if options.min:
+        return smallest_within_memory(profile, options)
     if options.budget is not None:
         return parse_budget_within(options.budget, profile, options)
     budget_bytes = memory_budget(options)

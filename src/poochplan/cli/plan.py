@@ -32,6 +32,7 @@ class PlanVerb(Verb):
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
   pooch plan profile.json --budget 8GiB --timeline plan.png
+  pooch plan profile.json --min -o least.plan.json
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
   pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
@@ -41,11 +42,13 @@ class PlanVerb(Verb):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
-        parser.add_argument(
+        budget = parser.add_mutually_exclusive_group()
+        budget.add_argument(
             "--budget",
             metavar="SIZE",
             help="60%% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes (default: what --device-memory leaves)",
         )
+        budget.add_argument("--min", action="store_true", help="plan for the smallest budget that has a plan")
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="plan to write (default: PROFILE's name, .plan.json)"
         )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import InputFileError, PoochError, UsageError
-from poochplan.units import parse_bytes
+from poochplan.errors import InputFileError, OverBudgetError, PoochError, UsageError
+from poochplan.units import format_bytes, parse_bytes
 
 from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
 from .machine import DEFAULT_MARGIN
@@ -33,7 +33,8 @@ class RunVerb(Verb):
         "Builds the workload, runs training steps under the plan, and sets measured peak and step time beside the "
         "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "
         "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
-        "times are medians over --timed further steps, which are neither metered nor compared."
+        "times are medians over --timed further steps, which are neither metered nor compared. Exit code 5: a metered "
+        "step took more than the budget."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
@@ -41,6 +42,7 @@ class RunVerb(Verb):
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run unet3d --plan plan.json --profile profile.json --timeline run.png
   pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
+  pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
@@ -54,6 +56,9 @@ class RunVerb(Verb):
             required=True,
             metavar="FILE",
             help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
+        )
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="JSON to write: what was found, and where steps left it"
         )
         parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
         parser.add_argument(
@@ -81,14 +86,23 @@ class RunVerb(Verb):
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
         parser.add_argument(
+            "--trace",
+            metavar="FILE.json",
+            help="measure one step more, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing",
+        )
+        parser.add_argument(
             "--profile", metavar="FILE", help="the plan's profile, for --timeline (default: found beside the plan)"
         )
 
     def run(self) -> dict[str, Any]:
+        import msgspec
+
         from poochplan.formats.plan_set import PlanSet
+        from poochplan.profiler.assembly.host import this_host, versions_here
 
         options = self.options
         picture = self.output(options.timeline, suffix=".png")
+        record_path, trace_path = self.output(options.output), self.output(options.trace, suffix=".json")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
         build = self._builder(every[0].device)
@@ -100,15 +114,28 @@ class RunVerb(Verb):
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
             draw(profile, plan, picture, options.force, summary.peak_bytes, measured)
             self.wrote(picture)
-        data = summary.data(plan)
-        if summary.difference is not None:
+        record = summary.record(plan, versions_here(plan.device), this_host())
+        if record_path is not None:
+            self.wrote(record.save(record_path, force=options.force))
+        if trace_path is not None:
+            self._trace(plans, build, trace_path)
+        data: dict[str, Any] = msgspec.to_builtins(record)
+        problem = _problem(plan, summary)
+        if problem is not None:
             if options.json:
                 self.print_json(data)
-            raise PoochError(
-                f"not bitwise equal to in-core: {summary.difference}; "
-                "please report this with the plan, and train in-core meanwhile"
-            )
+            raise problem
         return data
+
+    def _trace(self, plans: Plan | PlanSet, build: Build, path: Path) -> None:
+        """Measures one step more and writes it."""
+        from poochplan.report.inspection.trace_events import write_trace
+        from poochplan.tracing import traced_step
+
+        options = self.options
+        with self.progress("tracing a step"):
+            traced = traced_step(build, plans, seed=options.seed, spill_dir=options.spill_dir, force=options.force)
+        self.wrote(write_trace(traced, path, force=options.force))
 
     def _builder(self, device: str) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
@@ -203,3 +230,24 @@ class RunVerb(Verb):
 
         steps = f"{self.options.steps} steps and {self.options.timed} timed ones"
         self.show(summary_table(f"{plan.workload}: {steps} under the plan", summary.rows(plan)))
+        contradiction = summary.contradiction(plan)
+        if contradiction:
+            self.show(f"Note: {contradiction}")
+
+
+def _problem(plan: Plan, summary: RunSummary) -> PoochError | None:
+    """What the exit code has to say although all was measured."""
+    if summary.difference is not None:
+        return PoochError(
+            f"not bitwise equal to in-core: {summary.difference}; "
+            "please report this with the plan, and train in-core meanwhile"
+        )
+    if summary.is_over(plan):
+        assert summary.peak_bytes is not None
+        why = "; a step left the plan" if summary.fallbacks else ""
+        return OverBudgetError(
+            f"over the budget: expected at most {plan.budget_bytes} bytes ({format_bytes(plan.budget_bytes)}), found a "
+            f"step of {summary.peak_bytes} bytes ({format_bytes(summary.peak_bytes)}){why}; profile the step as it is "
+            "trained and plan again, or plan with a smaller budget"
+        )
+    return None

@@ -10,7 +10,7 @@ from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageE
 from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .base import Verb, at_least, positive
-from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for
+from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for, smallest_within_memory
 from .plan import default_plan_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ class SweepVerb(Verb):
     def run(self) -> dict[str, Any]:
         from poochplan.formats.profile import Profile
         from poochplan.planner.comparison import all_policies
-        from poochplan.planner.planning import smallest_budget
 
         options = self.options
         csv = self.output(options.output or default_sweep_name(options.profile))
@@ -71,8 +70,7 @@ class SweepVerb(Verb):
         assert csv is not None
         memory_budget(options)
         profile = profile_for(Profile.load(options.profile), options)
-        smallest = smallest_budget(profile)
-        budgets = self._budgets(profile, smallest)
+        smallest, budgets = self._budgets(profile)
         policies = (
             all_policies() if options.policies in (None, "all") else tuple(_listed(options.policies, "--policies"))
         )
@@ -92,22 +90,21 @@ class SweepVerb(Verb):
             raise problem
         return data
 
-    def _budgets(self, profile: Profile, smallest: int) -> tuple[int, ...]:
-        """Bytes, from small to large; raises ``UsageError`` for a budget that cannot be read."""
+    def _budgets(self, profile: Profile) -> tuple[int, tuple[int, ...]]:
+        """Bytes of the smallest budget with a plan, and of those to plan for, from small to large.
+
+        Raises ``UsageError`` for a budget that cannot be read, and ``InfeasibleError`` where no default one has a plan.
+        """
+        from poochplan.planner.planning import smallest_budget
         from poochplan.planner.sweep import default_budgets
 
         options = self.options
         if options.budgets is not None:
             listed = _listed(options.budgets, "--budgets")
-            return tuple(sorted({parse_budget_within(text, profile, options, "--budgets") for text in listed}))
-        most = memory_budget(options)
-        if most is not None and most < smallest:
-            raise InfeasibleError(
-                f"no plan fits the {format_bytes(most)} that --device-memory leaves beside the margin: expected at "
-                f"least {smallest} bytes ({format_bytes(smallest)}); name more memory, or make the batch smaller",
-                smallest_budget_bytes=smallest,
-            )
-        return default_budgets(profile, options.points, most)
+            named = {parse_budget_within(text, profile, options, "--budgets") for text in listed}
+            return smallest_budget(profile), tuple(sorted(named))
+        smallest = smallest_within_memory(profile, options)
+        return smallest, default_budgets(profile, options.points, memory_budget(options))
 
     def _sweep(
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import os
 import tempfile
 import zlib
@@ -72,6 +73,11 @@ def write_atomic(path: str | Path, data: bytes, *, force: bool = False) -> Path:
         with contextlib.suppress(FileNotFoundError):
             Path(scratch).unlink()
     return target
+
+
+def package_version() -> str:
+    """The release that writes a file. Asked late, since the package imports this."""
+    return str(importlib.import_module(__name__.partition(".")[0]).__version__)
 
 
 def cache_folder() -> Path:

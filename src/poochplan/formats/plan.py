@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from .files import read_struct, write_struct
-from .profile_parts import Link, ModelSignature
+from .profile_parts import Host, Link, ModelSignature
 
 SCHEMA_VERSION = 3
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds."""
@@ -141,6 +142,23 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True):
     schedule: tuple[PointActions, ...] = ()
 
 
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """The place at which a step left its plan: what was planned there, and what was found."""
+
+    step: int = 0
+    """Of the session, from 1 on."""
+    at: Literal["save", "pack", "use"]
+    """A save point, the pack of a further handle, or a use point."""
+    index: int
+    """Which of those: into ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
+    layer: str
+    """Of the planned value; empty outside the model, and where nothing was planned."""
+    value: str
+    """Name of the planned value; empty where nothing was planned."""
+    planned: str
+    found: str
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A plan for one model, one step and one budget: :class:`Instructions`, and what is promised of them."""
 
@@ -150,6 +168,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     profile_fingerprint: str
     budget_bytes: int
     device: Literal["cpu", "cuda"]
+    versions: dict[str, str] = {}
+    """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    host: Host | None = None
+    """Where its profile was measured; None where that is not known."""
     estimate: bool = False
     """Made from a profile that was not measured on the real device."""
     assumed: tuple[str, ...] = ()
@@ -173,6 +195,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of what the runtime does, for which model and within which budget; of nothing that is promised."""
+        content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @cached_property
     def instructions(self) -> Instructions:

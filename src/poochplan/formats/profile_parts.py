@@ -184,6 +184,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
 
 
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What the device is in, by its make; never by its name."""
+
+    processor: str
+    system: str
+    cores: int
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Uninstrumented seconds of the in-core step, and the spread over ``iterations``: ``step_s`` is the median, and the
     phases are their own medians, scaled so that they add up to it.
@@ -261,6 +269,9 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     mode: Literal["run", "swap-all", "fake"]
     device: Device
     versions: dict[str, str]
+    """Of poochplan, torch, python, and on CUDA of that and cuDNN."""
+    host: Host | None = None
+    """Where it was measured; None in files that do not say."""
     model: ModelSignature
     inputs: tuple[str, ...] = ()
     """``path dtype[shape]`` of each tensor that the model is first called with; empty when the step never calls it."""

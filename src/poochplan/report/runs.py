@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Departure, Plan
+from poochplan.formats.profile import Host
 from poochplan.units import format_bytes, format_seconds
 
+from .inspection.run_record import RunRecord
 from .tables import Rows, arena_row, overhead_text, swapped_text
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from poochplan.verify import Comparison, Run
 
 MUCH_FRAGMENTATION = 0.1
+MUCH_OFF = 0.5
+"""Share by which a measured time contradicts the one that the profile gave."""
+LEAST_OFF_S = 0.02
+"""Less than this is a stumble of the machine, whatever share of a short step it is."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class RunSummary:
     difference: str | None
     memory: MemoryPeaks | None = None
     """The allocator's peaks (CUDA)."""
+    departures: tuple[Departure, ...] = ()
 
     @classmethod
     def of(cls, planned: Run, *, in_core: Run | None = None, comparison: Comparison | None = None) -> RunSummary:
@@ -65,11 +72,38 @@ class RunSummary:
             compared_tensors=0 if comparison is None else comparison.compared_tensors,
             difference=None if comparison is None else comparison.difference,
             memory=planned.report.memory,
+            departures=tuple(total.departures),
         )
 
     def overhead(self, plan: Plan) -> float:
         """Measured step time over the in-core one, measured beside it or else the profile's, minus 1."""
         return self.step_s / (self.in_core_step_s or plan.prediction.in_core_step_s) - 1
+
+    def is_over(self, plan: Plan) -> bool:
+        """Whether a metered step took more than the budget."""
+        return self.peak_bytes is not None and self.peak_bytes > plan.budget_bytes
+
+    def contradiction(self, plan: Plan) -> str:
+        """One line where the measured time is more than half of the profile's away from it; else empty.
+
+        In-core against in-core where that was measured (``--check``), else the planned step against its prediction.
+        Differences of less than 20 ms say nothing. A plan whose times were assumed is not contradicted by this machine.
+        """
+        prediction = plan.prediction
+        if plan.estimate:
+            return ""
+        is_in_core = self.in_core_step_s is not None
+        what = "in-core" if is_in_core else "planned"
+        found_s = self.in_core_step_s if self.in_core_step_s is not None else self.step_s
+        said_s = prediction.in_core_step_s if is_in_core else prediction.step_s
+        off_s = abs(found_s - said_s)
+        if off_s <= max(LEAST_OFF_S, MUCH_OFF * said_s):
+            return ""
+        source = "the profile says" if is_in_core else "the plan predicts"
+        return (
+            f"the {what} step took {format_seconds(found_s)}, where {source} {format_seconds(said_s)}: the machine was "
+            "busy during one of the two; profile again, and plan from that"
+        )
 
     def rows(self, plan: Plan) -> Rows:
         """The table of ``pooch run``."""
@@ -105,7 +139,7 @@ class RunSummary:
     def _peak_text(self, plan: Plan) -> str:
         if self.peak_bytes is None:
             return "not metered"
-        within = "within the budget" if self.peak_bytes <= plan.budget_bytes else "OVER THE BUDGET"
+        within = "OVER THE BUDGET" if self.is_over(plan) else "within the budget"
         return f"{format_bytes(self.peak_bytes)} ({within})"
 
     def _equal_text(self) -> str:
@@ -115,35 +149,40 @@ class RunSummary:
             return f"no: {self.difference}"
         return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
 
-    def data(self, plan: Plan) -> dict[str, Any]:
-        """What ``pooch run --json`` prints."""
+    def record(self, plan: Plan, versions: dict[str, str], host: Host) -> RunRecord:
+        """What ``pooch run`` writes with ``-o``, and prints with ``--json``."""
         prediction = plan.prediction
-        return {
-            "workload": plan.workload,
-            "in_core_peak_bytes": prediction.in_core_peak_bytes,
-            "budget_bytes": plan.budget_bytes,
-            "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
-            "measured_peak_bytes": self.peak_bytes,
-            "in_core_step_s": self.in_core_step_s or prediction.in_core_step_s,
-            "in_core_step_measured": self.in_core_step_s is not None,
-            "predicted_step_s": prediction.step_s,
-            "planned_step_s": self.step_s,
-            "predicted_overhead": prediction.overhead,
-            "measured_overhead": self.overhead(plan),
-            "out_bytes": self.out_bytes,
-            "in_bytes": self.in_bytes,
-            "replay_s": self.replay_s,
-            "replayed_values": self.replayed_values,
-            "stall_s": self.stall_s,
-            "fallbacks": self.fallbacks,
-            "fallback_reasons": list(self.fallback_reasons),
-            "bitwise_equal": (self.difference is None) if self.checked else None,
-            "difference": self.difference,
-            "allocated_peak_bytes": None if self.memory is None else self.memory.allocated_bytes,
-            "reserved_peak_bytes": None if self.memory is None else self.memory.reserved_bytes,
-            "arena_bytes": prediction.arena_bytes,
-            "arena_live_bytes": prediction.arena_live_bytes,
-        }
+        return RunRecord(
+            workload=plan.workload,
+            plan_fingerprint=plan.fingerprint,
+            versions=versions,
+            host=host,
+            in_core_peak_bytes=prediction.in_core_peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            predicted_peak_bytes=max(prediction.peak_bytes, prediction.first_step_peak_bytes),
+            measured_peak_bytes=self.peak_bytes,
+            in_core_step_s=self.in_core_step_s or prediction.in_core_step_s,
+            in_core_step_measured=self.in_core_step_s is not None,
+            predicted_step_s=prediction.step_s,
+            planned_step_s=self.step_s,
+            predicted_overhead=prediction.overhead,
+            measured_overhead=self.overhead(plan),
+            out_bytes=self.out_bytes,
+            in_bytes=self.in_bytes,
+            replay_s=self.replay_s,
+            replayed_values=self.replayed_values,
+            stall_s=self.stall_s,
+            contradiction=self.contradiction(plan),
+            fallbacks=self.fallbacks,
+            fallback_reasons=self.fallback_reasons,
+            departures=self.departures,
+            bitwise_equal=(self.difference is None) if self.checked else None,
+            difference=self.difference,
+            allocated_peak_bytes=None if self.memory is None else self.memory.allocated_bytes,
+            reserved_peak_bytes=None if self.memory is None else self.memory.reserved_bytes,
+            arena_bytes=prediction.arena_bytes,
+            arena_live_bytes=prediction.arena_live_bytes,
+        )
 
 
 def fragmentation_text(memory: MemoryPeaks) -> str:

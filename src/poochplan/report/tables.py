@@ -33,16 +33,16 @@ def summary_table(title: str, rows: Rows) -> Table:
     return table
 
 
-def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str]) -> Table:
+def frame_table(title: str, frame: pd.DataFrame, headings: Mapping[str, str], *, fold: bool = False) -> Table:
     """The frame with its index as first column; ``headings`` are the columns to show, in order.
 
     Columns whose name ends in ``_bytes`` or ``_s`` are written with their unit; so are decisions' bytes. Text
-    stays as it is.
+    stays as it is, and where it is long takes several lines if ``fold``.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column(str(frame.index.name or ""), overflow="fold")
     for heading in headings.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="left" if fold else "right", no_wrap=not fold, overflow="fold")
     for index, row in frame.iterrows():
         table.add_row(str(index), *(_cell(column, row[column]) for column in headings))
     return table

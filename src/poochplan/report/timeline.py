@@ -52,6 +52,8 @@ class Bar:
     """A key of ``COLOURS``."""
     start_s: float
     end_s: float
+    label: str = ""
+    """The values that are moved, waited for or recomputed."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,10 @@ def timeline_of(
         if span.lane is Lane.COMPUTE:
             bars += _split("compute", span.start_s, span.end_s, boundaries_s)
         elif span.lane in (Lane.STALL, Lane.REPLAY, Lane.RUNTIME):
-            bars.append(Bar("compute", str(span.lane), span.start_s, span.end_s))
+            bars.append(Bar("compute", str(span.lane), span.start_s, span.end_s, span.label))
         else:
             row = "swap out" if span.lane is Lane.OUT else "swap in"
-            bars.append(Bar(row, row, span.start_s, span.end_s))
+            bars.append(Bar(row, row, span.start_s, span.end_s, span.label))
     prediction = plan.prediction
     return Timeline(
         workload=plan.workload,

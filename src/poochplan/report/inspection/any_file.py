@@ -1,0 +1,58 @@
+"""A file of any kind that this package writes: what it is, and what is in it."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from poochplan.errors import InputFileError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+
+from .run_record import RunRecord
+
+Inspected = Profile | Plan | RunRecord
+KINDS: dict[str, type[Inspected]] = {"profile": Profile, "plan": Plan, "run": RunRecord}
+
+
+def load_any(path: str | Path) -> Inspected:
+    """The profile, plan or run in the file, by the kind that it says it is.
+
+    Raises
+    ------
+    UsageError
+        There is no such file.
+    InputFileError
+        It is none of these, or what loading that kind raises.
+    """
+    kind = _kind_of(Path(path))
+    if kind not in KINDS:
+        raise InputFileError(
+            f"{path}: expected a file of pooch profile, pooch plan or pooch run -o, found "
+            f"{f'kind {kind!r}' if kind else 'one that does not say its kind'}; name one of those"
+        )
+    return KINDS[kind].load(path)
+
+
+def _kind_of(source: Path) -> str:
+    try:
+        data = source.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except FileNotFoundError:
+        raise UsageError(f"{source}: no such file; name one that pooch profile, plan or run -o wrote") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputFileError(f"{source}: cannot be read ({error}); expected a profile, a plan or a run") from None
+    try:
+        return msgspec.json.decode(data, type=_Header).kind
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputFileError(
+            f"{source}: truncated or not JSON of this package ({error}); expected a profile, a plan or a run"
+        ) from None
+
+
+class _Header(msgspec.Struct):
+    kind: str = ""

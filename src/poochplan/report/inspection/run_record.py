@@ -1,0 +1,68 @@
+"""RunRecord: what ``pooch run -o`` writes, so that the run can be set beside its plan later and elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from poochplan.formats.files import read_struct, write_struct
+from poochplan.formats.plan import Departure
+from poochplan.formats.profile import Host
+
+SCHEMA_VERSION = 1
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run found, beside what its plan had promised. Bytes and seconds are of one step: medians over steps."""
+
+    kind: Literal["run"] = "run"
+    schema_version: int = SCHEMA_VERSION
+    workload: str
+    plan_fingerprint: str
+    """``Plan.fingerprint`` of the plan that was followed."""
+    versions: dict[str, str] = {}
+    """Of the run: poochplan, torch, python."""
+    host: Host | None = None
+    """Where it ran."""
+    in_core_peak_bytes: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    """The largest of any metered step; None when none was metered."""
+    in_core_step_s: float
+    in_core_step_measured: bool
+    """Whether it was measured beside the planned steps; otherwise it is the profile's."""
+    predicted_step_s: float
+    planned_step_s: float
+    """Measured."""
+    predicted_overhead: float
+    measured_overhead: float
+    out_bytes: int
+    in_bytes: int
+    replay_s: float
+    replayed_values: int
+    stall_s: float
+    contradiction: str
+    """How the measured time contradicts the profile; empty where it does not."""
+    fallbacks: int
+    fallback_reasons: tuple[str, ...]
+    departures: tuple[Departure, ...]
+    """Where steps left the plan."""
+    bitwise_equal: bool | None
+    """None when it was not checked."""
+    difference: str | None
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    arena_bytes: int | None
+    arena_live_bytes: int | None
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Writes it as JSON; never over a file unless ``force``."""
+        return write_struct(path, self, force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunRecord:
+        """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
+        return read_struct(path, cls, what="run", schema_version=SCHEMA_VERSION)

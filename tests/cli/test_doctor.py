@@ -1,0 +1,185 @@
+"""``pooch doctor``: each line says what was found, how it stands and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poochplan
+from poochplan.doctor.finding import Finding, Status
+from poochplan.doctor.machine_checks import huge_pages, noise, spill_disk, threads
+from poochplan.doctor.software_checks import TESTED_TORCH, cupy, numba, solvers, torch_version
+from poochplan.doctor.workload_checks import CheckpointCalls, memory, workload_findings
+
+Pooch = Any
+OK, WARNING, MISSING = Status
+ROOT = Path(__file__).parents[2]
+
+
+def only(**there: str) -> Any:
+    """The versions of these packages, and of no other."""
+    return {name.replace("_", "-"): version for name, version in there.items()}.get
+
+
+def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, workloads: Path) -> None:
+    result = pooch("doctor", f"{workloads}:small")
+    assert (result.code, result.err) == (0, "")
+    for name in ("torch", "CuPy", "numba", "solvers", "threads", "huge pages", "spill disk", "noise", "model"):
+        assert re.search(rf"^(ok|warning|missing) +{name} +\S", result.out, re.MULTILINE), name
+    data = json.loads(pooch("doctor", "--json").out)
+    assert sum(data["counts"].values()) == len(data["findings"])
+    assert all(one["advice"] for one in data["findings"] if one["status"] != "ok")
+    assert "model" not in {one["name"] for one in data["findings"]}
+
+
+def test_without_a_disk_to_spill_to_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:
+    result = pooch("doctor", "--spill-dir", tmp_path / "nowhere")
+    assert result.code == 1
+    assert re.search(r"^missing +spill disk +spill directory", result.out, re.MULTILINE)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")
+def test_a_tmpfs_is_no_spill_disk() -> None:
+    found = spill_disk("/dev/shm")
+    assert found.status is MISSING
+    assert "is a tmpfs: spilling to memory saves none" in found.found
+
+
+def test_the_spill_disk_is_left_as_it_was(tmp_path: Path) -> None:
+    found = spill_disk(tmp_path)
+    assert found.status in (OK, WARNING) or "tmpfs" in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "status", "advice"),
+    [
+        ("[always] madvise never", OK, ""),
+        ("always [madvise] never", OK, "THP_MEM_ALLOC_ENABLE=1 in their environment"),
+        ("always madvise [never]", WARNING, "echo madvise | sudo tee"),
+        ("", WARNING, "echo madvise | sudo tee"),
+    ],
+)
+def test_huge_pages_by_the_kernels_setting(setting: str, status: Status, advice: str) -> None:
+    found = huge_pages(setting)
+    assert found.status is status
+    assert advice in found.advice
+
+
+def test_more_threads_than_cores_and_a_machine_that_is_noisy_are_warnings() -> None:
+    assert threads(2, 2).status is OK
+    assert "OMP_NUM_THREADS=2" in threads(8, 2).advice
+    assert noise([0.005, 0.0051, 0.0052, 0.02]).status is WARNING
+    assert noise([0.005, 0.0051, 0.0052, 0.0051]).status is OK
+
+
+def test_the_tested_torch_is_the_one_that_is_pinned() -> None:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"torch=={TESTED_TORCH}" in pins
+    assert torch_version(f"{TESTED_TORCH}+cpu").status is OK
+    assert torch_version("2.99.0").status is WARNING
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "there", "status", "advice"),
+    [
+        (None, {}, OK, ""),
+        ("12.8", {"cupy_cuda12x": "13.6"}, OK, ""),
+        ("13.0", {}, WARNING, "pip install 'poochplan[cuda13]'"),
+        ("13.0", {"cupy_cuda12x": "13.6"}, WARNING, "pip uninstall cupy-cuda12x; pip install 'poochplan[cuda13]'"),
+    ],
+)
+def test_cupy_has_to_be_for_the_cuda_of_torch(
+    torch_cuda: str | None, there: dict[str, str], status: Status, advice: str
+) -> None:
+    found = cupy(torch_cuda, only(**there))
+    assert found.status is status
+    assert advice in found.advice
+
+
+def test_what_is_not_installed_is_named_with_how_to_install_it() -> None:
+    assert (numba(only()).status, numba(only(numba="0.68")).status) == (WARNING, OK)
+    assert solvers(only(pulp="3.3", highspy="1.10")).status is OK
+    assert "pip install highspy" in solvers(only(pulp="3.3")).advice
+    assert solvers(only()).status is MISSING
+
+
+# -- workloads -----------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Two blocks, checkpointed or not."""
+
+    def __init__(self, is_checkpointed: bool, reentrant: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.is_checkpointed, self.reentrant = is_checkpointed, reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            batch = checkpoint(block, batch, use_reentrant=self.reentrant) if self.is_checkpointed else block(batch)
+        return batch
+
+
+def findings_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Finding]:
+    batch = torch.randn(4, 8, requires_grad=True)
+    workload = poochplan.Workload(model, lambda: model(batch).square().mean(), optimizer)
+    return {one.name: one for one in workload_findings(workload)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_seen_in_the_step(reentrant: bool) -> None:
+    on = findings_of(Blocks(True, reentrant))["activation checkpointing"]
+    assert (on.status, "switch it off" in on.advice) == (WARNING, True)
+    assert findings_of(Blocks(False))["activation checkpointing"].status is OK
+
+
+def test_calls_are_counted_on_this_thread_within_the_block_only() -> None:
+    model = Blocks(True)
+    with CheckpointCalls() as calls:
+        model(torch.ones(4, 8))
+    model(torch.ones(4, 8))
+    assert calls.count == 2
+
+
+def test_a_model_that_rests_and_an_optimizer_that_is_missing_or_lbfgs_are_warnings() -> None:
+    model = Blocks(False)
+    found = findings_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {one.status for one in found.values()} == {OK}
+    model.blocks[0].eval()
+    assert "call model.train()" in findings_of(model)["train mode"].advice
+    assert "return it in the Workload" in findings_of(model)["optimizer"].advice
+    assert findings_of(model, torch.optim.LBFGS(model.parameters()))["optimizer"].status is WARNING
+
+
+def test_a_compiled_model_is_told_to_be_compiled_by_blocks() -> None:
+    model = Blocks(False)
+    model.blocks[0].compile(backend="eager")
+    assert findings_of(model)["compiled parts"].status is OK
+    assert "first blocks.0" in findings_of(model)["compiled parts"].found
+    model.compile(backend="eager")
+    whole = findings_of(model)["compiled parts"]
+    assert (whole.status, "compile its blocks instead" in whole.advice) == (WARNING, True)
+
+
+def test_the_workload_is_as_it_was(pooch: Pooch) -> None:
+    model = Blocks(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    findings_of(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not optimizer.state
+
+
+def test_a_step_that_does_not_fit_is_to_swap_while_it_is_profiled() -> None:
+    assert memory(1 << 30, 2 << 30).status is OK
+    assert "--mode swap-all" in memory(2 << 30, 1 << 30).advice
+    assert memory(None, 1).status is OK

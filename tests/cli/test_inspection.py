@@ -1,0 +1,294 @@
+"""``pooch show`` and ``pooch diff``: what files say, what differs between them, and where a run left its plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import poochplan
+from poochplan.formats.plan import Decision
+from poochplan.report.inspection.any_file import load_any
+from poochplan.report.inspection.plan_diff import plan_differences
+from poochplan.report.inspection.profile_diff import profile_differences
+from poochplan.report.inspection.run_record import RunRecord
+from poochplan.report.runs import RunSummary
+
+Pooch = Any
+
+
+@pytest.fixture(scope="module")
+def tighter(profile_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the same profile for the smallest budget."""
+    profile = poochplan.Profile.load(profile_path)
+    plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
+    return plan.save(tmp_path_factory.mktemp("plans") / "tighter.plan.json")
+
+
+# -- show ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_it_is_for_where_it_was_made_and_what_it_decides(pooch: Pooch, plan_path: Path) -> None:
+    result = pooch("show", plan_path)
+    assert (result.code, result.err) == (0, "")
+    for name in (
+        "for",
+        "inputs",
+        "versions",
+        "host",
+        "budget",
+        "predicted peak",
+        "predicted step",
+        "decisions",
+        "points",
+    ):
+        assert re.search(rf"^{name} +\S", result.out, re.MULTILINE), name
+    assert "0 float32[128, 64]" in result.out
+    assert "Decisions by layer" in result.out
+    data = json.loads(pooch("show", plan_path, "--json").out)
+    plan = poochplan.Plan.load(plan_path)
+    assert (data["kind"], data["budget_bytes"], data["fingerprint"]) == ("plan", plan.budget_bytes, plan.fingerprint)
+    assert sum(layer[name] for layer in data["layers"] for name in ("keep", "swap", "recompute")) == sum(
+        value.size_bytes for value in plan.values
+    )
+
+
+def test_a_profile_says_its_layers(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("show", profile_path, "--layers", "2")
+    assert (result.code, result.err) == (0, "")
+    assert re.search(r"What layers save and cost \(2 of \d+\)", result.out)
+    data = json.loads(pooch("show", profile_path, "--json").out)
+    profile = poochplan.Profile.load(profile_path)
+    assert data["counts"] == {
+        "ops": len(profile.ops), "values": len(profile.values), "points": len(profile.points),
+    }  # fmt: skip
+    assert data["in_core_peak_bytes"] == profile.in_core_peak_bytes
+
+
+def test_a_file_of_an_earlier_release_says_what_it_does_not_know(pooch: Pooch) -> None:
+    data = Path(__file__).parents[1] / "data"
+    for name in ("plan-v1.json", "profile-v1.json"):
+        result = pooch("show", data / name)
+        assert result.code == 0
+        assert re.search(r"^host +not written in this file", result.out, re.MULTILINE)
+
+
+def test_several_plans_are_shown_as_the_set_that_they_make(pooch: Pooch, plan_path: Path, tmp_path: Path) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    other = msgspec.structs.replace(plan, inputs=("0 float32[96, 64]",)).save(tmp_path / "96.json")
+    result = pooch("show", plan_path, other)
+    assert result.code == 0
+    assert "Set of 2 plans for small" in result.out
+    assert "0 float32[96, 64]" in result.out
+    result = pooch("show", plan_path, plan_path)
+    assert result.code == 2
+    assert "found plans 1 and 2 both for" in result.error
+
+
+def test_what_is_no_file_of_ours_is_one_line(pooch: Pooch, tmp_path: Path) -> None:
+    assert pooch("show", "none.json").error.startswith("none.json: no such file; name one that pooch profile")
+    for content, message in (
+        ("{", "truncated or not JSON of this package"),
+        ("[]", "truncated or not JSON of this package"),
+        ('{"kind": "cake"}', "found kind 'cake'"),
+        ("{}", "found one that does not say its kind"),
+    ):
+        (tmp_path / "other.json").write_text(content)
+        result = pooch("show", "other.json")
+        assert result.code == 1
+        assert message in result.error
+
+
+def test_files_are_looked_at_without_torch(plan_path: Path, profile_path: Path, tmp_path: Path) -> None:
+    plan, profile = str(plan_path), str(profile_path)
+    commands = [
+        ["show", plan], ["show", profile], ["diff", plan, plan], ["diff", profile, profile],
+        ["simulate", profile, plan, "--trace", str(tmp_path / "trace.json")],
+    ]  # fmt: skip
+    code = (
+        f"import sys; from poochplan.cli import main; codes = [main(command) for command in {commands!r}]; "
+        "loaded = {'torch', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}, codes {codes}' if loaded or any(codes) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- diff ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_files_end_with_code_0_different_ones_with_1_and_trouble_with_2(
+    pooch: Pooch, plan_path: Path, profile_path: Path, tighter: Path, tmp_path: Path
+) -> None:
+    assert pooch("diff", plan_path, plan_path).code == 0
+    assert pooch("diff", profile_path, profile_path).code == 0
+    assert pooch("diff", plan_path, tighter).code == 1
+    assert pooch("diff", plan_path, "none.json").code == 2
+    (tmp_path / "broken.json").write_text("{")
+    assert pooch("diff", plan_path, "broken.json").code == 2
+    result = pooch("diff", plan_path, profile_path)
+    assert result.code == 2
+    assert result.error.endswith("found a plan and a profile")
+
+
+def test_two_plans_differ_in_what_the_values_and_points_of_both_say(
+    pooch: Pooch, plan_path: Path, tighter: Path
+) -> None:
+    first, second = poochplan.Plan.load(plan_path), poochplan.Plan.load(tighter)
+    result = pooch("diff", plan_path, tighter, "--json")
+    data = json.loads(result.out)
+    assert (result.code, data["differs"], data["same_step"]) == (1, True, True)
+    figures = {figure["name"]: (figure["first"], figure["second"]) for figure in data["figures"]}
+    assert figures["budget"] == (first.budget_bytes, second.budget_bytes)
+    assert figures["predicted peak"] == (first.prediction.peak_bytes, second.prediction.peak_bytes)
+    changed = {value["name"]: (value["first"], value["second"]) for value in data["values"]}
+    expected = {
+        ours.name: (ours.decision, theirs.decision)
+        for ours, theirs in zip(first.values, second.values, strict=True)
+        if ours.decision is not theirs.decision
+    }
+    assert changed == expected
+    assert data["points"]
+    assert "Decisions that changed, by layer" in pooch("diff", plan_path, tighter).out
+
+
+def test_one_changed_decision_is_the_only_difference_of_values(plan_path: Path) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    number = next(n for n, value in enumerate(plan.values) if value.decision is Decision.KEEP)
+    value = msgspec.structs.replace(plan.values[number], decision=Decision.RECOMPUTE)
+    other = msgspec.structs.replace(plan, values=(*plan.values[:number], value, *plan.values[number + 1 :]))
+    found = plan_differences(plan, other)
+    assert [(one.name, one.first, one.second) for one in found.values] == [(value.name, "keep", "recompute")]
+    assert found.values[0].size_bytes == value.size_bytes
+    assert (found.figures, found.points) == ([], [])
+    slower = msgspec.structs.replace(plan, solve=msgspec.structs.replace(plan.solve, wall_s=9.0))
+    assert not plan_differences(plan, slower)
+
+
+def test_plans_of_different_steps_do_not_compare_their_points(pooch: Pooch, plan_path: Path) -> None:
+    other = Path(__file__).parents[1] / "data" / "plan-v1.json"
+    result = pooch("diff", plan_path, other)
+    assert result.code == 1
+    assert "The plans are for steps that save or use other values" in result.out
+
+
+def test_two_profiles_differ_in_their_times_and_in_the_op_at_which_the_steps_part(profile_path: Path) -> None:
+    profile = poochplan.Profile.load(profile_path)
+    times = msgspec.structs.replace(profile.times, step_s=2 * profile.times.step_s)
+    slower = profile_differences(profile, msgspec.structs.replace(profile, times=times))
+    assert [figure.name for figure in slower.figures] == ["step"]
+    assert (slower.first_op, len(slower.layers)) == ("", 0)
+    op = msgspec.structs.replace(profile.ops[3], name="aten.other.default")
+    other = profile_differences(profile, msgspec.structs.replace(profile, ops=(*profile.ops[:3], op, *profile.ops[4:])))
+    assert other.first_op.startswith(f"op 3: {profile.ops[3].name} in ")
+    assert "aten.other.default" in other.first_op
+    doubled = msgspec.structs.replace(profile.ops[0], duration_s=1.0)
+    (layer,) = profile_differences(
+        profile, msgspec.structs.replace(profile, ops=(doubled, *profile.ops[1:]))
+    ).layers.index
+    assert layer == profile.ops[0].layer
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def run(pooch: Pooch, workloads: Path, plan_path: Path, *more: object) -> Any:
+    steps = ("--steps", "2", "--timed", "1")
+    return pooch("run", f"{workloads}:small", "--plan", plan_path, *steps, "-o", "run.json", *more)
+
+
+def test_a_run_that_kept_to_its_plan_says_so(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    result = run(pooch, workloads, plan_path, "--json")
+    assert result.code == 0
+    assert json.loads(result.out) == json.loads(Path("run.json").read_text())
+    assert isinstance(load_any("run.json"), RunRecord)
+    result = pooch("diff", plan_path, "run.json")
+    assert result.code == 0
+    assert "The run kept to its plan." in result.out
+    assert "Run of small" in pooch("show", "run.json").out
+
+
+def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(
+    pooch: Pooch, workloads: Path, plan_path: Path
+) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    assert run(pooch, workloads, plan_path, "--set", "batch_size=96").code == 0
+    result = pooch("diff", "run.json", plan_path, "--json")
+    data = json.loads(result.out)
+    assert result.code == 1
+    assert [one["step"] for one in data["departures"]] == [1, 2, 3]
+    first = data["departures"][0]
+    value = plan.values[first["index"]]
+    assert (first["at"], first["value"], first["layer"]) == ("save", value.name, value.layer)
+    assert first["planned"] == f"float32[128, 64] of {value.size_bytes} bytes"
+    assert first["found"] == f"float32[96, 64] of {96 * 64 * 4} bytes"
+    out = pooch("diff", plan_path, "run.json").out
+    assert "Where steps left the plan (3 of 3)" in out
+    assert "float32[96, 64]" in out
+
+
+def test_a_run_of_another_plan_is_told(pooch: Pooch, workloads: Path, plan_path: Path, tighter: Path) -> None:
+    assert run(pooch, workloads, plan_path).code == 0
+    result = pooch("diff", tighter, "run.json")
+    assert result.code == 2
+    assert f"found one of plan {poochplan.Plan.load(plan_path).fingerprint}" in result.error
+
+
+def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(
+    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    less = msgspec.structs.replace(plan, budget_bytes=plan.prediction.peak_bytes - 512).save(tmp_path / "less.json")
+    result = run(pooch, workloads, less, "--json")
+    assert result.code == 5
+    assert f"over the budget: expected at most {plan.prediction.peak_bytes - 512} bytes" in result.err.splitlines()[-1]
+    assert json.loads(result.out)["measured_peak_bytes"] == plan.prediction.peak_bytes
+    result = pooch("diff", less, "run.json")
+    assert result.code == 1
+    assert "OVER THE BUDGET" in result.out
+
+
+def test_a_step_that_contradicts_its_plan_is_told_in_one_line(
+    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=1000.0, step_s=1000.0)
+    other = msgspec.structs.replace(plan, prediction=prediction).save(tmp_path / "other.json")
+    result = run(pooch, workloads, other)
+    (line,) = [line for line in result.out.splitlines() if line.startswith("Note: ")]
+    assert result.code == 0
+    assert "where the plan predicts 1e+03 s: the machine was busy during one of the two; profile again" in line
+
+
+@pytest.mark.parametrize(
+    ("said_s", "planned_s", "in_core_s", "told"),
+    [
+        (0.979, 0.067, None, "the planned step took 67 ms, where the plan predicts 979 ms"),
+        (0.979, 1.2, 0.067, "the in-core step took 67 ms, where the profile says 979 ms"),
+        (0.1, 0.16, None, "the planned step took 160 ms"),
+        (0.1, 0.14, None, ""),
+        (0.1, 0.06, None, ""),
+        (0.001, 0.02, None, ""),
+    ],
+)
+def test_a_measured_time_contradicts_by_more_than_half_and_20_ms(
+    plan_path: Path, said_s: float, planned_s: float, in_core_s: float | None, told: str
+) -> None:
+    plan = poochplan.Plan.load(plan_path)
+    prediction = msgspec.structs.replace(plan.prediction, in_core_step_s=said_s, step_s=said_s)
+    plan = msgspec.structs.replace(plan, prediction=prediction)
+    summary = RunSummary(
+        peak_bytes=None, step_s=planned_s, in_core_step_s=in_core_s, out_bytes=0, in_bytes=0, replay_s=0.0,
+        replayed_values=0, stall_s=0.0, fallbacks=0, fallback_reasons=(), checked=False, compared_steps=0,
+        compared_tensors=0, difference=None,
+    )  # fmt: skip
+    found = summary.contradiction(plan)
+    assert found.startswith(told)
+    assert bool(found) is bool(told)
+    assert summary.contradiction(msgspec.structs.replace(plan, estimate=True)) == ""

@@ -1,0 +1,138 @@
+"""Timed steps that say nothing are timed again, and then refused; ordinary noise and tiny steps are left alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import StepError
+from poochplan.formats.profile import Phase
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
+from poochplan.profiler.assembly.steadiness import contradicted, steady
+from tests.runtime.nets import LINK
+
+F, B, OPT = Phase
+
+
+def steps(*milliseconds: float) -> list[PhaseSeconds]:
+    """Steps of that many milliseconds, half of each in backward."""
+    return [{F: 0.0004 * ms, B: 0.0005 * ms, OPT: 0.0001 * ms} for ms in milliseconds]
+
+
+def never() -> list[PhaseSeconds]:
+    raise AssertionError("timed again")
+
+
+QUIET = steps(70, 71, 69, 70, 72)
+
+
+@pytest.mark.parametrize(
+    "noisy",
+    [
+        pytest.param((67, 70, 66, 68, 67), id="quiet"),
+        pytest.param((67, 90, 66, 75, 95), id="ordinary noise"),
+        pytest.param((67, 66, 979, 68, 67), id="one step that stumbled"),
+        pytest.param((104, 100, 99, 101, 98), id="all of it slower by less than half"),
+    ],
+)
+def test_steps_that_agree_are_taken_as_they_are(noisy: tuple[float, ...]) -> None:
+    first = steps(*noisy)
+    assert steady(first, QUIET, never) == (first, [])
+
+
+def test_tiny_steps_are_never_doubted() -> None:
+    first = steps(0.5, 400, 0.6, 300, 0.4)
+    assert steady(first, steps(0.7), never).steps is first
+    assert steady(steps(90), steps(19), never).notes == []
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(steps(979, 980, 975, 985, 979), id="steadily slow while nothing else was"),
+        pytest.param(steps(67, 979, 68, 990, 985), id="now this, now that"),
+        pytest.param(steps(979), id="one step"),
+    ],
+)
+def test_a_doubted_round_is_replaced_by_a_steady_one(first: list[PhaseSeconds]) -> None:
+    second = steps(67, 68, 67, 66, 70)
+    timed = steady(first, QUIET, lambda: second)
+    assert timed.steps is second
+    assert "those of the second round count" in timed.notes[0]
+
+
+def test_two_rounds_that_say_the_same_count_together_and_are_noted() -> None:
+    first, second = steps(60, 130, 61, 140, 100), steps(62, 150, 60, 120, 110)
+    timed = steady(first, QUIET, lambda: second)
+    assert timed.steps == [*first, *second]
+    assert "times are uncertain" in timed.notes[0]
+
+
+def test_rounds_of_one_step_are_noted_and_never_refused() -> None:
+    timed = steady(steps(979), QUIET, lambda: steps(300))
+    assert timed.steps == steps(979, 300)
+    assert "times are uncertain" in timed.notes[0]
+
+
+def test_two_rounds_that_contradict_each_other_are_refused_in_one_line() -> None:
+    with pytest.raises(StepError) as caught:
+        steady(steps(979, 980, 979), QUIET, lambda: steps(400, 300, 390))
+    assert str(caught.value) == (
+        "timed steps: expected steps of about one length, found medians of 390 ms and 979 ms in two rounds of 3, and "
+        "70 ms with each op timed; the machine is busy with something else: profile again when it is quieter, or with "
+        "more iterations"
+    )
+
+
+def test_later_steps_that_took_much_less_contradict_the_timed_ones() -> None:
+    assert contradicted(steps(979, 980, 975), steps(70, 68)).startswith(
+        "the timed steps took 979 ms, and later ones 68"
+    )
+    assert contradicted(steps(100, 99, 101), steps(70, 90)) == ""  # by less than half
+    assert contradicted(steps(70, 71, 69), steps(979, 990)) == ""  # later ones do more, and may take any time
+    assert contradicted(steps(29, 30, 29), steps(2, 3)) == ""  # tiny
+    assert contradicted(steps(979), []) == ""
+
+
+class Disturbed:
+    """A step of 60 ms but where ``slow`` says otherwise, in seconds by the number of the call: something else ran."""
+
+    def __init__(self, slow: dict[int, float]) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.calls = 0
+        self._slow = slow
+
+    def __call__(self) -> torch.Tensor:
+        self.calls += 1
+        time.sleep(self._slow.get(self.calls, 0.06))
+        loss: torch.Tensor = self.model(torch.ones(4, 8)).square().mean()
+        return loss
+
+
+def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> None:
+    step = Disturbed({3: 0.6, 4: 0.7, 5: 0.6})  # after the warm-up and the capture: all that are timed
+    said: list[str] = []
+    profile = poochplan.profile(step, model=step.model, iterations=3, link=LINK, progress=said.append)
+    assert "timed steps spread too much; timing 3 more" in said
+    assert any("those of the second round count" in note for note in profile.notes)
+
+
+def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and_noted() -> None:
+    step = Disturbed({3: 0.5, 4: 0.5})  # the timed step, and the one with instruments
+    with pytest.warns(UserWarning, match="later ones .* the machine was busy with something else"):
+        profile = poochplan.profile(step, model=step.model, iterations=1, link=LINK)
+    assert any("all times are uncertain" in note for note in profile.notes)
+
+
+def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
+    rounds = {3: 0.2, 4: 0.2, 5: 0.2, 9: 0.6, 10: 0.6, 11: 0.6}  # those with instruments are between them
+    step = Disturbed(rounds)
+    step.model.weight.grad = torch.ones_like(step.model.weight)
+    before = step.model.weight.clone()
+    with pytest.raises(StepError, match="expected steps of about one length"):
+        poochplan.profile(step, model=step.model, iterations=3, link=LINK)
+    assert torch.equal(step.model.weight, before)
+    assert torch.equal(step.model.weight.grad, torch.ones_like(before))
