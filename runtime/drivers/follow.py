@@ -18,6 +18,7 @@ from poochplan.runtime.replays.tape import StorageRecord
 
 from .course import Course
 from .driver import NOTHING, Actions, Diverged, Driver
+from .keep_all import KeepAll
 from .swap_each import SwapEach
 
 
@@ -35,6 +36,7 @@ class DivergencePolicy(StrEnum):
             raise DivergenceError(f"{reason}; make a new profile and plan for this step")
 
 
+NOT_CALLED = "a layer saves something before the planned model is called"
 _RECORD = {"on": True, "off": False, "": None}
 
 
@@ -46,9 +48,17 @@ class Follow:
     course: what to follow.
     safe: what decides when the step is not the planned one, and for values that cannot be recomputed.
     policy: whether such a step is an error.
+    calls_model: whether values of layers come only once the model of the step is known, by a call or announced.
     """
 
-    def __init__(self, course: Course, safe: SwapEach, policy: DivergencePolicy = DivergencePolicy.WARN) -> None:
+    def __init__(
+        self,
+        course: Course,
+        safe: SwapEach,
+        policy: DivergencePolicy = DivergencePolicy.WARN,
+        *,
+        calls_model: bool = False,
+    ) -> None:
         self.instructions: Instructions | None = course.instructions
         self._course = course
         self._planned = course.instructions.values
@@ -57,17 +67,31 @@ class Follow:
         self._safe = safe
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
+        self._calls_model = calls_model
+        self._awaits_call: Segment | None = None
 
     def begin(self, segment: Segment) -> Actions:
+        if self._calls_model and segment.model is None and not segment.announced:
+            self._awaits_call = segment
         return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
             return Decision.KEEP
+        if self._awaits_call is not None:
+            self._before_the_call(index)
         reason = self._course.why_not_save(index, tensor)
         if reason:
             raise Diverged(reason)
         return self._planned[index].decision
+
+    def _before_the_call(self, index: int) -> None:
+        """What a layer would save is not the planned value while the model has not been called."""
+        assert self._awaits_call is not None
+        if self._awaits_call.model is not None:
+            self._awaits_call = None
+        elif index <= self._last and self._planned[index].layer:
+            raise Diverged(NOT_CALLED)
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
@@ -124,6 +148,9 @@ class Follow:
 
     def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
         self._policy.judge(reason)
+        if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model's
+            self._awaits_call.aside = True
+            return KeepAll(), NOTHING
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
 
     def end(self, segment: Segment, outcome: Outcome) -> None:

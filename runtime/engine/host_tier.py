@@ -38,15 +38,9 @@ class HostTier:
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
         self._followed: Instructions | None = None
-        self.planned_bytes = max(
-            (
-                value.host_offset + value.size_bytes
-                for instructions in alternatives
-                for value in instructions.values
-                if value.host_offset >= 0
-            ),
-            default=0,
-        )
+        self.planned_bytes = self._room_bytes = _planned_bytes(alternatives)
+        self._first = 0
+        """Where the planned places begin."""
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
         """Who was placed by other instructions and may still be there: its places overlap with those of this one."""
@@ -62,6 +56,15 @@ class HostTier:
         """Every value that is alive lies before this."""
         self._free_the_dead()
         return self._behind.end_bytes if self._places else self.planned_bytes
+
+    def grow(self, alternatives: Sequence[Instructions]) -> None:
+        """From now on these may be followed too. Where they need more room, their places are behind all others."""
+        room_bytes = _planned_bytes(alternatives)
+        if room_bytes > self._room_bytes:
+            self._free_the_dead()
+            self._first, self._room_bytes = self._behind.take(room_bytes), room_bytes
+            self.planned_bytes = self._first + room_bytes
+            self._followed = None
 
     def follow(self, instructions: Instructions) -> None:
         """From now on values are placed by these."""
@@ -83,6 +86,7 @@ class HostTier:
         planned = -1
         if self._followed is not None and value.index is not None:
             planned = self._followed.values[value.index].host_offset
+            planned += self._first if planned >= 0 else 0
         if planned >= 0 and self._is_free(planned, value):
             self._occupants[planned] = weakref.ref(value)
             return planned
@@ -120,3 +124,15 @@ class HostTier:
             other is not None and 0 <= other.host_offset < end and offset < other.host_offset + other.size_bytes
             for other in others
         )
+
+
+def _planned_bytes(alternatives: Sequence[Instructions]) -> int:
+    return max(
+        (
+            value.host_offset + value.size_bytes
+            for instructions in alternatives
+            for value in instructions.values
+            if value.host_offset >= 0
+        ),
+        default=0,
+    )

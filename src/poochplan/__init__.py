@@ -32,7 +32,7 @@ _HOMES = {
     "PlanSet": ".formats.plan_set",
     "Profile": ".formats.profile",
     "Workload": ".workload",
-    "apply": ".runtime.applying",
+    "apply": ".sessions",
     "plan": ".planner.planning",
     "profile": ".profiler.profiling",
 }

@@ -39,6 +39,19 @@ class DivergenceError(PoochError):
     """The running step diverged from the plan and ``on_divergence="error"`` was asked for."""
 
 
+class BudgetExceededError(PoochError):
+    """A step took more than its budget and ``on_over_budget="error"`` was asked for.
+
+    ``peak_bytes`` is what it took.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, peak_bytes: int) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
+
+
 class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
