@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from poochplan.profiler.fake.fake_profile import fake_profile
 from poochplan.profiler.fake.memory_left import fitting_mode
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.step.beside import tensors_beside
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
@@ -39,7 +40,7 @@ from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .real import Runner, captured
-from .request import Options, Progress, check_mode, checked_device
+from .request import Options, Progress, check_mode, check_optimizer, checked_device
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
@@ -57,6 +58,7 @@ def profile(
     iterations: int | None = None,
     warmup: int = 1,
     accumulate: bool = False,
+    also: Sequence[Any] = (),
     spill_dir: str | Path | None = None,
     throttle: str | float | None = None,
     link: Link | None = None,
@@ -83,6 +85,10 @@ def profile(
     iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
     accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
+    also: what lives beside the step and the profiler cannot see, since no op of the step meets it: a data set, an
+        average of the weights, the model that wraps this one for data-parallel training (its buckets count), another
+        model and its optimizer. Modules, tensors, optimizers, containers of these, and objects that hold some in
+        attributes.
     spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
         direction is held to, here and later in the session; for the CPU device.
     link: take this link as measured instead of measuring it.
@@ -99,13 +105,15 @@ def profile(
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         An argument is not what it should be, the model is not on the device, or there is no such device; or there is
-        an open session on this thread, or one for this model.
+        an open session on this thread, or one for this model; or the optimizer's step takes a closure.
     SpillError
         The spill directory cannot be used.
     """
     check_no_session("profile()", [model])
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
+    check_optimizer(optimizer)
+    beside = tensors_beside(also)
     options = Options(
         workload=workload,
         iterations=ITERATIONS if iterations is None else iterations,
@@ -117,7 +125,7 @@ def profile(
     )
 
     def runner() -> Runner:
-        return Runner(step, model, optimizer, accumulate, clock_of(where))
+        return Runner(step, model, optimizer, accumulate, clock_of(where), beside)
 
     # Fresh memory must cost here what it costs in the session.
     with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():

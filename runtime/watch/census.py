@@ -27,9 +27,9 @@ _LEFT_OUT: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 def leave_out(tensors: Iterable[torch.Tensor]) -> None:
     """No census counts these: what a check of steps keeps of them is not the training's."""
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = storage_identity(storage)
-        _LEFT_OUT[key] = weakref.ref(storage, lambda _, key=key: _LEFT_OUT.pop(key, None))  # type: ignore[misc]
+        for storage in storages_of(tensor, tensor.device.type):
+            key = storage_identity(storage)
+            _LEFT_OUT[key] = weakref.ref(storage, lambda _, key=key: _LEFT_OUT.pop(key, None))  # type: ignore[misc]
 
 
 def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
