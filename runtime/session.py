@@ -19,6 +19,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.drivers.diagnosis import Expected
 from poochplan.runtime.drivers.follow import DivergencePolicy
 from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
@@ -75,7 +76,7 @@ class Session:
             name: Planned(
                 plan if isinstance(plan, PlanSet) else plan.instructions,
                 on_divergence,
-                calls_model=all(one.inputs for one in self._plans[name]),
+                expected=Expected(self._plans[name][0].inputs, models[name]),
             )
             for name, plan in plans.items()
         }
@@ -104,7 +105,7 @@ class Session:
             stack.callback(self._meter.step_is_over)
             if self._is_metered:
                 gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
-                self._device.start_peaks()
+            self._device.start_peaks()
             self._leave = weakref.finalize(self, _close, self.engine, stack.pop_all())
             self._leave.atexit = False
             self._attachment.leave = self._leave

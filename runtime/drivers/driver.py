@@ -45,6 +45,8 @@ class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
         super().__init__(f"{_SAID[kind]} {reason}")
         self.reason = reason
         self.kind = kind
+        self.advice = ""
+        """What has changed and what to do, where somebody knows; for those who read the message."""
 
 
 _SAID = {

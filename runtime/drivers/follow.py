@@ -17,6 +17,7 @@ from poochplan.runtime.replays.closure import NotReplayable
 from poochplan.runtime.replays.tape import StorageRecord
 
 from .course import Course
+from .diagnosis import UNKNOWN, Expected, Found, what_changed
 from .driver import NOTHING, Actions, Diverged, Driver
 from .keep_all import KeepAll
 from .swap_each import SwapEach
@@ -33,7 +34,8 @@ class DivergencePolicy(StrEnum):
     def judge(self, reason: Diverged) -> None:
         """Raises ``DivergenceError`` if that is what is to be done."""
         if self is DivergencePolicy.ERROR:
-            raise DivergenceError(f"{reason}; make a new profile and plan for this step")
+            advice = reason.advice or "make a new profile and plan for this step"
+            raise DivergenceError(f"{reason}: {advice}")
 
 
 NOT_CALLED = "a layer saves something before the planned model is called"
@@ -48,7 +50,7 @@ class Follow:
     course: what to follow.
     safe: what decides when the step is not the planned one, and for values that cannot be recomputed.
     policy: whether such a step is an error.
-    calls_model: whether values of layers come only once the model of the step is known, by a call or announced.
+    expected: what else is known of the step; one that calls its model has values of layers only once it is called.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Follow:
         safe: SwapEach,
         policy: DivergencePolicy = DivergencePolicy.WARN,
         *,
-        calls_model: bool = False,
+        expected: Expected = UNKNOWN,
     ) -> None:
         self.instructions: Instructions | None = course.instructions
         self._course = course
@@ -67,11 +69,14 @@ class Follow:
         self._safe = safe
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
-        self._calls_model = calls_model
+        self._expected = expected
         self._awaits_call: Segment | None = None
+        self._found: Found | None = None
+        """Where the step differs."""
 
     def begin(self, segment: Segment) -> Actions:
-        if self._calls_model and segment.model is None and not segment.announced:
+        self._segment = segment
+        if self._expected.inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
         return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
 
@@ -82,6 +87,7 @@ class Follow:
             self._before_the_call(index)
         reason = self._course.why_not_save(index, tensor)
         if reason:
+            self._found = Found(self._course.planned_at(index), str(tensor.dtype).removeprefix("torch."))
             raise Diverged(reason)
         return self._planned[index].decision
 
@@ -96,6 +102,7 @@ class Follow:
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
+            self._found = Found(self._course.planned_at(handles[ordinal]) if ordinal < len(handles) else None)
             raise Diverged(self._course.why_not_handle(ordinal, index, tensor))
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
@@ -112,6 +119,7 @@ class Follow:
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
         uses = self._uses
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
+            self._found = Found(self._course.planned_at(saves), in_backward=saves > self._last)
             raise Diverged(self._course.why_not_use(number, handle.ordinal, saves))
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
@@ -147,6 +155,8 @@ class Follow:
         """It is kept: larger than planned, not wrong."""
 
     def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        if self._found is not None:
+            reason.advice = what_changed(self._segment, self._expected, self._found)
         self._policy.judge(reason)
         if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model's
             self._awaits_call.aside = True

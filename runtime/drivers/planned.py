@@ -10,6 +10,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import FallbackKind
 
 from .course import Course
+from .diagnosis import UNKNOWN, Expected
 from .driver import Actions, Diverged, Driver
 from .follow import DivergencePolicy, Follow
 from .keep_all import KeepAll
@@ -25,8 +26,8 @@ class Planned:
     ----------
     given: the lone instructions, or the set.
     policy: what a step does that is not the planned one.
-    calls_model: whether the planned step calls its model: what is saved without that, where the plan has the model's
-        layers save, is none of its steps. It is kept, as if there were no session.
+    expected: what else is known of the step. Where it calls its model, what is saved without that, and the plan has the
+        model's layers save, is none of its steps: it is kept, as if there were no session.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class Planned:
         given: Instructions | PlanSet,
         policy: DivergencePolicy = DivergencePolicy.WARN,
         *,
-        calls_model: bool = False,
+        expected: Expected = UNKNOWN,
     ) -> None:
         self._policy = policy
-        self._calls_model = calls_model
+        self._expected = expected
         self.follow(given)
 
     def follow(self, given: Instructions | PlanSet) -> None:
@@ -52,7 +53,7 @@ class Planned:
         self.instructions = self.alternatives[0]
 
     def choose(self, segment: Segment) -> Driver | None:
-        if self._calls_model and segment.model is None and not segment.announced:
+        if self._expected.inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
                 return None  # a call of the model, or a save, tells
             if all(one.values and one.values[0].layer for one in self.alternatives):
@@ -70,14 +71,15 @@ class Planned:
 
     def _following(self, *, exact: bool) -> Follow:
         course = self._courses[id(self.instructions), exact]
-        return Follow(course, SwapEach(), self._policy, calls_model=self._calls_model)
+        expected = self._expected if self._set is None else self._expected._replace(inputs=())  # may be larger ones
+        return Follow(course, SwapEach(), self._policy, expected=expected)
 
     def _why_none(self, signature: Signature) -> str:
         assert self._set is not None, "lone instructions are for any inputs"
         return (
             f"its inputs: expected at most {describe(self._set.largest.inputs)} "
             f"(the largest plan of {len(self._set.plans)}), "
-            f"found {describe(signature)}"
+            f"found {describe(signature)}; give one of these shapes to poochplan.plan_set"
         )
 
 

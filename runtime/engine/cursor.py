@@ -46,6 +46,7 @@ class Segment:
     __slots__ = (
         "announced",
         "aside",
+        "calls",
         "diverged",
         "gradient_bytes",
         "inputs",
@@ -73,6 +74,8 @@ class Segment:
         """Whether the caller said that it begins, and not a save or a call of a model."""
         self.model: str | None = None
         """Name of the model that it is of: the one that was announced, or called first; None before."""
+        self.calls = 0
+        """How often a model was called in it."""
         self.aside = False
         """Whether it is none of a model's steps: what it saves is kept, and the next call of a model begins a step."""
         self.inputs: Signature | None = None

@@ -51,6 +51,9 @@ from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedValue
 
+_SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
+_KEPT = "what is saved before the model is called is kept, and the call begins a step"
+
 
 class Engine:
     """``pack`` and ``unpack`` are the saved-tensors hooks; everything else says where the step is.
@@ -141,6 +144,7 @@ class Engine:
         matters.
         """
         segment = self.segment
+        segment.calls += 1
         if segment.model is None:
             segment.model = name
             if name in self._parts:
@@ -385,7 +389,8 @@ class Engine:
             raise
         self.segment.diverged = True
         self.recorder.switch_off()
-        self._fell_back(reason.kind, f"{reason}; the rest of it swaps every saved value")
+        advice = f": {reason.advice}" if reason.advice else ""
+        self._fell_back(reason.kind, f"{reason}{advice}; {_SAFELY if not self.segment.aside else _KEPT}")
         self._carry_out(actions)
 
     def _fell_back(self, kind: FallbackKind, reason: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 _DEPTH = 5
 _OPTIMIZED = 0x1
 """``CO_OPTIMIZED``: a function's frame, whose locals are no dictionary of their own."""
@@ -43,9 +45,11 @@ def _variable(things: Sequence[Any]) -> str:
     for frame in _frames():
         found = frame.f_locals
         name = next((name for name, value in found.items() if id(value) in wanted), "")
-        where = frame.f_code.co_name
+        where, optimizer = frame.f_code.co_name, found.get("self")
         if frame.f_code.co_flags & _OPTIMIZED and sys.version_info < (3, 13):
             found.clear()  # a copy, which would hold all of them as long as the function runs
+        if name and isinstance(optimizer, torch.optim.Optimizer):
+            return f"the state of {type(optimizer).__name__}"
         if name:
             return f"variable {name}" + ("" if where == "<module>" else f" of {where}()")
     return ""
