@@ -56,9 +56,11 @@ def holders(kind: str, own: Own) -> list[Holder]:
         optimizers = [name for name in found if name.startswith(_STATE)]
         for name in optimizers:
             found[name] -= own.predicted.get("optimizer_state", 0)
-        for name, size_bytes in _traced(kind, sizes, own.model).items():
-            found[name] += size_bytes
-    return _beyond_inputs(found, own.predicted.get("input", 0))
+        traced = _traced(kind, sizes, own.model)
+    for name, size_bytes in _beyond_inputs(traced, own.predicted.get("input", 0)).items():
+        found[name] += size_bytes
+    ranked = sorted(found.items(), key=lambda one: -one[1])
+    return [Holder(name, size_bytes) for name, size_bytes in ranked if size_bytes >= LEAST_BYTES]
 
 
 _STATE = "the state of "
@@ -114,10 +116,12 @@ def _has_buckets(model: torch.nn.Module) -> bool:
     return isinstance(model, kind) or any(type(x) is kind and x.module is model for x in gc.get_objects())
 
 
-def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> list[Holder]:
-    ranked = sorted((Holder(name, size_bytes) for name, size_bytes in found.items()), key=lambda one: one.size_bytes)
-    left = inputs_bytes
-    while ranked and ranked[0].size_bytes <= max(left, LEAST_BYTES - 1):
-        left -= max(0, ranked[0].size_bytes)
-        ranked.pop(0)
-    return ranked[::-1]
+def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int]:
+    """Those that are left when the smallest are taken for the step's inputs."""
+    beyond, left = dict(found), inputs_bytes
+    for name, size_bytes in sorted(found.items(), key=lambda one: one[1]):
+        if size_bytes > left:
+            break
+        left -= size_bytes
+        del beyond[name]
+    return beyond

@@ -41,7 +41,7 @@ class Tally:
         self._steps[name] += 1
         if follows(segment, instructions):
             self._followed[name] += 1
-        elif instructions.values and not segment.packs and not segment.raised:
+        elif instructions.values and segment.calls and not segment.packs and not segment.raised:
             self._unseen[name] += 1
 
     def steps_of(self, name: str) -> int:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
+    from .plan_sets import plan_set
     from .workload import Workload
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "profile"]
+__all__ = ["Plan", "PlanSet", "PoochError", "Profile", "Workload", "apply", "plan", "plan_set", "profile"]
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -34,6 +35,7 @@ _HOMES = {
     "Workload": ".workload",
     "apply": ".sessions",
     "plan": ".planner.planning",
+    "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",
 }
 
