@@ -73,6 +73,10 @@ class Course:
         """The value of this save point; None behind the last one."""
         return self.instructions.values[index] if index < len(self.instructions.values) else None
 
+    def layers_from(self, index: int) -> bool:
+        """Whether a layer of the model saves something from this save point on."""
+        return any(value.layer for value in self.instructions.values[index:])
+
     def _instead(self, index: int, found: str) -> str:
         value = self.instructions.values[index]
         most = "" if self.exact else "at most "
@@ -99,7 +103,8 @@ def _shape(value: PlannedValue) -> str:
 
 
 def _named(value: PlannedValue) -> str:
-    if value.layer:
-        return f"{value.name} (layer {value.layer})"
+    where = f"(layer {value.layer})" if value.layer else "(of no layer)"
     what = value.name.rpartition("/")[2].partition("#")[0]
-    return f"an input ({what})" if value.name.startswith("before/") else f"{what}, outside the model's layers"
+    if value.name.startswith("before/"):
+        return f"what was there before the step, as {what} {where}"
+    return f"{value.name if value.layer else what} {where}"

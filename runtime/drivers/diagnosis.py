@@ -34,6 +34,8 @@ class Found(NamedTuple):
     """None behind the last one."""
     dtype: str = ""
     """Empty where it was no save that came."""
+    layers_to_come: bool = False
+    """Whether layers are planned to save something from here on."""
     in_backward: bool = False
     """Whether the saves were as planned, and the order of their uses is not."""
 
@@ -94,6 +96,11 @@ def _of_place(segment: Segment, model: torch.nn.Module | None, found: Found) -> 
         return (
             "backward goes another way than when it was profiled, as where only a part of the loss is used, a loss is "
             f"kept and used again, or a hook takes gradients; {AGAIN}"
+        )
+    if found.layers_to_come and (planned is None or not planned.layer):
+        return (
+            "the model's forward goes another way than when it was profiled (a layer left out, run twice or replaced, "
+            f"another branch); {AGAIN}"
         )
     if planned is None or not planned.layer:
         return (

@@ -87,7 +87,8 @@ class Follow:
             self._before_the_call(index)
         reason = self._course.why_not_save(index, tensor)
         if reason:
-            self._found = Found(self._course.planned_at(index), str(tensor.dtype).removeprefix("torch."))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._found = Found(self._course.planned_at(index), dtype, self._course.layers_from(index))
             raise Diverged(reason)
         return self._planned[index].decision
 
@@ -102,7 +103,8 @@ class Follow:
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
-            self._found = Found(self._course.planned_at(handles[ordinal]) if ordinal < len(handles) else None)
+            here = handles[ordinal] if ordinal < len(handles) else len(self._planned)
+            self._found = Found(self._course.planned_at(here), layers_to_come=self._course.layers_from(here))
             raise Diverged(self._course.why_not_handle(ordinal, index, tensor))
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
@@ -119,7 +121,8 @@ class Follow:
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
         uses = self._uses
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
-            self._found = Found(self._course.planned_at(saves), in_backward=saves > self._last)
+            to_come = self._course.layers_from(saves)
+            self._found = Found(self._course.planned_at(saves), layers_to_come=to_come, in_backward=saves > self._last)
             raise Diverged(self._course.why_not_use(number, handle.ordinal, saves))
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)

@@ -19,7 +19,7 @@ MOST = 8
 """So many storages are traced to a name; the largest."""
 BUCKETS = "buckets of DistributedDataParallel (profile the wrapped model)"
 NOBODY = "memory that no Python object holds"
-EARLIER = "what earlier steps saved, whose loss or output is kept"
+EARLIER = "what earlier steps saved, or this one before its model was called, and whose loss or output is kept"
 
 
 class Holder(NamedTuple):
@@ -36,6 +36,8 @@ class Own(NamedTuple):
     """Of the segment."""
     left_over: Iterable[torch.UntypedStorage]
     """What earlier segments saved and others still hold."""
+    left_over_bytes: int
+    """How much that was as the step began."""
     predicted: Mapping[str, int]
     """Bytes by kind, as in ``Plan.static_bytes``."""
 
@@ -53,6 +55,7 @@ def holders(kind: str, own: Own) -> list[Holder]:
             taken = [sizes.pop(key) for key in keys if key in sizes]
             if name and taken:
                 found[name] += sum(taken)
+        found[EARLIER] = max(found[EARLIER], own.left_over_bytes)
         optimizers = [name for name in found if name.startswith(_STATE)]
         for name in optimizers:
             found[name] -= own.predicted.get("optimizer_state", 0)

@@ -93,7 +93,9 @@ class BudgetKeeper:
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
     """Who holds more on the engine's device than the plan of that segment knows of."""
     model = engine.model_of(segment)
-    return holders(engine.device.kind, Own(model, engine.left_over_storages(), plan.static_bytes))
+    return holders(
+        engine.device.kind, Own(model, engine.left_over_storages(), segment.left_over_bytes, plan.static_bytes)
+    )
 
 
 def described(moment: Moment | None, plan: Plan) -> str:

@@ -51,7 +51,7 @@ OTHER_STEPS = {
     "longer sequences": ("tokens", _tokens(length=33)),
     "one sequence": ("tokens", _tokens(1)),
 }
-BOTH_SHAPES = re.compile(r"\(layer \w[^)]*\): planned \w+\[[\d, ]+\].* found .*\w+\[[\d, ]+\]")
+BOTH_SHAPES = re.compile(r"\((layer \w[^)]*|of no layer)\): planned \w+\[[\d, ]+\].* found .*\w+\[[\d, ]+\]")
 
 
 @pytest.fixture(scope="module")
