@@ -205,5 +205,7 @@ def stand_in(copies: str = "runtime") -> Iterator[Callable[[], StandIn]]:
         if copies != "cupy":
             queue = _runtimes_copy() if copies == "runtime" else None
             stack.enter_context(patch.object(cuda, "memcpy_async", lambda cupy: queue))
+        no_peaks = SimpleNamespace(begin=_nothing, since_begin=_nothing)
+        stack.enter_context(patch.object(cuda, "high_water", lambda: no_peaks))
         stack.enter_context(patch.object(cuda, "raw_stream", lambda index: 0))
         yield StandIn

@@ -3,6 +3,8 @@
 python examples/plan_set.py
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -19,22 +21,20 @@ def main() -> list[int]:
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-    plans, link = {}, None
-    for length in (64, 128):
+    def step_for(length: int) -> Callable[[], torch.Tensor]:
         tokens = torch.randint(64, (32, length))
+        return lambda: loss_of(tokens)
 
-        def step(tokens: torch.Tensor = tokens) -> torch.Tensor:
-            return loss_of(tokens)
-
-        profile = poochplan.profile(step, model=model, optimizer=optimizer, throttle="400MB/s", link=link)
-        link = profile.link  # measured once
-        plans[length] = poochplan.plan(profile, budget="75%", time_limit_s=5)
+    lengths = (64, 128)
+    plans = poochplan.plan_set(
+        step_for, lengths, model=model, optimizer=optimizer, budget="75%", throttle="400MB/s", time_limit_s=5
+    )
 
     followed = []
-    with poochplan.apply(poochplan.PlanSet(list(plans.values())), model) as session:
+    with poochplan.apply(plans, model) as session:
         for length in (64, 128, 100):  # none was made for 100: that step follows the next larger plan
             loss_of(torch.randint(64, (32, length))).backward()
-            followed += [made_for for made_for, plan in plans.items() if plan is session.plan]
+            followed += [made_for for made_for, plan in zip(lengths, plans.plans, strict=True) if plan is session.plan]
             optimizer.step()
             optimizer.zero_grad()
     print(f"plans followed: {followed}, fallbacks: {session.report().total.fallbacks}")

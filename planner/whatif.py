@@ -13,7 +13,7 @@ import msgspec
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.profile import Device, LayerTimes, Link, LinkDirection, Profile
+from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile, Value
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -61,6 +61,34 @@ def for_machine(
             f"device memory {format_bytes(memory_bytes)}, instead of {format_bytes(profile.device.memory_bytes)}"
         )
     return msgspec.structs.replace(changed, assumed=tuple(assumed)) if changed is not profile else profile
+
+
+def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
+    """The same step with so many bytes more that are there before it and live all through it.
+
+    What they are is not known: a data set, a copy of the weights, whatever was measured beside the step. Its plans are
+    for the same model and the same points.
+    """
+    last_tick = profile.tick_count - 1
+    value = Value(
+        name=f"before/beside#{len(profile.values)}",
+        layer="",
+        kind=Kind.INPUT,
+        size_bytes=size_bytes,
+        dtype="uint8",
+        shape=(size_bytes,),
+        born=-1,
+        forward_death=last_tick,
+        freed=last_tick,
+    )
+    taken_bytes = profile.rounded_bytes(size_bytes)
+    static = profile.static_bytes | {str(Kind.INPUT): profile.static_bytes.get(str(Kind.INPUT), 0) + taken_bytes}
+    return msgspec.structs.replace(
+        profile,
+        values=(*profile.values, value),
+        static_bytes=static,
+        in_core_peak_bytes=profile.in_core_peak_bytes + taken_bytes,
+    )
 
 
 def parse_link(text: str | float) -> Link:

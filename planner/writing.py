@@ -48,6 +48,7 @@ def write_plan(
         assumed=profile.assumed,
         roofline=profile.roofline,
         gradients_live_through_forward=profile.gradients_live_through_forward,
+        static_bytes=dict(profile.static_bytes),
         solve=_solve_record(problem, found, wall_s),
         prediction=_prediction(profile, problem, best, host_bytes),
         link=profile.link,

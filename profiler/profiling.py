@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from poochplan.profiler.fake.memory_left import fitting_mode, memory_left
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.live.inside import profile_inside
+from poochplan.profiler.step.beside import tensors_beside
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
@@ -42,7 +43,7 @@ from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .real import Runner, captured
-from .request import Options, Progress, check_backward, check_mode, checked_device
+from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
@@ -61,6 +62,7 @@ def profile(
     iterations: int | None = None,
     warmup: int = 1,
     accumulate: bool = False,
+    also: Sequence[Any] = (),
     spill_dir: str | Path | None = None,
     throttle: str | float | None = None,
     link: Link | None = None,
@@ -91,6 +93,10 @@ def profile(
     iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
     accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
+    also: what lives beside the step and the profiler cannot see, since no op of the step meets it: a data set, an
+        average of the weights, the model that wraps this one for data-parallel training (its buckets count), another
+        model and its optimizer. Modules, tensors, optimizers, containers of these, and objects that hold some in
+        attributes.
     spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
         direction is held to, here and later in the session; for the CPU device.
     link: take this link as measured instead of measuring it.
@@ -108,7 +114,7 @@ def profile(
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         An argument is not what it should be, the model is not on the device, or there is no such device; or there is
-        an open session on this thread, or one for this model.
+        an open session on this thread, or one for this model; or the optimizer's step takes a closure.
     SpillError
         The spill directory cannot be used.
     """
@@ -116,6 +122,9 @@ def profile(
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     check_backward(backward, mode, roofline)
+    if backward == "outside":
+        check_optimizer(optimizer)
+    beside = tensors_beside(also)
     options = Options(
         workload=workload,
         iterations=ITERATIONS if iterations is None else iterations,
@@ -127,7 +136,7 @@ def profile(
     )
 
     def runner() -> Runner:
-        return Runner(step, model, optimizer, accumulate, clock_of(where))
+        return Runner(step, model, optimizer, accumulate, clock_of(where), beside)
 
     if backward == "inside":
         return _profile_inside(step, model, optimizer, where, mode, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,15 @@ class Runner:
         optimizer: torch.optim.Optimizer | None,
         accumulate: bool,
         clock: Clock,
+        beside: Sequence[torch.Tensor] = (),
     ) -> None:
         self.step = step
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
         self._clock = clock
+        self.beside = beside
+        """What lives beside the step and no op of it meets."""
         self.swap_all: SwapAll | None = None
         """What takes saved values to the host in :meth:`one_step`; None when they stay."""
         self.loss: torch.Tensor | None = None
@@ -99,6 +102,7 @@ def captured(runner: Runner, capture: Capture) -> tuple[Capture, Kinds]:
         kinds.note_optimizer(runner.optimizer)
     if runner.accumulate:
         kinds.note_gradients(model)
+    kinds.note(runner.beside, Kind.INPUT)  # last: what is also the model's is the model's
     with collected_after(capture), capture.running(model):
         runner.bare_step(enter)
     return capture, kinds

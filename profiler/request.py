@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,22 @@ def _kind(model: torch.nn.Module) -> str:
     """The kind of device of the first parameter that is on a usable one."""
     kinds = [parameter.device.type for parameter in model.parameters()]
     return next((kind for kind in kinds if kind in ("cpu", "cuda")), "cpu")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises ``UsageError`` for an optimizer whose step cannot be called without a closure, such as LBFGS."""
+    if optimizer is None:
+        return
+    parameters = list(inspect.signature(optimizer.step).parameters.values())
+    if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].kind not in _ANY_NUMBER:
+        raise UsageError(
+            f"optimizer: expected one whose step() needs no closure, found {type(optimizer).__name__}, which runs "
+            "forward and backward itself, several times a step; profile without optimizer=, and count its state with "
+            "also=[optimizer] once it has taken a step"
+        )
+
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_mode(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,27 +12,36 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import Profile
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.drivers.follow import DivergencePolicy
+from poochplan.runtime.watch.keeper import BudgetKeeper, Replan
+from poochplan.runtime.watch.step_meter import When
+from poochplan.runtime.watch.users_line import users_line
 
-from .model_check import check_model
+from .attachment import together
+from .budget_watch import OverBudget
+from .model_check import by_name, check_alike, check_model, profiles_for
 from .session import Session
 
 
 def apply(
-    plan: Plan | PlanSet,
-    model: torch.nn.Module,
+    plan: Plan | PlanSet | Mapping[str, Plan | PlanSet],
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     *,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
-    meter: Literal["first-steps", "always", "never"] = "first-steps",
+    on_over_budget: Literal["warn", "error", "replan"] = "warn",
+    profile: Profile | Mapping[str, Profile] | None = None,
+    meter: When = "first-steps",
     cap_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     nvtx: bool = False,
     device: Callable[[], Device] | None = None,
     force: bool = False,
+    replanner: Replan | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -40,15 +49,23 @@ def apply(
     ----------
     plan: made for this model; see :func:`poochplan.plan`. Of a :class:`~poochplan.PlanSet` each step follows the plan
         for the model's inputs, else the nearest larger one; when there is none it swaps every saved value.
-    model: unmodified; hooks are put on it for the length of the block.
+    model: unmodified; hooks are put on it for the length of the block. Several models, such as the two of a GAN, and
+        their plans: two dictionaries with the same keys. A step is of the model that it calls first, or of the one that
+        ``session.step("d")`` names.
     spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
         temporary directory. About ``plan.prediction.host_bytes`` (of a set: the most of any plan) are used there.
     on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
-    meter: when to meter the real peak of live bytes. It takes some 20 us per op; by default the first two steps, which
-        differ (optimizer state) and after which every step is the same. Where they take more than was predicted, so
-        are those that follow, until one takes no more than the step before it. On CUDA the allocator's peaks, which
-        ``session.report().memory`` gives, begin anew when the block is entered.
+    on_over_budget: what a step does that follows its plan and takes more than the budget. ``"warn"`` says so once, when
+        in the step, and who holds it; ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` at the end of
+        that step; ``"replan"`` makes a new plan from ``profile`` with the measured bytes, while the training waits, and
+        follows it from the next step on.
+    profile: that of the plan (of several models, by the same keys), for ``"replan"``.
+    meter: when to meter the real peak of live bytes, with all that lives beside the step. On CUDA the allocator tells
+        it of every step; the peaks that ``torch.cuda`` gives stay as they would be without a session. Elsewhere ops
+        tell it, at some 20 us each: by default in the first two steps, which differ (optimizer state), and in one of
+        fifty behind them. Where they take more than was predicted, so are those that follow, until one takes no more
+        than the step before it. ``"always"`` asks ops in every step, ``"never"`` meters nothing.
     cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
         what would break the promise is an out-of-memory error then.
     host_limit_bytes: on CUDA, the most pinned memory beside the planned, for steps that are not the planned one; by
@@ -58,41 +75,40 @@ def apply(
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
-    Warns when the plan was made for another machine (``plan.assumed``), and once when a metered step that followed the
-    plan has taken more than its budget.
+    replanner: makes the new plan; ``poochplan.apply`` fills it in.
+
+    Warns when the plan was made for another machine (``plan.assumed``), once when a metered step that followed the plan
+    has taken more than its budget, and at the end of the block when no step was seen or followed.
 
     Raises
     ------
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. On
-        entering: there is a session on this thread, or one for this model; or a part of it is compiled to CUDA graphs.
-        A step that is captured as a CUDA graph is such an error too.
+        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's; the keys
+        of plans and models differ; or ``"replan"`` lacks its profile. On entering: there is a session on this thread,
+        or one for this model; or a part of it is compiled to CUDA graphs. A step that is captured as a CUDA graph is
+        such an error too.
     SpillError
         The spill directory cannot be used.
     """
-    if on_divergence not in tuple(DivergencePolicy):
-        raise UsageError(f'on_divergence: expected "warn" or "error", found {on_divergence!r}')
-    if meter not in ("first-steps", "always", "never"):
-        raise UsageError(f'meter: expected "first-steps", "always" or "never", found {meter!r}')
-    first, *others = plan.plans if isinstance(plan, PlanSet) else (plan,)  # a set is for one model and one device
-    check_model(first.model, model, "plan")
-    where = model_device(model, first.device)
-    roofline = next((one.roofline for one in (first, *others) if one.roofline), "")
-    if roofline and not force:
-        raise UsageError(
-            f"plan: expected one for this device, found one whose times are a roofline's ({roofline}); profile here, "
-            "in mode fake without a roofline if the step does not fit, or pass force=True (pooch run --force)"
-        )
-    assumed = dict.fromkeys(what for one in (first, *others) for what in one.assumed)
-    if assumed:
-        warnings.warn(
-            f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
-            "times do not; plan from the profile as measured for the best plan here",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    for what, value, choices in (
+        ("on_divergence", on_divergence, tuple(DivergencePolicy)),
+        ("on_over_budget", on_over_budget, tuple(OverBudget)),
+        ("meter", meter, ("first-steps", "always", "never")),
+    ):
+        if value not in choices:
+            wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
+            raise UsageError(f"{what}: expected {wanted}, found {value!r}")
+    plans, models = by_name(plan, model)
+    every = [one for given in plans.values() for one in (given.plans if isinstance(given, PlanSet) else (given,))]
+    for name, given in plans.items():  # a set is for one model and one device
+        check_model((given.plans[0] if isinstance(given, PlanSet) else given).model, models[name], "plan")
+    profiles = profiles_for(plans, profile, replanner) if OverBudget(on_over_budget) is OverBudget.REPLAN else {}
+    first = every[0]
+    check_alike(plans)
+    where = model_device(together(models), first.device)
+    _check_times(every, force)
     if cap_bytes is not None and where.type != "cuda":
         raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
     if host_limit_bytes is not None and where.type != "cuda":
@@ -103,5 +119,29 @@ def apply(
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
     return Session(
-        plan, model, device or opened, on_divergence=DivergencePolicy(on_divergence), meter=meter, cap_bytes=cap_bytes
+        plans,
+        models,
+        device or opened,
+        on_divergence=DivergencePolicy(on_divergence),
+        meter=meter,
+        cap_bytes=cap_bytes,
+        keeper=BudgetKeeper(OverBudget(on_over_budget), replanner, profiles),
     )
+
+
+def _check_times(plans: Sequence[Plan], force: bool) -> None:
+    """Whether the plans are for a device such as this one; see :func:`apply`."""
+    roofline = next((one.roofline for one in plans if one.roofline), "")
+    if roofline and not force:
+        raise UsageError(
+            f"plan: expected one for this device, found one whose times are a roofline's ({roofline}); profile here, "
+            "in mode fake without a roofline if the step does not fit, or pass force=True (pooch run --force)"
+        )
+    assumed = dict.fromkeys(what for one in plans for what in one.assumed)
+    if assumed:
+        warnings.warn(
+            f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
+            "times do not; plan from the profile as measured for the best plan here",
+            RuntimeWarning,
+            stacklevel=users_line(),
+        )

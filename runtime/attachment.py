@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from poochplan.tensors.torch_private import in_backward
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
+from .watch.users_line import Place
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -52,10 +54,15 @@ class Attachment:
     open_device: called as the block is entered.
     chooser: gives each segment its driver.
     chosen: told when the open segment has its driver.
-    ended: told each segment when it is over, as the next begins.
+    began: told each segment before anything happens in it; the engine and its device are there.
+    over: told each segment when its step is over: its optimizer has stepped, a model is called without gradients, or
+        the next begins.
+    ended: told each segment when all is known of it, as the next begins.
+    elsewhere: told a model that is called with gradients on another thread.
     observers, rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own.
     gives_up: whether anything may leave the device.
+    apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
     """
 
     def __init__(
@@ -67,10 +74,14 @@ class Attachment:
         *,
         chosen: Callable[[], None],
         ended: Callable[[Segment], None],
+        began: Callable[[Segment], None] = lambda _: None,
+        over: Callable[[Segment], None] = lambda _: None,
+        elsewhere: Callable[[str], None] = lambda _: None,
         observers: Sequence[ToggledMode] = (),
         rebuild: Rebuild = rebuild_together,
         hooks: Callable[[Engine], Hooks] = own_hooks,
         gives_up: bool = True,
+        apart: bool = True,
     ) -> None:
         self.models = models
         self.whole = together(models)
@@ -79,19 +90,28 @@ class Attachment:
         self._chooser = chooser
         self._chosen = chosen
         self._ended = ended
+        self._began = began
+        self._over = over
+        self._elsewhere = elsewhere
         self._observers = observers
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
+        self._parts = models if apart and self.whole is not models.get("") else {}
         self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         """Gives what is called in the place of a compiled callable; None for that itself."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
+        self.place = Place.of_caller()
+        self.leave: Callable[[], object] = self.__exit__
+        """What ends it where nobody has left its block."""
+        self._is_hooked = False
         self._thread: int | None = None
         self._stack = ExitStack()
         self._held = ExitStack()
         """What lasts until the last handle is gone: the device, and how its memory is given back."""
 
     def __enter__(self) -> Attachment:
+        self.place = Place.of_caller()
         with ExitStack() as stack:  # undone when one of these fails
             if self._kind == "cuda":
                 refuse_graphs(self.whole)
@@ -106,17 +126,20 @@ class Attachment:
                 self.whole,
                 rebuild=self._rebuild,
                 observers=self._observers,
+                parts=self._parts,
+                on_segment_begin=self._began,
+                on_segment_over=self._over,
                 on_segment_end=self._ended,
                 on_idle=self._idle,
             )
             stack.enter_context(around_compiled(self.whole, self._without_modes))
-            for model in self.models.values():
-                stack.enter_context(before_forward(model, self._forward_begins))
+            for name, model in self.models.items():
+                stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
             stack.enter_context(around_optimizer_steps(self.whole, lambda _: None, self._optimizer_stepped))
             self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
-            stack.enter_context(self._hooks)
             self.state, self._thread = "open", threading.get_ident()
+            stack.enter_context(self._hooked())
             self._stack = stack.pop_all()
         return self
 
@@ -124,15 +147,34 @@ class Attachment:
         self.state = "closed"
         self._stack.close()
 
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """With the hooks on, which are of the thread: on another one they cannot be taken off."""
+        self._hooks.__enter__()
+        self._is_hooked = True
+        try:
+            yield
+        finally:
+            if self._is_hooked and threading.get_ident() == self._thread:
+                self._hooks.__exit__()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it was left open: what entered its block has ended."""
+        return self.state in ("open", "away") and self.place.is_left
+
     @property
     def thread(self) -> int | None:
         """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
         return self._thread if self.state == "open" else None
 
-    def begin_segment(self) -> None:
-        """The caller says that a segment begins here, and will say so from now on."""
+    def begin_segment(self, name: str | None = None) -> None:
+        """The caller says that a segment begins here, and will say so from now on.
+
+        It is of the model of that name, or of the one that is called first.
+        """
         self.engine.cursor.announced()
-        self._begin()
+        self._begin(name, announced=True)
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -142,20 +184,29 @@ class Attachment:
         self.state = "away"
         with self.engine.quiet():
             self._hooks.__exit__()
+            self._is_hooked = False
             try:
                 yield
             finally:
-                self._hooks.__enter__()
-                self.state = "open"
+                if self.state == "away":  # or it has been ended meanwhile
+                    self._hooks.__enter__()
+                    self._is_hooked = True
+                    self.state = "open"
 
     # -- called by the engine and by torch --------------------------------------------------------------------
 
     def _is_ours(self) -> bool:
         return self.state == "open" and threading.get_ident() == self._thread
 
-    def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _forward_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A segment begins at the first forward after a backward, or when nothing of the last one is held any more."""
-        if self.state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
+        if self.state == "away":
+            return
+        if not torch.is_grad_enabled():
+            self._forward_without_gradients()
+            return
+        if threading.get_ident() != self._thread:
+            self._elsewhere(name)
             return
         if in_backward():  # a checkpoint of the user's runs forward again in backward
             return
@@ -165,11 +216,15 @@ class Attachment:
             self._begin()
             leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
             self.engine.tape.is_given(tensor for _, tensor in leaves)
-        if self.engine.model_is_called(lambda: input_signature(args, kwargs)):
+        if self.engine.model_is_called(lambda: input_signature(args, kwargs), name):
             self._chosen()
 
-    def _begin(self) -> None:
-        self.engine.begin()
+    def _forward_without_gradients(self) -> None:
+        if self._is_ours() and self.engine.segment.used and not in_backward():  # a validation behind the step
+            self._over(self.engine.segment)
+
+    def _begin(self, name: str | None = None, *, announced: bool = False) -> None:
+        self.engine.begin(name, announced=announced)
         if not self.engine.awaits_inputs:
             self._chosen()
 

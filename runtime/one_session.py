@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,15 +13,24 @@ import torch
 
 from poochplan.errors import UsageError
 
+from .watch.users_line import users_line
+
 
 class OpenSession(Protocol):
     """What is looked at of a session."""
 
     models: Mapping[str, torch.nn.Module]
 
+    leave: Callable[[], object]
+    """Ends it."""
+
     @property
     def thread(self) -> int | None:
         """The thread whose steps follow the plan; None while it is away."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether what entered it has ended without leaving it."""
 
 
 _ENTERED: weakref.WeakSet[OpenSession] = weakref.WeakSet()
@@ -30,6 +40,9 @@ def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
     """Raises ``UsageError`` when ``what`` would meet a session on this thread, or one for one of ``models``."""
     own = {id(model) for model in models}
     for session in tuple(_ENTERED):
+        if session.thread == threading.get_ident() and session.is_left:
+            _end(session, what)
+            continue
         name = " and ".join(type(model).__name__ for model in session.models.values())
         if session.thread == threading.get_ident():
             raise UsageError(
@@ -40,6 +53,18 @@ def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
                 f"{what}: expected no open session for this {name}, found one on another thread; "
                 "wait until its with block has ended"
             )
+
+
+def _end(session: OpenSession, what: str) -> None:
+    """One that was left open: after an exception, by code that enters it and has no ``with`` to leave it again."""
+    name = " and ".join(type(model).__name__ for model in session.models.values())
+    session.leave()
+    warnings.warn(
+        f"poochplan: {what} found a session for {name} still open, though what entered it has ended, and has closed "
+        "it; enter sessions with a with statement, or leave them in a finally",
+        RuntimeWarning,
+        stacklevel=users_line(),
+    )
 
 
 @contextmanager

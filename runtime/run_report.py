@@ -24,6 +24,16 @@ class FallbackKind(StrEnum):
     """The host tier could not be written, full or broken; values were kept."""
 
 
+class SessionStatus(StrEnum):
+    """Whether the steps of a session followed their plans."""
+
+    FOLLOWED = "followed"
+    PARTLY_FOLLOWED = "partly followed"
+    NOT_FOLLOWED = "not followed"
+    NO_STEPS = "no steps"
+    """None was seen: no planned model was called with gradients on the session's thread."""
+
+
 class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
     """What a caching allocator took, at most, since the session was entered."""
 
@@ -94,5 +104,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     predicted_first_step_peak_bytes: int
     budget_bytes: int
+    steps_followed: int = 0
+    """Of the steps that have ended, those that did what their plan says."""
+    status: SessionStatus = SessionStatus.NO_STEPS
     memory: MemoryPeaks | None = None
     """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""

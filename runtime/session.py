@@ -1,9 +1,12 @@
-"""Session: a block of training steps that follow a plan."""
+"""Session: a block of training steps that follow a plan, or several models' plans."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -13,62 +16,89 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import PlanSet
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
+from poochplan.runtime.drivers.diagnosis import Expected
 from poochplan.runtime.drivers.follow import DivergencePolicy
-from poochplan.runtime.drivers.planned import Planned
+from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.watch.keeper import BudgetKeeper
+from poochplan.runtime.watch.step_meter import StepMeter, When
+from poochplan.runtime.watch.tally import Tally
+from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.modes import compiled_modules
 
 from .attachment import Attachment, Hooks, own_hooks
-from .budget_watch import BudgetWatch
 from .metering.meter import LiveBytesMeter
 from .run_report import MemoryPeaks, Report, StepReport
 
 
 class Session:
-    """A context manager, with the states of its :class:`~.attachment.Attachment`."""
+    """A context manager, with the states of its :class:`~.attachment.Attachment`.
+
+    It is held by whoever has entered it, and by nothing of its own: where that ends without leaving the block, so does
+    the session.
+
+    Parameters
+    ----------
+    plans, models: by the names of the models; a lone one has the name "".
+    keeper: what is done about steps that take more than their budgets.
+    """
 
     def __init__(
         self,
-        plan: Plan | PlanSet,
-        model: torch.nn.Module,
+        plans: Mapping[str, Plan | PlanSet],
+        models: Mapping[str, torch.nn.Module],
         device: Callable[[], Device],
         *,
         on_divergence: DivergencePolicy,
-        meter: str,
+        meter: When,
         cap_bytes: int | None,
+        keeper: BudgetKeeper,
     ) -> None:
-        self._plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
-        self._first = self._plans[0]
-        """Device and link are the same for every plan of a set."""
-        self.model = model
+        self._plans = {name: plan.plans if isinstance(plan, PlanSet) else (plan,) for name, plan in plans.items()}
+        every = [one for plans_of in self._plans.values() for one in plans_of]
+        self._first = every[0]
+        """Device and link are the same for all of them."""
+        self._models = models
         self._cap_bytes = cap_bytes
-        self._meter_when = meter
-        self._meter = LiveBytesMeter(self._first.device, ALLOCATION_UNIT_BYTES)
+        self._meter = StepMeter(self._first.device, meter)
+        self._is_metered = meter != "never"
+        self._keeper = keeper
+        self._tally = Tally(models)
         self._total = StepReport()
         self._memory: MemoryPeaks | None = None
         self._gradients_checked = False
-        self._watch = BudgetWatch()
-        self._stack = ExitStack()
-        self._chooser = Planned(plan if isinstance(plan, PlanSet) else plan.instructions, on_divergence)
+        self._is_settled = dict.fromkeys(models, False)
+        self._last: Segment | None = None
+        """The last segment that was counted."""
+        self._choosers = {
+            name: Planned(
+                plan if isinstance(plan, PlanSet) else plan.instructions,
+                on_divergence,
+                expected=Expected(self._plans[name][0].inputs, models[name]),
+            )
+            for name, plan in plans.items()
+        }
         self._attachment = Attachment(
-            {"": model},
+            models,
             self._first.device,
             device,
-            self._chooser,
-            chosen=self._check_gradients,
-            ended=self._end_of_step,
-            observers=[self._meter],
-            hooks=self._hooks,
-            gives_up=any(value.decision is not Decision.KEEP for one in self._plans for value in one.values),
+            self._choosers[""] if "" in self._choosers else ByModel(self._choosers),
+            chosen=weakly(self, Session._check_gradients),
+            began=weakly(self, Session._step_begins),
+            over=weakly(self, Session._step_is_over),
+            ended=weakly(self, Session._end_of_step),
+            elsewhere=weakly(self, Session._called_elsewhere),
+            observers=[self._meter.mode],
+            hooks=_metered_hooks(self._meter.mode, models),
+            gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
         )
 
-        self._attachment.around_region = self._around_region
+        self._attachment.around_region = _metered_regions(self._meter.mode)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -78,12 +108,19 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._reserve_host()
-            stack.callback(self._meter.switch_off)
+            stack.callback(self._meter.step_is_over)
+            if self._is_metered:
+                gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
             self._device.start_peaks()
-            if self._meter_when != "never":
-                self._start_meter()
-            self._stack = stack.pop_all()
+            self._leave = weakref.finalize(self, _close, self.engine, stack.pop_all())
+            self._leave.atexit = False
+            self._attachment.leave = self._leave
         return self
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model; of several, one module that has them all."""
+        return self._attachment.whole
 
     @property
     def engine(self) -> Engine:
@@ -98,12 +135,6 @@ class Session:
     def _state(self) -> str:
         return self._attachment.state
 
-    def _start_meter(self) -> None:
-        self.engine.mechanism.timed = True
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._meter.watch(tensor)
-        self._meter.switch_on()
-
     def _reserve_host(self) -> None:
         planned_bytes = self.engine.host.planned_bytes
         try:
@@ -113,42 +144,56 @@ class Session:
                 f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
                 "values that do not fit are kept",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=users_line(),
             )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._state == "closed":  # it was ended where it had been left open
+            return
         try:
+            self._meter.step_is_over()
             self.engine.end()
-            self.engine.mechanism.take_times()
-            self._take_peak(self.engine.segment.report)
+            self._end_of_step(self.engine.segment, settle=kind is None)
             self.engine.tell_driver()
             self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
-            self._stack.close()
+            self._leave()
         if kind is None or not issubclass(kind, KeyboardInterrupt):  # then it has been heard
             raise_held_back()
         forget_held_back()
+        if kind is None:
+            for complaint in self._tally.complaints():
+                warnings.warn(f"poochplan: {complaint}", RuntimeWarning, stacklevel=users_line())
 
-    def step(self) -> None:
+    def step(self, model: str | None = None) -> None:
         """Says that a new step begins here; from the first call on steps begin only where this is called.
 
         Needed when a step calls the model more than once and lets go of all that the first call saved, or when an
-        earlier forward is still waiting for its backward.
+        earlier forward is still waiting for its backward. Of several models, ``model`` names the one whose step it is:
+        needed where its step calls another one first. Without a name it is of the model that is called first.
         """
         if self._state != "open":
             raise UsageError(
                 f"step(): expected an open session, found a {self._state} one; call it inside the with block"
             )
-        self._attachment.begin_segment()
+        if model is not None and model not in self._models:
+            names = ", ".join(map(repr, self._models)) if "" not in self._models else "none, for there is one model"
+            raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
+        self._attachment.begin_segment(model)
 
     @property
     def plan(self) -> Plan:
-        """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one."""
+        """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one.
+
+        Of several models, that of the model whose step it is; the first one's before there is any.
+        """
         if self._state == "new":
             return self._first
-        return next(plan for plan in self._plans if plan.instructions is self._chooser.instructions)
+        name = self._name(self.engine.segment)
+        instructions = self._choosers[name].instructions
+        return next(plan for plan in self._plans[name] if plan.instructions is instructions)
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -167,52 +212,79 @@ class Session:
                 "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
             )
         self.engine.mechanism.take_times()
-        last = self.engine.segment.report
-        self._take_peak(last)
-        plan = self.plan
+        segment = self.engine.segment
+        self._take_peak(segment)
+        tally = self._tally
         total = StepReport()
         total.add(self._total)
-        if last.steps:
-            total.add(last)
+        if self._is_new(segment):
+            total.add(segment.report)
+            tally = tally.copy()
+            tally.ended(segment, self._name(segment), self.plan.instructions)
         return Report(
-            last_step=last,
+            last_step=segment.report,
             total=total,
-            predicted_peak_bytes=plan.prediction.peak_bytes,
-            predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
-            budget_bytes=plan.budget_bytes,
+            predicted_peak_bytes=self.plan.prediction.peak_bytes,
+            predicted_first_step_peak_bytes=self.plan.prediction.first_step_peak_bytes,
+            budget_bytes=self.plan.budget_bytes,
+            steps_followed=tally.steps_followed,
+            status=tally.status,
             memory=self._device.peaks() if self._state == "open" else self._memory,
         )
 
+    def _name(self, segment: Segment) -> str:
+        """Of the model that a segment is of."""
+        return segment.model if segment.model is not None else next(iter(self._choosers))
+
     # -- told by the attachment ----------------------------------------------------------------------------------
 
-    def _hooks(self, engine: Engine) -> Hooks:
-        """The engine's; where the meter has to hear of what compiled regions save, it is told first."""
-        if self._meter_when == "never" or not compiled_modules(self.model):
-            return own_hooks(engine)
+    def _step_begins(self, segment: Segment) -> None:
+        self._meter.step_begins(self.engine, self._device)
 
-        def pack(tensor: torch.Tensor) -> Handle:
-            self._meter.saved(tensor)
-            return engine.pack(tensor)
+    def _step_is_over(self, segment: Segment) -> None:
+        self._meter.step_is_over()
+        self._take_peak(segment)
+        self._look(segment)
 
-        return pack, engine.unpack
-
-    def _around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self._meter.around_region(call) if self._meter.is_on else call
-
-    def _end_of_step(self, segment: Segment) -> None:
-        self._take_peak(segment.report)
+    def _end_of_step(self, segment: Segment, *, settle: bool = True) -> None:
+        self._meter.step_is_over()
+        if not self._is_new(segment):
+            return
+        self._take_peak(segment)
+        self._last = segment
         self._total.add(segment.report)
-        self._meter.restart()
-        is_settled = self._watch.is_settled(self._total.steps, segment.report.peak_bytes or 0, self.plan)
-        if self._meter_when == "first-steps" and is_settled:
-            self._meter.switch_off()
-            self.engine.mechanism.timed = False
+        self._tally.ended(segment, self._name(segment), self.plan.instructions)
+        if settle:
+            self._look(segment)
+            self._settle(segment)
 
-    def _take_peak(self, stats: StepReport) -> None:
-        if self._meter.is_on:
-            stats.peak_bytes = self._meter.peak_bytes
-            if stats.steps and not stats.fallbacks:  # otherwise it has been told why
-                self._watch.look(self._meter.peak_bytes, self.plan)
+    def _settle(self, segment: Segment) -> None:
+        name, peak_bytes = self._name(segment), segment.report.peak_bytes
+        if peak_bytes is not None:  # of one that was not metered nothing is known
+            steps = self._tally.steps_of(name)
+            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name)
+            self._meter.settled(all(self._is_settled.values()))
+
+    def _is_new(self, segment: Segment) -> bool:
+        return bool(segment.number) and not segment.aside and segment is not self._last
+
+    def _take_peak(self, segment: Segment) -> None:
+        peak_bytes = self._meter.peak_bytes
+        if peak_bytes is not None:
+            segment.report.peak_bytes = peak_bytes
+
+    def _look(self, segment: Segment) -> None:
+        """A step that followed its plan may have taken more than its budget; of others it has been told why."""
+        if segment.number and segment.report.peak_bytes is not None and not segment.report.fallbacks:
+            name = self._name(segment)
+            changed = self._keeper.look(segment, self._meter.moment, self.engine, name, self.plan)
+            if changed is not None:
+                self._plans[name] = (changed,)
+                self._choosers[name].follow(changed.instructions)
+                self.engine.host.grow(self._choosers[name].alternatives)
+
+    def _called_elsewhere(self, name: str) -> None:
+        self._tally.called_elsewhere(name)
 
     def _check_gradients(self) -> None:
         live_bytes = self.engine.segment.gradient_bytes
@@ -223,5 +295,47 @@ class Session:
             f"poochplan: gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
             "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=users_line(),
         )
+
+
+def weakly(session: Any, method: Callable[..., Any]) -> Callable[..., None]:
+    """The method of a session, for those whom the session is not to be held by; nothing where it is gone."""
+    reference = weakref.ref(session)
+
+    @functools.wraps(method)
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *args)
+
+    return call
+
+
+def _close(engine: Engine, stack: ExitStack) -> None:
+    """Takes everything off model and torch."""
+    try:
+        engine.end()
+    finally:
+        stack.close()
+
+
+def _metered_hooks(meter: LiveBytesMeter, models: Mapping[str, torch.nn.Module]) -> Callable[[Engine], Hooks]:
+    """The engine's; where the meter has to hear of what compiled regions save, it is told first."""
+
+    def hooks(engine: Engine) -> Hooks:
+        if not any(compiled_modules(model) for model in models.values()):
+            return own_hooks(engine)
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            meter.saved(tensor)
+            return engine.pack(tensor)
+
+        return pack, engine.unpack
+
+    return hooks
+
+
+def _metered_regions(meter: LiveBytesMeter) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """What is called in the place of compiled callables: with the meter told, while it is on."""
+    return lambda path, call: meter.around_region(call) if meter.is_on else call

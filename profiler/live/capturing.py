@@ -15,14 +15,15 @@ from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.trials.untouched import bytes_of
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.watch.census import census
 from poochplan.tensors.storages import static_keys
 from poochplan.tensors.torch_private import storage_identity
 
-from .living import live_tensors
 from .watch import Pack, Scene, Unpack, Watch
 
 NAMED = 100
@@ -91,12 +92,11 @@ class Capturing(Watch):
             kinds.note_optimizer(optimizer)
         if self.has_gradients:
             kinds.note_gradients(model)
-        others = [tensor for tensor in live_tensors(self.scene.where.type) if self.capture.value_if_known(tensor) < 0]
+        storages = [bytes_of(storage) for storage in census(self.scene.where.type).values()]
+        others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
         kinds.note(others[:NAMED], Kind.INPUT)
-        self.beside_bytes = segment.left_over_bytes + sum(
-            -(-tensor.untyped_storage().nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
-            for tensor in others[NAMED:]
-        )
+        rest = (-(-one.nbytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for one in others[NAMED:])
+        self.beside_bytes = segment.left_over_bytes + sum(rest)
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)

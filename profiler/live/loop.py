@@ -104,6 +104,7 @@ class Loop:
             observers=observers,
             rebuild=self._rebuild,
             hooks=self._hooks,
+            apart=False,
         )
         self.attachment.around_region = self._around_region
         self.scene = Scene(self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers)

@@ -268,6 +268,12 @@ class CpuDevice:
     def start_peaks(self) -> None:
         """Nothing to do: the C library keeps no peaks."""
 
+    def start_step_peak(self) -> None:
+        """Nothing to do."""
+
+    def step_peak_bytes(self) -> None:
+        return None
+
     def peaks(self) -> None:
         return None
 

@@ -12,6 +12,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.runtime.watch.high_water import high_water
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
 from poochplan.tensors.torch_private import captures_graphs, raw_stream, unseen_by_modes, without_modes
@@ -116,6 +117,8 @@ class CudaDevice:
         self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
         self._streams: weakref.ref[SeenStreams] | None = None
         self._latest: weakref.ref[ComputeStream] | None = None
+        self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
+        """Of what came before the step."""
         self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
@@ -237,12 +240,22 @@ class CudaDevice:
     def start_peaks(self) -> None:
         """Begins new peaks of the caching allocator, without what it keeps of earlier steps."""
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.where)
+        self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
+        high_water().begin(self._index)
+
+    def start_step_peak(self) -> None:
+        self._peaks = self.peaks()
+        high_water().begin(self._index)
+
+    def step_peak_bytes(self) -> int:
+        """Of what was asked for: a block that the allocator hands out may be larger by up to a MiB."""
+        return high_water().since_begin(self._index, "requested_bytes")
 
     def peaks(self) -> MemoryPeaks:
+        now = high_water()
         return MemoryPeaks(
-            allocated_bytes=torch.cuda.max_memory_allocated(self.where),
-            reserved_bytes=torch.cuda.max_memory_reserved(self.where),
+            allocated_bytes=max(self._peaks.allocated_bytes, now.since_begin(self._index, "allocated_bytes")),
+            reserved_bytes=max(self._peaks.reserved_bytes, now.since_begin(self._index, "reserved_bytes")),
         )
 
     def synchronize(self) -> None:

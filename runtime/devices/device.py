@@ -100,6 +100,12 @@ class Device(Protocol):
     def start_peaks(self) -> None:
         """Begins new peaks of the allocator's, where there is one."""
 
+    def start_step_peak(self) -> None:
+        """A step begins: :meth:`step_peak_bytes` counts from here. The peaks that the user reads stay as they were."""
+
+    def step_peak_bytes(self) -> int | None:
+        """The most that was asked of the allocator and in use since then; None where there is none that tells."""
+
     def peaks(self) -> MemoryPeaks | None:
         """The allocator's peaks; None where there is none."""
 

@@ -39,7 +39,7 @@ class Course:
     def why_not_save(self, index: int, tensor: torch.Tensor) -> str:
         """Why the tensor cannot be the planned value of this save point; empty when it can."""
         if index >= len(self.instructions.values):
-            return f"{self._end()}: planned no further save, found {_found(tensor)}"
+            return self._beyond(tensor)
         planned = self.instructions.values[index]
         size_bytes = tensor.untyped_storage().nbytes()
         fits = tensor.dtype is self.dtypes[index] and (
@@ -55,29 +55,36 @@ class Course:
         if index is not None and planned == index:
             return ""
         if planned is None:
-            return f"{self._end()}: planned no further save, found {_found(tensor)}"
-        also = "" if index is None else f", another save of {_named(self.instructions.values[index])}"
+            return self._beyond(tensor)
+        also = "" if index is None else f", which was saved before as {_named(self.instructions.values[index])}"
         return self._instead(planned, _found(tensor) + also)
 
     def why_not_use(self, number: int, ordinal: int, saves: int) -> str:
         """Why the unpack of handle ``ordinal`` after ``saves`` save points cannot be use point ``number``."""
         if saves < len(self.instructions.values):
-            return self._instead(saves, f"that backward begins with {self._of_handle(ordinal)}")
+            return self._instead(saves, f"that backward has begun, with {self._of_handle(ordinal)}")
         planned = self.instructions.uses[number] if number < len(self.instructions.uses) else None
         if planned == ordinal:
             return ""
-        wanted = "none" if planned is None else self._of_handle(planned)
-        return f"use point {number}: planned {wanted}, found {self._of_handle(ordinal)}"
+        wanted = "its end" if planned is None else self._of_handle(planned)
+        return f"backward: planned {wanted}, found {self._of_handle(ordinal)}"
+
+    def planned_at(self, index: int) -> PlannedValue | None:
+        """The value of this save point; None behind the last one."""
+        return self.instructions.values[index] if index < len(self.instructions.values) else None
+
+    def layers_from(self, index: int) -> bool:
+        """Whether a layer of the model saves something from this save point on."""
+        return any(value.layer for value in self.instructions.values[index:])
 
     def _instead(self, index: int, found: str) -> str:
         value = self.instructions.values[index]
         most = "" if self.exact else "at most "
         return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes, found {found}"
 
-    def _end(self) -> str:
-        return (
-            f"the save after {_named(self.instructions.values[-1])}" if self.instructions.values else "the first save"
-        )
+    def _beyond(self, tensor: torch.Tensor) -> str:
+        last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its begin"
+        return f"{last}: planned backward, found that {_found(tensor)} is saved"
 
     def _of_handle(self, ordinal: int) -> str:
         if ordinal >= len(self.instructions.handles):
@@ -96,4 +103,8 @@ def _shape(value: PlannedValue) -> str:
 
 
 def _named(value: PlannedValue) -> str:
-    return f"{value.name} (layer {value.layer or 'outside the model'})"
+    where = f"(layer {value.layer})" if value.layer else "(of no layer)"
+    what = value.name.rpartition("/")[2].partition("#")[0]
+    if value.name.startswith("before/"):
+        return f"what was there before the step, as {what} {where}"
+    return f"{value.name if value.layer else what} {where}"

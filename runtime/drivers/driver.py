@@ -48,6 +48,8 @@ class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
         self.reason = reason
         self.kind = kind
         self.departure = departure
+        self.advice = ""
+        """What has changed and what to do, where somebody knows; for those who read the message."""
 
 
 _SAID = {

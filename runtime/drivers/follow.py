@@ -18,7 +18,9 @@ from poochplan.runtime.replays.tape import StorageRecord
 
 from .course import Course
 from .departures import departed_at_pack, departed_at_save, departed_at_use
+from .diagnosis import UNKNOWN, Expected, Found, what_changed
 from .driver import NOTHING, Actions, Diverged, Driver
+from .keep_all import KeepAll
 from .swap_each import SwapEach
 
 
@@ -33,9 +35,11 @@ class DivergencePolicy(StrEnum):
     def judge(self, reason: Diverged) -> None:
         """Raises ``DivergenceError`` if that is what is to be done."""
         if self is DivergencePolicy.ERROR:
-            raise DivergenceError(f"{reason}; make a new profile and plan for this step")
+            advice = reason.advice or "make a new profile and plan for this step"
+            raise DivergenceError(f"{reason}: {advice}")
 
 
+NOT_CALLED = "a layer saves something before the planned model is called"
 _RECORD = {"on": True, "off": False, "": None}
 
 
@@ -47,9 +51,17 @@ class Follow:
     course: what to follow.
     safe: what decides when the step is not the planned one, and for values that cannot be recomputed.
     policy: whether such a step is an error.
+    expected: what else is known of the step; one that calls its model has values of layers only once it is called.
     """
 
-    def __init__(self, course: Course, safe: SwapEach, policy: DivergencePolicy = DivergencePolicy.WARN) -> None:
+    def __init__(
+        self,
+        course: Course,
+        safe: SwapEach,
+        policy: DivergencePolicy = DivergencePolicy.WARN,
+        *,
+        expected: Expected = UNKNOWN,
+    ) -> None:
         self.instructions: Instructions | None = course.instructions
         self._course = course
         self._planned = course.instructions.values
@@ -58,22 +70,43 @@ class Follow:
         self._safe = safe
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
+        self._expected = expected
+        self._awaits_call: Segment | None = None
+        self._found: Found | None = None
+        """Where the step differs."""
 
     def begin(self, segment: Segment) -> Actions:
+        self._segment = segment
+        if self._expected.inputs and segment.model is None and not segment.announced:
+            self._awaits_call = segment
         return Actions(record=True) if self._course.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
             return Decision.KEEP
+        if self._awaits_call is not None:
+            self._before_the_call(index)
         reason = self._course.why_not_save(index, tensor)
         if reason:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._found = Found(self._course.planned_at(index), dtype, self._course.layers_from(index))
             raise Diverged(reason, departure=departed_at_save(self._course.instructions, index, tensor))
         return self._planned[index].decision
+
+    def _before_the_call(self, index: int) -> None:
+        """What a layer would save is not the planned value while the model has not been called."""
+        assert self._awaits_call is not None
+        if self._awaits_call.model is not None:
+            self._awaits_call = None
+        elif index <= self._last and self._planned[index].layer:
+            raise Diverged(NOT_CALLED)
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
             departure = departed_at_pack(self._course.instructions, ordinal, index, tensor)
+            here = handles[ordinal] if ordinal < len(handles) else len(self._planned)
+            self._found = Found(self._course.planned_at(here), layers_to_come=self._course.layers_from(here))
             raise Diverged(self._course.why_not_handle(ordinal, index, tensor), departure=departure)
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
@@ -91,6 +124,8 @@ class Follow:
         uses = self._uses
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
             departure = departed_at_use(self._course.instructions, number, handle.ordinal, saves)
+            to_come = self._course.layers_from(saves)
+            self._found = Found(self._course.planned_at(saves), layers_to_come=to_come, in_backward=saves > self._last)
             raise Diverged(self._course.why_not_use(number, handle.ordinal, saves), departure=departure)
         planned = self._course.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
@@ -126,7 +161,12 @@ class Follow:
         """It is kept: larger than planned, not wrong."""
 
     def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        if self._found is not None:
+            reason.advice = what_changed(self._segment, self._expected, self._found)
         self._policy.judge(reason)
+        if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model's
+            self._awaits_call.aside = True
+            return KeepAll(), NOTHING
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
 
     def end(self, segment: Segment, outcome: Outcome) -> None:

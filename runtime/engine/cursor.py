@@ -3,7 +3,8 @@
 A *segment* is what one plan is for: from a first save to the uses of what was saved. Most steps are one segment; a step
 of several micro-batches is several. A segment begins
 
-* where the model is called, when nothing of the one before is held any more, or some of that has been used;
+* where a model is called, when nothing of the one before is held any more, or some of that has been used, or when that
+  was none of a model's steps;
 * at a save, when no segment is open, or when the open one has been used, or its forward has raised, and nothing of it
   is held any more;
 * where the caller says so (``session.step()``); the model's calls begin none from then on.
@@ -43,11 +44,15 @@ class Segment:
     """
 
     __slots__ = (
+        "announced",
+        "aside",
+        "calls",
         "diverged",
         "gradient_bytes",
         "inputs",
         "lease",
         "left_over_bytes",
+        "model",
         "number",
         "ordinal",
         "outcome",
@@ -65,6 +70,14 @@ class Segment:
         """Counts from 1; 0 is none."""
         self.ordinal = ordinal
         """How many there were since the last optimizer step."""
+        self.announced = False
+        """Whether the caller said that it begins, and not a save or a call of a model."""
+        self.model: str | None = None
+        """Name of the model that it is of: the one that was announced, or called first; None before."""
+        self.calls = 0
+        """How often a model was called in it."""
+        self.aside = False
+        """Whether it is none of a model's steps: what it saves is kept, and the next call of a model begins a step."""
         self.inputs: Signature | None = None
         """Of the model's first call in it; None before."""
         self.saves_next = False
@@ -107,7 +120,8 @@ class Cursor:
 
     def forward_begins_one(self) -> bool:
         """The model is called: whether a segment begins here."""
-        return not self._announced and (self.segment.used or not self.segment.is_held)
+        segment = self.segment
+        return not self._announced and (segment.used or segment.aside or not segment.is_held)
 
     def save_begins_one(self) -> bool:
         """Something is saved: whether a segment begins here."""

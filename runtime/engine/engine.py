@@ -25,7 +25,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -49,7 +50,10 @@ from .fallbacks import Fallbacks
 from .handle import Handle
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedValue, State
+from .saved_value import SavedValue
+
+_SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
+_KEPT = "what is saved before the model is called is kept, and the call begins a step"
 
 
 class Engine:
@@ -60,9 +64,12 @@ class Engine:
     chooser: gives each segment its driver.
     device: where storages live and copies run; the caller closes it.
     model: its parameters and buffers are those of rule 2.
+    parts: where ``model`` is several, each by its name: a segment's are those of the part that it is of.
     rebuild: how replays are run.
     observers: modes that see the step's ops and, like the recorder, are away while a compiled callable runs.
-    on_segment_end: told each segment when it is over, as the next begins.
+    on_segment_begin: told each segment before anything happens in it.
+    on_segment_over: told each segment when the step is over, before other things run.
+    on_segment_end: told each segment when all is known of it, as the next begins.
     on_idle: told when the last handle is gone.
     """
 
@@ -74,6 +81,9 @@ class Engine:
         *,
         rebuild: Rebuild = rebuild_together,
         observers: Sequence[ToggledMode] = (),
+        parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
+        on_segment_begin: Callable[[Segment], None] = lambda _: None,
+        on_segment_over: Callable[[Segment], None] = lambda _: None,
         on_segment_end: Callable[[Segment], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,8 +98,11 @@ class Engine:
         self._driver: Driver | None = None
         self._ended: Driver | None = None
         """That of a segment that has ended, until it is told so."""
-        self._model = model
+        self.model = model
+        self._parts = parts
         self._observers = observers
+        self._on_segment_begin = on_segment_begin
+        self._on_segment_over = on_segment_over
         self._on_segment_end = on_segment_end
         self.fallbacks = Fallbacks()
         self._lock = threading.RLock()
@@ -99,6 +112,10 @@ class Engine:
         """The open segment, or the last one."""
         return self.cursor.segment
 
+    def model_of(self, segment: Segment) -> torch.nn.Module:
+        """The model that a segment is of; all of them where that is not known yet."""
+        return self._parts.get(segment.model or "", self.model)
+
     @property
     def awaits_inputs(self) -> bool:
         """Whether a segment has begun and :meth:`model_is_called` has to tell its inputs before it has a driver."""
@@ -106,24 +123,34 @@ class Engine:
 
     # -- segments ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A segment begins; the open one ends."""
+    def begin(self, name: str | None = None, *, announced: bool = False) -> None:
+        """A segment begins; the open one ends. ``announced``: the caller says so, and of the model of what name."""
         self.end()
         self.tell_end()
         before, segment = self.segment, self.cursor.begin()
+        segment.announced, segment.model = announced, name
         self.mechanism.report = segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
             self._look_at_model(segment)
         self.tape.forget(lambda: before.is_held)
-        segment.left_over_bytes = self._left_over_bytes()
+        segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
+        self._on_segment_begin(segment)
         with self._lock:
             if self.host.step_begins():
                 self.device.trim_host(self.host.end_bytes)
         self._choose(segment)
 
-    def model_is_called(self, inputs: Callable[[], Signature]) -> bool:
-        """The model is called, for the first time in this segment: true. ``inputs`` are asked for if it matters."""
+    def model_is_called(self, inputs: Callable[[], Signature], name: str = "") -> bool:
+        """The model of that name is called, for the first time in this segment: true. ``inputs`` are asked for if it
+        matters.
+        """
         segment = self.segment
+        segment.calls += 1
+        if segment.model is None:
+            segment.model = name
+            if name in self._parts:
+                with Unseen():
+                    self._look_at_model(segment)
         if not self.awaits_inputs:
             return False
         segment.inputs = inputs()
@@ -133,6 +160,8 @@ class Engine:
     def end(self) -> None:
         """The open segment ends; what is still held stays usable."""
         self.recorder.switch_off()
+        if self.cursor.is_open:
+            self._on_segment_over(self.segment)
         self.cursor.end()
         self._driver, self._ended = None, self._driver or self._ended
 
@@ -181,7 +210,8 @@ class Engine:
 
     def _look_at_model(self, segment: Segment) -> None:
         kind, static = self.device.kind, set[int]()
-        for tensor in own_tensors(self._model):
+        segment.gradient_bytes = 0
+        for tensor in own_tensors(self.model_of(segment)):
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 static.add(storage_identity(storage))
@@ -192,11 +222,12 @@ class Engine:
                 segment.gradient_bytes += grad.untyped_storage().nbytes()
         self.tape.static = static
 
-    def _left_over_bytes(self) -> int:
+    def left_over_storages(self) -> list[torch.UntypedStorage]:
+        """Device storages of what earlier segments saved and others still hold."""
         if not self.cursor.holds_values:
-            return 0
+            return []
         values = (value for value in self.tape.earlier_values() if isinstance(value, SavedValue))
-        return sum(value.size_bytes for value in values if value.state not in (State.ON_HOST, State.TO_REPLAY))
+        return [value.storage for value in values if value.storage is not None]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -362,7 +393,8 @@ class Engine:
         if reason.departure is not None:
             departure = msgspec.structs.replace(reason.departure, step=self.segment.number)
             self.segment.report.departures.append(departure)
-        self._fell_back(reason.kind, f"{reason}; the rest of it swaps every saved value")
+        advice = f": {reason.advice}" if reason.advice else ""
+        self._fell_back(reason.kind, f"{reason}{advice}; {_SAFELY if not self.segment.aside else _KEPT}")
         self._carry_out(actions)
 
     def _fell_back(self, kind: FallbackKind, reason: str) -> None:

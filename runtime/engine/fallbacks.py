@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from poochplan.runtime.run_report import FallbackKind, StepReport
+from poochplan.runtime.watch.users_line import users_line
 
 
 class Fallbacks:
@@ -23,7 +24,7 @@ class Fallbacks:
         if kind not in self._warned and not self.silent:
             self._warned.add(kind)
             warnings.warn(
-                f"poochplan: {reason} (slower or larger than planned, not wrong; said once)",
+                f"poochplan: {reason}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=users_line(),
             )

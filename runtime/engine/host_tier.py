@@ -38,7 +38,9 @@ class HostTier:
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
         self._followed: Instructions | None = None
-        self.planned_bytes = max(map(_planned_bytes, alternatives), default=0)
+        self.planned_bytes = self._room_bytes = _planned_bytes(alternatives)
+        self._first = 0
+        """Where the planned places begin."""
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
         """Who was placed by other instructions and may still be there: its places overlap with those of this one."""
@@ -55,16 +57,14 @@ class HostTier:
         self._free_the_dead()
         return self._behind.end_bytes if self._places else self.planned_bytes
 
-    def make_room(self, instructions: Instructions) -> bool:
-        """Is large enough for these too, from now on; false while that cannot be: a value lies in their places."""
-        needed_bytes = _planned_bytes(instructions)
-        if needed_bytes > self.planned_bytes:
+    def grow(self, alternatives: Sequence[Instructions]) -> None:
+        """From now on these may be followed too. Where they need more room, their places are behind all others."""
+        room_bytes = _planned_bytes(alternatives)
+        if room_bytes > self._room_bytes:
             self._free_the_dead()
-            if self._places:
-                return False
-            self.planned_bytes = needed_bytes
-            self._behind = Intervals(needed_bytes)
-        return True
+            self._first, self._room_bytes = self._behind.take(room_bytes), room_bytes
+            self.planned_bytes = self._first + room_bytes
+            self._followed = None
 
     def follow(self, instructions: Instructions) -> None:
         """From now on values are placed by these."""
@@ -86,6 +86,7 @@ class HostTier:
         planned = -1
         if self._followed is not None and value.index is not None:
             planned = self._followed.values[value.index].host_offset
+            planned += self._first if planned >= 0 else 0
         if planned >= 0 and self._is_free(planned, value):
             self._occupants[planned] = weakref.ref(value)
             return planned
@@ -125,7 +126,13 @@ class HostTier:
         )
 
 
-def _planned_bytes(instructions: Instructions) -> int:
+def _planned_bytes(alternatives: Sequence[Instructions]) -> int:
     return max(
-        (value.host_offset + value.size_bytes for value in instructions.values if value.host_offset >= 0), default=0
+        (
+            value.host_offset + value.size_bytes
+            for instructions in alternatives
+            for value in instructions.values
+            if value.host_offset >= 0
+        ),
+        default=0,
     )

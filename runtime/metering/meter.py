@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,26 +17,36 @@ from .compiled_regions import CpuRegion, around_backward
 
 
 class LiveBytesMeter(ToggledMode):
-    """Most bytes of device storages live at any moment since :meth:`restart`, each rounded up to ``unit_bytes``.
+    """Most bytes of device storages live at any moment since :meth:`begin`, each rounded up to ``unit_bytes``.
 
-    A storage that is first met as an argument was there before: it counts from the last restart on. Within a compiled
-    region, which allocates past the dispatcher, the CPU's allocator tells how much is live.
+    A storage that is first met as an argument was there before: it counts from the begin on. Within a compiled region,
+    which allocates past the dispatcher, the CPU's allocator tells how much is live.
+
+    Parameters
+    ----------
+    device_type, unit_bytes: which storages count, and how.
+    moment: called at each new peak; what it says of the highest is :attr:`at_peak`.
     """
 
-    def __init__(self, device_type: str, unit_bytes: int) -> None:
+    def __init__(self, device_type: str, unit_bytes: int, moment: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
         self._device_type = device_type
         self._unit_bytes = unit_bytes
+        self._moment = moment
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         self._region = CpuRegion()
         self._in_region = False
         self._live_before_bytes = 0
+        self.at_peak: Any = None
 
-    def restart(self) -> None:
-        """Begins a new peak at what is live now."""
+    def begin(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """Begins a new peak at these, which are live now, and at what was met before and is."""
+        for key, storage in storages.items():
+            self._count_storage(key, storage)
         self.peak_bytes = self.live_bytes
+        self.at_peak = None
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that was there before."""
@@ -76,7 +86,7 @@ class LiveBytesMeter(ToggledMode):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
         most_bytes = self._live_before_bytes + taken_bytes if taken_bytes is not None else 0
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes, most_bytes)
+        self._reaches(max(self.live_bytes, most_bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,14 +102,20 @@ class LiveBytesMeter(ToggledMode):
             for leaf in pytree.tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor):
                     self._count(leaf)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._reaches(self.live_bytes)
         return outputs
+
+    def _reaches(self, size_bytes: int) -> None:
+        if size_bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = size_bytes, self._moment()
 
     def _count(self, tensor: torch.Tensor) -> int:
         if not has_storage(tensor, self._device_type):
             return 0
         storage = tensor.untyped_storage()
-        key = storage_identity(storage)
+        return self._count_storage(storage_identity(storage), storage)
+
+    def _count_storage(self, key: int, storage: torch.UntypedStorage) -> int:
         if key in self._alive:
             return 0
         size_bytes = -(-storage.nbytes() // self._unit_bytes) * self._unit_bytes

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from poochplan.runtime.applying import apply
 
     from .online.auto import auto
+    from .plan_sets import plan_set
     from .workload import Workload
 
 __version__ = "0.2.0"
@@ -34,6 +35,7 @@ __all__ = [
     "apply",
     "auto",
     "plan",
+    "plan_set",
     "profile",
     "smallest_budget",
 ]
@@ -44,9 +46,10 @@ _HOMES = {
     "PlanSet": ".formats.plan_set",
     "Profile": ".formats.profile",
     "Workload": ".workload",
-    "apply": ".runtime.applying",
+    "apply": ".sessions",
     "auto": ".online.auto",
     "plan": ".planner.planning",
+    "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",
     "smallest_budget": ".planner.planning",
 }

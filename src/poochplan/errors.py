@@ -39,6 +39,19 @@ class DivergenceError(PoochError):
     """The running step diverged from the plan and ``on_divergence="error"`` was asked for."""
 
 
+class BudgetExceededError(PoochError):
+    """A step that followed its plan took more than its budget; of ``pooch run``, or where that is to be an error.
+
+    ``peak_bytes`` is what it took.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, peak_bytes: int) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
+
+
 class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
@@ -60,17 +73,7 @@ class InfeasibleError(PoochError):
         self.smallest_budget_bytes = smallest_budget_bytes
 
 
-class BudgetExceededError(PoochError):
-    """A step took more memory than its budget."""
-
-
 class TimeLimitError(PoochError):
     """The solver's time limit was reached; the best plan was written."""
 
     exit_code = 4
-
-
-class OverBudgetError(PoochError):
-    """A metered step that followed its plan took more than the plan's budget."""
-
-    exit_code = 5

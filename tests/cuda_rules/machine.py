@@ -269,6 +269,23 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
     }
 
 
+def _allocator_statistics(memory: DeviceMemory) -> dict[str, Any]:
+    """What ``torch.cuda`` itself asks for the allocator's statistics, by the number of a GPU."""
+
+    def stats(index: int) -> dict[str, Any]:
+        return {
+            "allocated_bytes": {"all": {"current": memory.allocated_bytes, "peak": memory.peak_allocated_bytes}},
+            "requested_bytes": {"all": {"current": memory.allocated_bytes, "peak": memory.peak_allocated_bytes}},
+            "reserved_bytes": {"all": {"current": memory.reserved_bytes, "peak": memory.peak_reserved_bytes}},
+            "num_ooms": 0,
+        }
+
+    def reset(index: int) -> None:
+        memory.peak_allocated_bytes, memory.peak_reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
+
+    return {"_cuda_memoryStats": stats, "_cuda_resetPeakMemoryStats": reset}
+
+
 def _survive_disabled_modes(patch: pytest.MonkeyPatch, rules: Rules) -> None:
     """A GPU stays one where no dispatch mode is on."""
 
@@ -295,6 +312,8 @@ def on_stand_in(*, cupy: bool = True) -> Iterator[Machine]:
             patch.setattr(torch.cuda, name, thing)
         for name, thing in (("get_rng_state", torch.cuda.get_rng_state), ("set_rng_state", torch.cuda.set_rng_state)):
             patch.setattr(f"torch.cuda.random.{name}", thing)
+        for name, thing in _allocator_statistics(gpu.memory).items():
+            patch.setattr(torch._C, name, thing, raising=False)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", gpu.memory.empty_cache, raising=False)
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
         patch.setattr("poochplan.profiler.trials.handle_cost.measured_on", lambda where, threads: None)

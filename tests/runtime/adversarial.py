@@ -209,6 +209,12 @@ class AdversarialDevice:
     def start_peaks(self) -> None:
         pass
 
+    def start_step_peak(self) -> None:
+        pass
+
+    def step_peak_bytes(self) -> None:
+        return None
+
     def peaks(self) -> None:
         return None
 

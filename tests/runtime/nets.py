@@ -13,6 +13,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.run_report import Report
+from poochplan.runtime.watch.census import leave_out
 
 
 class Residual(nn.Module):
@@ -217,7 +218,9 @@ def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
         ]
         tensors = [loss, *gradients, *model.buffers(), *model.parameters()]
         own = [thing.get_state() for thing in vars(model).values() if isinstance(thing, torch.Generator)]
-        return [*(tensor.detach().clone() for tensor in tensors), torch.get_rng_state(), *own]
+        copies = [*(tensor.detach().clone() for tensor in tensors), torch.get_rng_state(), *own]
+        leave_out(copies)
+        return copies
 
 
 def equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:

@@ -267,18 +267,21 @@ def test_backward_again_after_a_step_of_another_plan() -> None:
         assert session.report().total.fallbacks == 0
 
 
-def test_a_set_goes_to_safety_where_something_is_saved_before_the_model_is_called(two_plans: poochplan.PlanSet) -> None:
+def test_a_set_keeps_what_is_saved_before_the_model_is_called_and_picks_its_plan_there(
+    two_plans: poochplan.PlanSet,
+) -> None:
     def step(model: nn.Module) -> torch.Tensor:
         scale = torch.full((4, WIDTH, 16, 16), 0.5, requires_grad=True)
         return model(scale.exp()).square().mean()
 
     model = fresh_model(Detour)
     with (
-        pytest.warns(RuntimeWarning, match="saved before its model is called") as caught,
+        pytest.warns(RuntimeWarning, match="more than its budget of .* what earlier steps saved") as caught,
         poochplan.apply(two_plans, model) as session,
     ):
         torch.manual_seed(1)
         seen = [gradients_of(model, step(model))]
-        assert session.report().last_step.fallbacks == 1
+        assert session.report().last_step.fallbacks == 0
+        assert session.report().steps_followed == 1
     assert equal(seen, in_core_steps(Detour, [step]))
     assert len(our_warnings(list(caught))) == 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import InputFileError, OverBudgetError, PoochError, UsageError
+from poochplan.errors import BudgetExceededError, InputFileError, PoochError, UsageError
 from poochplan.units import format_bytes, parse_bytes
 
 from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
@@ -245,9 +245,10 @@ def _problem(plan: Plan, summary: RunSummary) -> PoochError | None:
     if summary.is_over(plan):
         assert summary.peak_bytes is not None
         why = "; a step left the plan" if summary.fallbacks else ""
-        return OverBudgetError(
+        return BudgetExceededError(
             f"over the budget: expected at most {plan.budget_bytes} bytes ({format_bytes(plan.budget_bytes)}), found a "
             f"step of {summary.peak_bytes} bytes ({format_bytes(summary.peak_bytes)}){why}; profile the step as it is "
-            "trained and plan again, or plan with a smaller budget"
+            "trained and plan again, or plan with a smaller budget",
+            peak_bytes=summary.peak_bytes,
         )
     return None

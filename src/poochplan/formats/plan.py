@@ -179,6 +179,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     roofline: str = ""
     """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
     gradients_live_through_forward: bool = False
+    static_bytes: dict[str, int] = {}
+    """Bytes by kind that the profiled step had besides what it made and let go of; empty in files that do not say."""
     solve: Solve
     prediction: Prediction
     link: Link

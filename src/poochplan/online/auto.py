@@ -14,6 +14,7 @@ from poochplan.formats.profile import Link
 from poochplan.profiler.link.cache import cached_link
 from poochplan.profiler.request import checked_device
 from poochplan.runtime.attachment import together
+from poochplan.runtime.budget_watch import OverBudget
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
@@ -35,7 +36,7 @@ def auto(
     throttle: str | float | None = None,
     link: Link | None = None,
     time_limit_s: float = 30.0,
-    on_over_budget: Literal["warn", "error"] = "warn",
+    on_over_budget: Literal["warn", "error", "replan"] = "replan",
     quiet: bool = False,
 ) -> AutoSession:
     """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
@@ -54,8 +55,9 @@ def auto(
     spill_dir, throttle: as for :func:`poochplan.profile`.
     link: take this link as measured; by default the machine's, measured once and remembered.
     time_limit_s: for the planner's search.
-    on_over_budget: what a step does that takes more than the budget: ``"warn"``, or ``"error"``, which raises
-        :class:`~poochplan.errors.BudgetExceededError` behind it.
+    on_over_budget: what becomes of a step that follows its plan and takes more than the budget, as where something
+        lives beside it that did not before: ``"replan"`` says so and makes a new plan that knows of it, ``"warn"`` says
+        so, ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` behind it.
     quiet: say nothing on stderr but warnings.
 
     Raises
@@ -69,8 +71,8 @@ def auto(
     if not models:
         raise UsageError("models: expected at least one, found none")
     where = checked_device(together(models), None, None, 1)
-    if on_over_budget not in ("warn", "error"):
-        raise UsageError(f'on_over_budget: expected "warn" or "error", found {on_over_budget!r}')
+    if on_over_budget not in tuple(OverBudget):
+        raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     parse_budget(budget, 1 << 60)  # refused here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None

@@ -10,20 +10,26 @@ from types import TracebackType
 
 import torch
 
-from poochplan.errors import BudgetExceededError, PoochError
+from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Link, Profile
+from poochplan.formats.profile import Link, Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key, Line
 from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.watch import Watch
+from poochplan.runtime.budget_watch import BudgetWatch, OverBudget, over_budget_text
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.metering.meter import LiveBytesMeter
 from poochplan.runtime.run_report import StepReport
+from poochplan.runtime.watch.holders import Holder
+from poochplan.runtime.watch.keeper import described as moment_in_words
+from poochplan.runtime.watch.keeper import held_beside
+from poochplan.runtime.watch.step_meter import StepMeter
+from poochplan.runtime.watch.users_line import users_line
 from poochplan.units import format_bytes, parse_budget
 
 from .background import Background
@@ -64,9 +70,12 @@ class AutoSession:
         self.total = StepReport()
         self._budget = budget
         self._time_limit_s = time_limit_s
-        self._raises = on_over_budget == "error"
+        self._policy = OverBudget(on_over_budget)
+        self._watches: dict[Key, BudgetWatch] = {}
+        self._beside_bytes: dict[Key, int] = {}
+        """What was found to live beside segments of a kind, and their profile did not have."""
         self._teller = Teller(is_quiet=is_quiet)
-        self._meter = LiveBytesMeter(where.type, ALLOCATION_UNIT_BYTES)
+        self._meter = StepMeter(where.type, "always")
         self._pending: dict[Key, Background] = {}
         self._followed: dict[Key, int] = {}
         self._missed: dict[Key, int] = {}
@@ -84,7 +93,7 @@ class AutoSession:
             link=link,
             fits=lambda profile: profile.in_core_peak_bytes <= self._budget_of(profile),
             follower=self,
-            observers=[self._meter],
+            observers=[self._meter.mode],
         )
         self._cache = PlanCache(cache, self.loop.scene.model, where, budget)
 
@@ -142,13 +151,12 @@ class AutoSession:
         if found is None:
             return None
         way, course = found
-        if not self._has_room(way):
-            return SwapEach(at_once=True)
+        self._make_room(way)
         self._current = way
         times = self._followed.get(way.key, 0)
         self._followed[way.key] = times + 1
         driver = Following(course, lambda segment: self._was_followed(way, segment))
-        return Metered(self.loop.scene, driver, self._meter, way.plan) if is_metered(times) else driver
+        return Metered(self.loop.scene, driver, self._meter, self.loop.engine, way) if is_metered(times) else driver
 
     def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
@@ -163,17 +171,24 @@ class AutoSession:
             self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
         self.profiles[line.key] = profile
+        self._teller.say(f"profiled in {line.segments} steps, planning")
+        self._plan(line.key, profile)
+
+    def _plan(self, key: Key, profile: Profile) -> None:
+        """Has the profile planned by another process, where any plan fits."""
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
-            self._over(
+            text = (
                 f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} "
                 f"bytes ({format_bytes(smallest_bytes)}), which {profile.in_core_peak_layer or 'the step'} needs; "
                 "every saved value is swapped, and the budget is not kept"
             )
+            if self._policy is OverBudget.ERROR:
+                raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
+            self._warn(text)
             return
-        self._pending[line.key] = Background(profile, budget_bytes, self._time_limit_s)
-        self._teller.say(f"profiled in {line.segments} steps, planning")
+        self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""
@@ -181,15 +196,11 @@ class AutoSession:
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """Counts it, and compares a metered one with its budget."""
-        self.total.add(segment.report)
         if isinstance(watch, Metered):
             segment.report.peak_bytes = watch.peak_bytes
-            self.total.peak_bytes = max(self.total.peak_bytes or 0, watch.peak_bytes)
-            if watch.peak_bytes > watch.plan.budget_bytes and not segment.diverged:
-                self._over(
-                    f"a step that follows the plan took {watch.peak_bytes} bytes, more than its budget of "
-                    f"{watch.plan.budget_bytes} (predicted: {watch.plan.prediction.peak_bytes})"
-                )
+        self.total.add(segment.report)
+        if isinstance(watch, Metered) and not segment.diverged:
+            self._compare(segment, watch)
 
     # -- plans ------------------------------------------------------------------------------------------------
 
@@ -210,6 +221,26 @@ class AutoSession:
             finally:
                 pending.close()
 
+    def _compare(self, segment: Segment, watch: Metered) -> None:
+        """A metered segment has followed its plan to the end."""
+        key, plan, peak_bytes = watch.way.key, watch.way.plan, watch.peak_bytes or 0
+        told = self._watches.setdefault(key, BudgetWatch(self._policy))
+        if not told.is_over(peak_bytes, plan) or key in self._pending:
+            return
+
+        def held() -> list[Holder]:
+            return held_beside(self.loop.engine, segment, plan)
+
+        where = moment_in_words(watch.moment, plan)
+        if self._policy is not OverBudget.REPLAN:
+            told.look(peak_bytes, plan, where, held)
+            return
+        beside_bytes = self._beside_bytes.get(key, 0) + peak_bytes - plan.prediction.peak_bytes
+        self._beside_bytes[key] = beside_bytes
+        told.tell(f"{over_budget_text(peak_bytes, plan, where, held())}; it is planned anew with that")
+        told.starts_anew()
+        self._plan(key, with_bytes_beside(self.profiles[key], beside_bytes))
+
     def _look_up(self, key: Key) -> None:
         if key in self._looked_up or key in self.ways:
             return
@@ -223,18 +254,16 @@ class AutoSession:
         self.ways[key] = Way.of(key, plan)
         self._teller.say(f"from the next step on {described(plan)}")
 
-    def _has_room(self, way: Way) -> bool:
-        """Whether the host tier is large enough for the plan by now."""
+    def _make_room(self, way: Way) -> None:
+        """The host tier is large enough for the plan."""
         host = self.loop.engine.host
         before_bytes = host.planned_bytes
-        if not host.make_room(way.plan.instructions):
-            return False
+        host.grow([way.plan.instructions])
         if host.planned_bytes > before_bytes:
             try:
-                self.loop.attachment.device.reserve_host(host.planned_bytes)
+                self.loop.engine.device.reserve_host(host.planned_bytes)
             except OSError as error:
                 self._warn(f"the host tier cannot hold the planned {host.planned_bytes} bytes ({error.strerror})")
-        return True
 
     def _was_followed(self, way: Way, segment: Segment) -> None:
         if not segment.diverged:
@@ -253,12 +282,7 @@ class AutoSession:
 
     # -- telling ----------------------------------------------------------------------------------------------
 
-    def _over(self, text: str) -> None:
-        if self._raises:
-            raise BudgetExceededError(text)
-        self._warn(text)
-
     def _warn(self, text: str) -> None:
         if text not in self._told_of:
             self._told_of.add(text)
-            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())

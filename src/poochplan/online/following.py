@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from poochplan.formats.plan import Plan
-from poochplan.profiler.live.living import live_tensors
 from poochplan.profiler.live.watch import Pack, Scene, Watch
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.metering.meter import LiveBytesMeter
+from poochplan.runtime.watch.step_meter import EVERY, Moment, StepMeter
 
-ALWAYS, SELDOM = 2, 50
-"""The first segments that follow a plan are metered, and then one in so many."""
+from .ways import Way
+
+ALWAYS = 2
+"""The first segments that follow a plan are metered, and then one in ``EVERY``."""
 
 
 class Following(Follow):
@@ -36,34 +37,32 @@ class Following(Follow):
 
 
 class Metered(Watch):
-    """A segment whose peak of live bytes is metered, what lives beside it among them."""
+    """A segment whose peak is metered, what lives beside it among it: ``peak_bytes``, and where that was."""
 
-    def __init__(self, scene: Scene, driver: Driver, meter: LiveBytesMeter, plan: Plan) -> None:
+    def __init__(self, scene: Scene, driver: Driver, meter: StepMeter, engine: Engine, way: Way) -> None:
         super().__init__(scene, driver)
-        self.plan = plan
-        self.peak_bytes = 0
-        self._meter = meter
+        self.way = way
+        self.peak_bytes: int | None = None
+        self.moment: Moment | None = None
+        self._meter, self._engine = meter, engine
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        for tensor in live_tensors(self.scene.where.type):
-            self._meter.watch(tensor)
-        self._meter.restart()
-        self._meter.switch_on()
+        self._meter.step_begins(self._engine, self._engine.device)
         try:
             yield
         finally:
-            self._meter.switch_off()
-            self.peak_bytes = self._meter.peak_bytes
+            self._meter.step_is_over()
+            self.peak_bytes, self.moment = self._meter.peak_bytes, self._meter.moment
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self._meter.around_region(call)
+        return self._meter.mode.around_region(call)
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        self._meter.saved(tensor)
+        self._meter.mode.saved(tensor)
         return pack(tensor)
 
 
 def is_metered(followed: int) -> bool:
     """Whether the segment that follows a plan for the ``followed``-th time, from 0, is metered."""
-    return followed < ALWAYS or followed % SELDOM == 0
+    return followed < ALWAYS or followed % EVERY == 0

@@ -61,6 +61,7 @@ __all__ = [
     "is_tracing",
     "last_sequence_number",
     "log_allocations",
+    "memory_stats_calls",
     "mode_count",
     "mode_stack",
     "non_persistent_buffers",
@@ -73,11 +74,13 @@ __all__ = [
     "schema_of",
     "sequence_number",
     "set_non_persistent_buffers",
+    "stand_before_memory_stats",
     "storage_identity",
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
     "without_modes",
+    "without_torch_function",
 ]
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
@@ -129,6 +132,9 @@ def packet_of(func: Any) -> Any:
     """The op without its overload, the key of torch's table of floating point operations; None for what has none."""
     return getattr(func, "_overloadpacket", None)
 
+
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""A block in which asking a tensor of a subclass for its storage runs no code of that class."""
 
 dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
 """The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
@@ -344,6 +350,21 @@ _profiling: Any = torch.autograd
 def clear_cublas_workspaces() -> None:
     """Gives back what cuBLAS holds between ops, which no tensor shows: so its bytes can be counted."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+MemoryStats = Callable[[int], dict[str, Any]]
+ResetPeaks = Callable[[int], object]
+
+
+def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks]:
+    """Through which every public call reads the allocator's statistics of a GPU, and begins its peaks anew."""
+    return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+
+
+def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks) -> None:
+    """Has the public calls go through these two."""
+    torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
+    torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
 
 
 def raw_stream(index: int) -> int:

@@ -1,0 +1,71 @@
+"""The census: which device storages live right now, whoever made them, and how many bytes each takes.
+
+A meter that sees ops alone knows what lives beside the step only where an op meets it. Python's garbage collector knows
+every tensor that Python has, so a data set, a copy of the weights or a kept loss counts without being told.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from poochplan.tensors.storages import is_made_of_parts, parts_of
+from poochplan.tensors.torch_private import storage_identity, without_modes, without_torch_function
+
+LEAST_BYTES = 4096
+"""What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""
+
+Storages = dict[int, torch.UntypedStorage]
+"""By identity."""
+
+_LEFT_OUT: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def leave_out(tensors: Iterable[torch.Tensor]) -> None:
+    """No census counts these: what a check of steps keeps of them is not the training's."""
+    for tensor in tensors:
+        for storage in storages_of(tensor, tensor.device.type):
+            key = storage_identity(storage)
+            _LEFT_OUT[key] = weakref.ref(storage, lambda _, key=key: _LEFT_OUT.pop(key, None))  # type: ignore[misc]
+
+
+def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
+    """The storages of at least that many bytes on that device that a Python tensor lies on."""
+    found: Storages = {}
+    with without_modes(), without_torch_function():
+        for tensor in live_tensors():
+            for storage in storages_of(tensor, device_type):
+                if storage.nbytes() >= least_bytes:
+                    found[storage_identity(storage)] = storage
+    for key in found.keys() & _LEFT_OUT.keys():
+        if _LEFT_OUT[key]() is found[key]:
+            del found[key]
+    return found
+
+
+def live_tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python knows. By type and not by ``isinstance``, which runs code of proxies."""
+    is_tensor: dict[type, bool] = {}
+    for thing in gc.get_objects():
+        kind = type(thing)
+        known = is_tensor.get(kind)
+        if known is None:
+            known = is_tensor[kind] = issubclass(kind, torch.Tensor)
+        if known:
+            yield thing
+
+
+def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:
+    """The storages on that device of a tensor, whatever its class, or of what it is made of."""
+    try:
+        parts = parts_of(tensor) if is_made_of_parts(tensor) else [tensor]
+        for part in parts:
+            if part.layout is torch.strided and not part.is_nested:
+                storage = part.untyped_storage()
+                if storage.device.type == device_type and storage.nbytes():
+                    yield storage
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return  # a class without memory of its own, or one that is not ready yet

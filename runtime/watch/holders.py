@@ -1,0 +1,130 @@
+"""Holders: who holds what lives beside the step, in words and bytes. Asked only where a message is to be written."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.torch_private import pytree, storage_identity, without_modes, without_torch_function
+
+from .census import LEAST_BYTES, census, storages_of
+from .referrers import name_of
+
+MOST = 8
+"""So many storages are traced to a name; the largest."""
+BUCKETS = "buckets of DistributedDataParallel (profile the wrapped model)"
+NOBODY = "memory that no Python object holds"
+EARLIER = "what earlier steps saved, or this one before its model was called, and whose loss or output is kept"
+
+
+class Holder(NamedTuple):
+    """Somebody, and the bytes of the storages that are held."""
+
+    name: str
+    size_bytes: int
+
+
+class Own(NamedTuple):
+    """What the step itself has, and the plan knows of."""
+
+    model: torch.nn.Module
+    """Of the segment."""
+    left_over: Iterable[torch.UntypedStorage]
+    """What earlier segments saved and others still hold."""
+    left_over_bytes: int
+    """How much that was as the step began."""
+    predicted: Mapping[str, int]
+    """Bytes by kind, as in ``Plan.static_bytes``."""
+
+
+def holders(kind: str, own: Own) -> list[Holder]:
+    """Who holds bytes on that kind of device beyond what was predicted; the most first.
+
+    The model's parameters, buffers and gradients are nobody's excess, nor is an optimizer's state as far as it was
+    predicted, nor so much of the smallest others as the step's inputs were predicted to take.
+    """
+    with without_modes(), without_torch_function():
+        sizes = {key: storage.nbytes() for key, storage in census(kind).items()}
+        found: dict[str, int] = defaultdict(int)
+        for name, keys in _known(kind, own).items():
+            taken = [sizes.pop(key) for key in keys if key in sizes]
+            if name and taken:
+                found[name] += sum(taken)
+        found[EARLIER] = max(found[EARLIER], own.left_over_bytes)
+        optimizers = [name for name in found if name.startswith(_STATE)]
+        for name in optimizers:
+            found[name] -= own.predicted.get("optimizer_state", 0)
+        traced = _traced(kind, sizes, own.model)
+    for name, size_bytes in _beyond_inputs(traced, own.predicted.get("input", 0)).items():
+        found[name] += size_bytes
+    ranked = sorted(found.items(), key=lambda one: -one[1])
+    return [Holder(name, size_bytes) for name, size_bytes in ranked if size_bytes >= LEAST_BYTES]
+
+
+_STATE = "the state of "
+
+
+def _known(kind: str, own: Own) -> dict[str, set[int]]:
+    """Keys of storages by who has them, without asking for referrers; those of "" were predicted."""
+    mine = set(own_tensors(own.model))
+    known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, p.grad if p.is_leaf else None)))}
+    known[EARLIER] = {storage_identity(storage) for storage in own.left_over}
+    modules: list[torch.nn.Module] = []
+    children: set[int] = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            parameters = [p for group in thing.param_groups for p in group["params"]]
+            whose = "" if not mine.isdisjoint(parameters) else " (of another model)"
+            state = [x for x in pytree.tree_leaves(list(thing.state.values())) if isinstance(x, torch.Tensor)]
+            known.setdefault(f"{_STATE}{type(thing).__name__}{whose}", set()).update(_keys(kind, state))
+        elif issubclass(type(thing), torch.nn.Module) and "_modules" in vars(thing):
+            modules.append(thing)
+            children.update(map(id, thing.children()))
+    for module in modules:
+        if id(module) not in children and mine.isdisjoint(own_tensors(module)):
+            whole = (x for p in own_tensors(module) for x in (p, p.grad if p.is_leaf else None))
+            known.setdefault(f"the weights of {type(module).__name__}", set()).update(_keys(kind, whole))
+    return known
+
+
+def _keys(kind: str, tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    return {storage_identity(s) for one in tensors if one is not None for s in storages_of(one, kind)}
+
+
+def _traced(kind: str, sizes: Mapping[int, int], model: torch.nn.Module) -> dict[str, int]:
+    """The others by name; what is small in comparison has none of its own."""
+    largest = set(sorted(sizes, key=lambda key: -sizes[key])[:MOST])
+    tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            for storage in storages_of(thing, kind):
+                key = storage_identity(storage)
+                if key in largest:
+                    tensors[key].append(thing)
+    found: dict[str, int] = defaultdict(int)
+    for key, size_bytes in sizes.items():
+        name = name_of(tensors[key], unseen=[tensors, *tensors.values()]) if key in largest else "other tensors"
+        found[name or (BUCKETS if _has_buckets(model) else NOBODY)] += size_bytes
+    return found
+
+
+def _has_buckets(model: torch.nn.Module) -> bool:
+    """Whether a model for data-parallel training is, or wraps, this one."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return isinstance(model, kind) or any(type(x) is kind and x.module is model for x in gc.get_objects())
+
+
+def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int]:
+    """Those that are left when the smallest are taken for the step's inputs."""
+    beyond, left = dict(found), inputs_bytes
+    for name, size_bytes in sorted(found.items(), key=lambda one: one[1]):
+        if size_bytes > left:
+            break
+        left -= size_bytes
+        del beyond[name]
+    return beyond

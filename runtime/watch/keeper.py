@@ -1,0 +1,110 @@
+"""BudgetKeeper: what a session does about steps that take more than their budgets: says so, raises, or plans anew."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Profile
+from poochplan.runtime.budget_watch import BudgetWatch, OverBudget, over_budget_text
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.engine import Engine
+from poochplan.units import format_bytes
+
+from .holders import Holder, Own, holders
+from .step_meter import Moment
+
+MOST_PLANS = 4
+"""So many times a model's step is planned anew; what grows further is told instead."""
+
+
+class Replan(Protocol):
+    """Plans; the runtime does not know how."""
+
+    def __call__(self, profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
+        """A plan for the same budget, with so many bytes more that live all step long than ``profile`` has.
+
+        Raises ``InfeasibleError`` where there is none.
+        """
+
+
+class BudgetKeeper:
+    """State: for each model its watch, and what was found to live beside its step.
+
+    Parameters
+    ----------
+    policy: what is done.
+    replan, profiles: for the policy that plans anew; the profiles by the names of the models.
+    """
+
+    def __init__(
+        self, policy: OverBudget, replan: Replan | None = None, profiles: Mapping[str, Profile] | None = None
+    ) -> None:
+        self._policy = policy
+        self._replan = replan
+        self._profiles = profiles or {}
+        self._watches: defaultdict[str, BudgetWatch] = defaultdict(lambda: BudgetWatch(policy))
+        self._beside_bytes: dict[str, int] = defaultdict(int)
+        self._plans: dict[str, int] = defaultdict(int)
+
+    def look(self, segment: Segment, moment: Moment | None, engine: Engine, name: str, plan: Plan) -> Plan | None:
+        """A step of that model followed ``plan`` to its end: the plan for those to come, where it is another.
+
+        Raises ``BudgetExceededError`` if that is the policy.
+        """
+        watch, peak_bytes = self._watches[name], segment.report.peak_bytes
+        if peak_bytes is None or not watch.is_over(peak_bytes, plan):
+            return None
+
+        def held() -> list[Holder]:
+            return held_beside(engine, segment, plan)
+
+        where = described(moment, plan)
+        if self._policy is not OverBudget.REPLAN or self._replan is None:
+            watch.look(peak_bytes, plan, where, held)
+            return None
+        text = over_budget_text(peak_bytes, plan, where, held())
+        if self._plans[name] == MOST_PLANS:
+            watch.tell(f"{text}; it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept")
+            return None
+        beside_bytes = self._beside_bytes[name] + _rounded(peak_bytes - plan.prediction.peak_bytes)
+        try:
+            changed = self._replan(self._profiles[name], plan, beside_bytes)
+        except InfeasibleError as error:
+            watch.tell(f"{text}; with {format_bytes(beside_bytes)} more beside the step {error}")
+            return None
+        self._beside_bytes[name] = beside_bytes
+        self._plans[name] += 1
+        watch.tell(
+            f"{text}; from the next step on a plan is followed that knows of {format_bytes(beside_bytes)} more "
+            f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
+        )
+        watch.starts_anew()
+        return changed
+
+    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, name: str = "") -> bool:
+        """Whether the steps of that model are alike by now."""
+        return self._watches[name].is_settled(steps, peak_bytes, plan)
+
+
+def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
+    """Who holds more on the engine's device than the plan of that segment knows of."""
+    model = engine.model_of(segment)
+    return holders(
+        engine.device.kind, Own(model, engine.left_over_storages(), segment.left_over_bytes, plan.static_bytes)
+    )
+
+
+def described(moment: Moment | None, plan: Plan) -> str:
+    """The moment in words; empty where it is not known."""
+    if moment is None:
+        return ""
+    layer = moment.layer(plan.instructions)
+    return f"{moment.part}{f' of {layer}' if layer else ''}"
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-max(1, size_bytes) // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES

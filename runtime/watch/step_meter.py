@@ -1,0 +1,132 @@
+"""StepMeter: what each step took at most, and where in it; by the allocator where there is one, by ops now and then."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+import torch
+
+from poochplan.formats.plan import Instructions
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.metering.meter import LiveBytesMeter
+from poochplan.tensors.storages import own_tensors, plain_storage
+from poochplan.tensors.torch_private import in_backward, storage_identity
+
+from .census import census
+
+When = Literal["first-steps", "always", "never"]
+EVERY = 50
+"""Of the steps behind the first ones, every so many is metered by its ops: memory changes in a long run, too."""
+
+
+class Part(StrEnum):
+    """Of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Moment(NamedTuple):
+    """Where in a step: the points of the runtime's clock that it has passed."""
+
+    part: Part
+    saves: int
+    uses: int
+
+    def layer(self, instructions: Instructions) -> str:
+        """The layer that saves or uses there, in the words of a plan; empty where none does."""
+        if self.part is Part.FORWARD and instructions.values:
+            return instructions.values[min(self.saves, len(instructions.values) - 1)].layer
+        if self.part is Part.BACKWARD and 0 < self.uses <= len(instructions.uses):
+            return instructions.values[instructions.handles[instructions.uses[self.uses - 1]]].layer
+        return ""
+
+
+class StepMeter:
+    """Only the step is metered: from where its segment begins to its optimizer's step, or to the next segment.
+
+    States: *off*, *on* (in a step), *over* (its figures stand until the next begins).
+
+    Parameters
+    ----------
+    kind: of the device.
+    when: ``"first-steps"`` meters ops while :meth:`settled` was not called, and then in one step of :data:`EVERY`.
+
+    ``mode`` has to be among the engine's observers.
+    """
+
+    def __init__(self, kind: str, when: When) -> None:
+        self.mode = LiveBytesMeter(kind, ALLOCATION_UNIT_BYTES, self._where)
+        self._kind = kind
+        self._when = when
+        self._is_settled = False
+        self._steps = 0
+        self._engine: Engine | None = None
+        self._open = False
+        self._counted: int | None = None
+        self._allocated: int | None = None
+
+    def step_begins(self, engine: Engine, device: Device) -> None:
+        """A segment has begun on this thread."""
+        self._engine, self._device = engine, device
+        self._open, self._counted, self._allocated = True, None, None
+        self._steps += 1
+        if self._when == "never":
+            return
+        device.start_step_peak()
+        is_due = self._when == "always" or not self._is_settled or self._steps % EVERY == 0
+        engine.mechanism.timed = is_due
+        if is_due:
+            self.mode.begin(self._live(engine))
+            self.mode.switch_on()
+
+    def step_is_over(self) -> None:
+        """What runs from here on is not of the step. Idempotent."""
+        if self._open:
+            self._read()
+            self._open = False
+            self.mode.switch_off()
+
+    def settled(self, is_settled: bool) -> None:
+        """Whether steps are as those before: then few of them are metered by their ops."""
+        self._is_settled = is_settled
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most of this step so far; None where it is not metered."""
+        self._read()
+        return self._counted if self._allocated is None else max(self._allocated, self._counted or 0)
+
+    @property
+    def moment(self) -> Moment | None:
+        """Where that was; None where the step's ops were not metered."""
+        found = self.mode.at_peak
+        return found if self._counted is not None and isinstance(found, Moment) else None
+
+    def _read(self) -> None:
+        if self._open and self._when != "never":
+            self._allocated = self._device.step_peak_bytes()
+            if self.mode.is_on:
+                self._counted = self.mode.peak_bytes
+
+    def _where(self) -> Moment:
+        assert self._engine is not None
+        segment = self._engine.segment
+        part = Part.BACKWARD if in_backward() else Part.OPTIMIZER if segment.used else Part.FORWARD
+        return Moment(part, segment.saves, segment.uses)
+
+    def _live(self, engine: Engine) -> dict[int, torch.UntypedStorage]:
+        """All that is there as a step begins: what Python knows, the model's whatever its size, what autograd holds."""
+        found = census(self._kind)
+        for tensor in own_tensors(engine.model):
+            for one in (tensor, tensor.grad if tensor.is_leaf else None):
+                storage = plain_storage(one, self._kind) if one is not None else None
+                if storage is not None:
+                    found[storage_identity(storage)] = storage
+        for storage in engine.left_over_storages():
+            found[storage_identity(storage)] = storage
+        return found

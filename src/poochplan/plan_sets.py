@@ -1,0 +1,72 @@
+"""plan_set: a profile and a plan for each of several shapes, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.plan_set import PlanSet
+from poochplan.planner.planning import plan
+from poochplan.profiler.profiling import profile
+from poochplan.units import parse_budget
+
+
+def plan_set(
+    step_for: Callable[[Any], Callable[[], torch.Tensor]],
+    shapes: Iterable[Any],
+    *,
+    model: torch.nn.Module,
+    budget: str | int | float,
+    optimizer: torch.optim.Optimizer | None = None,
+    time_limit_s: float = 60.0,
+    evaluations: int | None = None,
+    **options: Any,
+) -> PlanSet:
+    """Plans for steps of several shapes: :func:`poochplan.apply` has each step follow the one for its inputs.
+
+    A step whose inputs are of no planned shape follows the nearest larger plan, so the largest shape that comes should
+    be among them.
+
+    Parameters
+    ----------
+    step_for: called with each of ``shapes``; gives the step for it, as :func:`poochplan.profile` takes it: a function
+        that runs forward on inputs of that shape and returns the loss.
+    shapes: whatever ``step_for`` takes: batch sizes, lengths, tuples.
+    model, optimizer: as for :func:`poochplan.profile`, which also takes ``options``. The link is measured once.
+    budget: one for all shapes. A share such as ``"60%"`` is of the largest in-core peak.
+    time_limit_s, evaluations: of each plan, as for :func:`poochplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        There are no shapes, ``step_for`` gives no function, or two shapes give the same inputs of the model.
+    InfeasibleError
+        A shape has no plan within the budget; it names the shape.
+    """
+    asked = list(shapes)
+    if not asked:
+        raise UsageError("plan_set: expected at least one shape, found none; name those that steps come in")
+    profiles = []
+    for shape in asked:
+        step = step_for(shape)
+        if not callable(step):
+            raise UsageError(
+                f"plan_set: expected step_for({shape!r}) to give a function that returns the loss, found "
+                f"{type(step).__name__}; return it without calling it"
+            )
+        profiles.append(profile(step, model=model, optimizer=optimizer, **options))
+        options = {"link": profiles[0].link} | options
+    largest_bytes = max(one.in_core_peak_bytes for one in profiles)
+    budget_bytes = parse_budget(budget, largest_bytes)
+    plans = []
+    for shape, one in zip(asked, profiles, strict=True):
+        try:
+            plans.append(plan(one, budget_bytes, time_limit_s=time_limit_s, evaluations=evaluations))
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"shape {shape!r}: {error}", smallest_budget_bytes=error.smallest_budget_bytes
+            ) from error
+    return PlanSet(plans)

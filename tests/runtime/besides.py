@@ -1,0 +1,64 @@
+"""A step with things that live beside it, and training loops as people write them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.run_report import Report
+from tests.runtime.nets import LINK
+
+WIDTH, BATCH = 64, 256
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(batch)
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers()
+
+
+def profiled(model: nn.Module, optimizer: torch.optim.Optimizer | None, also: Sequence[Any] = ()) -> Profile:
+    batch = torch.zeros(BATCH, WIDTH)
+    return poochplan.profile(
+        lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1, link=LINK, also=also
+    )
+
+
+def tight(profile: Profile) -> Plan:
+    """A plan at the smallest budget there is: nothing may live beside its step that the profile does not know of."""
+    return poochplan.plan(profile, smallest_budget(profile), evaluations=100)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+Loop = Callable[[nn.Module], None]
+
+
+def under(plan: Plan, model: nn.Module, loop: Loop, **options: Any) -> tuple[Report, list[str]]:
+    """The loop in a session: its report, and the warnings of this package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with poochplan.apply(plan, model, **options) as session:
+            loop(model)
+    return session.report(), [str(one.message) for one in caught if "poochplan" in str(one.message)]

@@ -1,0 +1,268 @@
+"""What lives beside a step counts without being told, and a message names its holder; told ahead, it is planned for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+import poochplan
+from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.planner.whatif import with_bytes_beside
+from tests.live_bytes import LiveBytes
+from tests.runtime.besides import BATCH, WIDTH, fresh, plain_step, profiled, tight, under
+
+pytestmark = pytest.mark.cpu_device
+
+
+class Volumes:
+    """A loader that keeps its source, and cuts batches out of it."""
+
+    def __init__(self) -> None:
+        self.source = torch.randn(16, BATCH, WIDTH)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in (0, 3, 5):
+            yield self.source[index].clone()
+
+
+class Beside:
+    """A kind of thing that lives beside the step, and the loop that uses it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+        self.also: list[Any] = []
+        self.batches: Any = [torch.ones(BATCH, WIDTH)] * 3
+
+    def train(self, model: nn.Module) -> None:
+        for batch in self.batches:
+            plain_step(model, self.optimizer, batch)
+            self.after_step(model)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Nothing."""
+
+
+class DataSet(Beside):
+    name = r"TensorDataset\.tensors"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        data = TensorDataset(torch.randn(BATCH * 16, WIDTH))
+        self.also = [data]
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+        self.batches = [batch for batch, _ in zip((one[0] for one in loader), range(1), strict=False)] * 3
+
+
+class Average(Beside):
+    name = "the weights of AveragedModel"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.average = AveragedModel(model)
+        self.also = [self.average]
+
+    def after_step(self, model: nn.Module) -> None:
+        self.average.update_parameters(model)
+
+
+class Source(Beside):
+    name = r"Volumes\.source"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.batches = Volumes()
+        self.also = [self.batches]
+
+
+KINDS = (DataSet, Average, Source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lives_beside_the_step_is_told_once_with_its_holder_and_its_bytes(kind: type[Any]) -> None:
+    model = fresh()
+    plan = tight(profiled(model, torch.optim.AdamW(model.parameters())))
+    report, told = under(plan, model, kind(model).train)
+    assert len(told) == 1, told
+    assert plan.budget_bytes < report.total.peak_bytes
+    assert f"more than its budget of {plan.budget_bytes}" in told[0]
+    assert re.search(kind.name + r" \([\d.]+ [KM]iB\)", told[0]), told[0]
+    assert " in forward of layers." in told[0] or " in backward" in told[0] or " in optimizer" in told[0], told[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_profile_was_told_of_is_within_the_budget_by_any_meter(kind: type[Any]) -> None:
+    model = fresh()
+    beside = kind(model)
+    plan = tight(profiled(model, beside.optimizer, beside.also))
+    with LiveBytes() as outside:
+        report, told = under(plan, model, beside.train)
+    assert told == []
+    assert report.total.peak_bytes <= plan.prediction.peak_bytes <= plan.budget_bytes
+    assert outside.peak <= plan.budget_bytes
+
+
+def test_the_state_of_an_optimizer_that_the_profile_knew_nothing_of_is_named() -> None:
+    model = fresh()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=3)
+    batch = torch.ones(BATCH, WIDTH)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def train(_: nn.Module) -> None:
+        for _ in range(3):
+            optimizer.step(closure)
+
+    with pytest.raises(
+        UsageError, match=r"whose step\(\) needs no closure, found LBFGS, .* profile without optimizer="
+    ):
+        profiled(model, optimizer)
+    _, told = under(tight(profiled(model, None)), model, train)
+    assert [line for line in told if "the state of LBFGS" in line], told
+    again = tight(profiled(model, None, also=[optimizer]))
+    assert again.budget_bytes > tight(profiled(fresh(), None)).budget_bytes
+
+
+def test_buckets_of_data_parallel_training_are_named_and_planned_for(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        inner = fresh()
+        optimizer = torch.optim.AdamW(inner.parameters())
+        plan = tight(profiled(inner, optimizer))
+        wrapped = nn.parallel.DistributedDataParallel(inner)
+        batches = [torch.ones(BATCH, WIDTH)] * 3
+
+        def train(model: nn.Module) -> None:
+            for batch in batches:
+                plain_step(model, optimizer, batch)
+
+        _, told = under(plan, wrapped, train)
+        assert len(told) == 1, told
+        assert "buckets of DistributedDataParallel" in told[0]
+        knowing = tight(profiled(inner, optimizer, also=[wrapped]))
+        report, told = under(knowing, wrapped, train)
+        assert told == []
+        assert report.total.peak_bytes <= knowing.budget_bytes
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def plan_and_average() -> tuple[Plan, nn.Module, Average]:
+    model = fresh()
+    return tight(profiled(model, torch.optim.AdamW(model.parameters()))), model, Average(model)
+
+
+def test_on_request_a_step_above_its_budget_raises_at_its_end(
+    plan_and_average: tuple[Plan, nn.Module, Average],
+) -> None:
+    plan, model, beside = plan_and_average
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(BudgetExceededError, match="more than its budget of") as raised:
+        under(plan, model, beside.train, on_over_budget="error")
+    assert raised.value.exit_code == 5
+    assert raised.value.peak_bytes > plan.budget_bytes
+    assert not any(map(torch.equal, before, model.parameters())), "the optimizer has stepped"
+    assert not model._forward_pre_hooks
+
+
+def test_on_request_a_new_plan_is_made_with_what_was_measured_and_followed_from_the_next_step_on() -> None:
+    model = fresh()
+    profile = profiled(model, torch.optim.AdamW(model.parameters()))
+    beside = Average(model)
+    beside.batches = [torch.ones(BATCH, WIDTH)] * 6
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    plan = poochplan.plan(profile, tight(profile).budget_bytes + 2 * own_bytes, evaluations=100)
+    report, told = under(plan, model, beside.train, on_over_budget="replan", profile=profile, meter="always")
+    assert report.last_step.peak_bytes <= plan.budget_bytes < report.total.peak_bytes, told
+    assert report.total.fallbacks == 0
+    assert report.status == "followed"
+    assert "a plan is followed that knows of" in told[0]
+
+
+def test_where_no_plan_has_room_for_it_the_smallest_budget_is_said(
+    plan_and_average: tuple[Plan, nn.Module, Average],
+) -> None:
+    plan, model, beside = plan_and_average
+    profile = profiled(model, torch.optim.AdamW(model.parameters()))
+    _, told = under(plan, model, beside.train, on_over_budget="replan", profile=profile)
+    assert len(told) == 1
+    assert "no plan fits a budget of" in told[0]
+
+
+def test_a_new_plan_needs_the_profile_of_the_old_one(plan_and_average: tuple[Plan, nn.Module, Average]) -> None:
+    plan, model, _ = plan_and_average
+    with pytest.raises(UsageError, match="expected the profile that the plan was made from, found none; pass it"):
+        poochplan.apply(plan, model, on_over_budget="replan")
+    with pytest.raises(UsageError, match='on_over_budget: expected "warn", "error" or "replan", found \'never\''):
+        poochplan.apply(plan, model, on_over_budget="never")  # type: ignore[arg-type]
+
+
+def test_bytes_beside_a_profile_raise_every_plan_by_as_much() -> None:
+    model = fresh()
+    profile = profiled(model, None)
+    more = with_bytes_beside(profile, 1000)
+    assert more.in_core_peak_bytes == profile.in_core_peak_bytes + 1024
+    assert tight(more).prediction.peak_bytes == tight(profile).prediction.peak_bytes + 1024
+
+
+def test_what_runs_behind_the_step_is_not_metered() -> None:
+    """A validation with a large batch, and a copy of the weights that is saved."""
+    model = fresh()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = tight(profiled(model, optimizer))
+    batch = torch.ones(BATCH, WIDTH)
+
+    def train(model: nn.Module) -> None:
+        for _ in range(3):
+            plain_step(model, optimizer, batch)
+            with torch.no_grad():
+                model(torch.ones(8 * BATCH, WIDTH))
+            copies = [parameter.repeat(32, *[1] * (parameter.ndim - 1)) for parameter in model.parameters()]
+            del copies
+
+    report, told = under(plan, model, train, meter="always")
+    assert told == []
+    assert report.total.peak_bytes <= plan.budget_bytes
+    assert report.last_step.peak_bytes is not None
+
+
+def test_a_validation_behind_a_step_without_an_optimizer_is_not_metered_either() -> None:
+    model = fresh()
+    plan = tight(profiled(model, None))
+    batch = torch.ones(BATCH, WIDTH)
+
+    def train(model: nn.Module) -> None:
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            with torch.no_grad():
+                outputs = [model(batch) for _ in range(16)]
+            del outputs
+            model.zero_grad(set_to_none=True)
+
+    report, told = under(plan, model, train, meter="always")
+    assert told == []
+    assert report.total.peak_bytes <= plan.budget_bytes
+
+
+def test_also_takes_what_holds_tensors_and_refuses_what_holds_none() -> None:
+    model = fresh()
+    with pytest.raises(UsageError, match="also: expected modules, tensors or objects that hold tensors, found dict"):
+        profiled(model, None, also=[{"nothing": 1}])
+    with pytest.raises(UsageError, match="also: expected a list of modules, tensors or containers, found Tensor"):
+        profiled(model, None, also=torch.ones(3))  # type: ignore[arg-type]
+    beside = torch.zeros(5000)
+    plain, more = profiled(model, None), profiled(model, None, also=[{"a": [beside, beside[:10]]}, model])
+    assert more.in_core_peak_bytes == plain.in_core_peak_bytes + 20480
