@@ -214,7 +214,7 @@ class Attachment:
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
             storages = (plain_storage(tensor, self._kind) for tensor in given)
-            self.engine.segment.given = [weakref.ref(storage) for storage in storages if storage is not None]
+            self.engine.segment.given = [(weakref.ref(one), one.nbytes()) for one in storages if one is not None]
         if self.engine.model_is_called(lambda: input_signature(args, kwargs), name):
             self._chosen()
 

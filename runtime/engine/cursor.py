@@ -81,8 +81,8 @@ class Segment:
         """How often a model was called in it."""
         self.aside = False
         """Whether it is none of a model's steps: what it saves is kept, and the next call of a model begins a step."""
-        self.given: list[weakref.ref[torch.UntypedStorage]] = []
-        """Storages of what its first model was called with."""
+        self.given: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        """Storages of what its first model was called with, and their bytes."""
         self.inputs: Signature | None = None
         """Of the model's first call in it; None before."""
         self.saves_next = False

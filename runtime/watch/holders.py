@@ -38,8 +38,8 @@ class Own(NamedTuple):
     """What earlier segments saved and others still hold."""
     left_over_bytes: int
     """How much that was as the step began."""
-    inputs: Iterable[torch.UntypedStorage]
-    """What the model was called with in the step, as far as it is still there."""
+    inputs: Iterable[tuple[torch.UntypedStorage | None, int]]
+    """What the model was called with in the step, and its bytes; None where it is gone by now."""
     predicted: Mapping[str, int]
     """Bytes by kind, as in ``Plan.static_bytes``."""
 
@@ -62,9 +62,11 @@ def holders(kind: str, own: Own) -> list[Holder]:
         for name in optimizers:
             found[name] -= own.predicted.get("optimizer_state", 0)
         left_bytes = own.predicted.get("input", 0)
-        for storage in own.inputs:  # of a part of a data set it is the whole, which is no input as it was predicted
-            if storage.nbytes() <= left_bytes:
-                left_bytes -= sizes.pop(storage_identity(storage), 0)
+        for storage, size_bytes in own.inputs:  # of a part of a data set it is the whole, which was not predicted
+            if size_bytes <= left_bytes:
+                left_bytes -= size_bytes
+                if storage is not None:
+                    sizes.pop(storage_identity(storage), None)
         traced = _traced(kind, sizes, own.model)
     for name, size_bytes in _beyond_inputs(traced, left_bytes).items():
         found[name] += size_bytes
