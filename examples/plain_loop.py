@@ -22,14 +22,15 @@ def main() -> tuple[poochplan.Plan, Report, bool]:
     def step() -> torch.Tensor:
         return nn.functional.cross_entropy(model(images), labels)
 
-    # 1. Profile: a few real steps. The model and the optimizer are afterwards as they were.
-    profile = poochplan.profile(step, model=model, optimizer=optimizer, throttle="400MB/s")
-    # 2. Plan: keep, swap or recompute each activation.
-    plan = poochplan.plan(profile, budget="60%", time_limit_s=5)
-
     step().backward()  # ordinary training, to compare with
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     optimizer.zero_grad()
+
+    # 1. Profile: a few real steps. The model and the optimizer are afterwards as they were. What no step touches and
+    #    lives beside them is said: it is part of the budget.
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, throttle="400MB/s", also=[expected])
+    # 2. Plan: keep, swap or recompute each activation.
+    plan = poochplan.plan(profile, budget="60%", time_limit_s=5)
 
     # 3. Run: your loop, inside a session.
     with poochplan.apply(plan, model) as session:

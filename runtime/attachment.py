@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from poochplan.tensors.modes import (
     where_forward_raises,
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
+from poochplan.tensors.storages import plain_storage
 from poochplan.tensors.torch_private import in_backward
 
 from .one_session import entered
@@ -214,8 +216,10 @@ class Attachment:
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
             self._begin()
-            leaves = (*tensor_leaves("", args), *tensor_leaves("", kwargs))
-            self.engine.tape.is_given(tensor for _, tensor in leaves)
+            given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
+            self.engine.tape.is_given(given)
+            storages = (plain_storage(tensor, self._kind) for tensor in given)
+            self.engine.segment.given = [(weakref.ref(one), one.nbytes()) for one in storages if one is not None]
         if self.engine.model_is_called(lambda: input_signature(args, kwargs), name):
             self._chosen()
 

@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable
 from enum import StrEnum
 
+import torch
+
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.run_report import StepReport
 
@@ -48,6 +50,7 @@ class Segment:
         "aside",
         "calls",
         "diverged",
+        "given",
         "gradient_bytes",
         "inputs",
         "lease",
@@ -78,6 +81,8 @@ class Segment:
         """How often a model was called in it."""
         self.aside = False
         """Whether it is none of a model's steps: what it saves is kept, and the next call of a model begins a step."""
+        self.given: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        """Storages of what its first model was called with, and their bytes."""
         self.inputs: Signature | None = None
         """Of the model's first call in it; None before."""
         self.saves_next = False

@@ -38,6 +38,8 @@ class Own(NamedTuple):
     """What earlier segments saved and others still hold."""
     left_over_bytes: int
     """How much that was as the step began."""
+    inputs: Iterable[tuple[torch.UntypedStorage | None, int]]
+    """What the model was called with in the step, and its bytes; None where it is gone by now."""
     predicted: Mapping[str, int]
     """Bytes by kind, as in ``Plan.static_bytes``."""
 
@@ -59,8 +61,14 @@ def holders(kind: str, own: Own) -> list[Holder]:
         optimizers = [name for name in found if name.startswith(_STATE)]
         for name in optimizers:
             found[name] -= own.predicted.get("optimizer_state", 0)
+        left_bytes = own.predicted.get("input", 0)
+        for storage, size_bytes in own.inputs:  # of a part of a data set it is the whole, which was not predicted
+            if size_bytes <= left_bytes:
+                left_bytes -= size_bytes
+                if storage is not None:
+                    sizes.pop(storage_identity(storage), None)
         traced = _traced(kind, sizes, own.model)
-    for name, size_bytes in _beyond_inputs(traced, own.predicted.get("input", 0)).items():
+    for name, size_bytes in _beyond_inputs(traced, left_bytes).items():
         found[name] += size_bytes
     ranked = sorted(found.items(), key=lambda one: -one[1])
     return [Holder(name, size_bytes) for name, size_bytes in ranked if size_bytes >= LEAST_BYTES]

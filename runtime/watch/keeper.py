@@ -92,10 +92,9 @@ class BudgetKeeper:
 
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
     """Who holds more on the engine's device than the plan of that segment knows of."""
-    model = engine.model_of(segment)
-    return holders(
-        engine.device.kind, Own(model, engine.left_over_storages(), segment.left_over_bytes, plan.static_bytes)
-    )
+    inputs = [(reference(), size_bytes) for reference, size_bytes in segment.given]
+    own = Own(engine.model_of(segment), engine.left_over_storages(), segment.left_over_bytes, inputs, plan.static_bytes)
+    return holders(engine.device.kind, own)
 
 
 def described(moment: Moment | None, plan: Plan) -> str:

@@ -181,7 +181,7 @@ class Judge:
 
 def _note_live_bytes(model: torch.nn.Module, session: Session, live: list[int]) -> None:
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: live.append(session._meter.live_bytes))
+        parameter.register_post_accumulate_grad_hook(lambda _: live.append(session._meter.mode.live_bytes))
 
 
 def _fetched_early(plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime import session
+from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
@@ -66,7 +66,7 @@ class Exact:
             for _ in range(2):
                 optimizer.zero_grad(set_to_none=True)
                 loss = step()
-                live_bytes.append(session._meter.live_bytes)
+                live_bytes.append(session._meter.mode.live_bytes)
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.append(snapshot(model, loss))
                 optimizer.step()
@@ -106,7 +106,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         test_user_code.test_what_backward_itself_saves_is_outside_the_plan,
     ),
     "a forward inside backward begins no step": (
-        (session.Session, "_forward_begins", "in_backward()", "False"),
+        (Attachment, "_forward_begins", "in_backward()", "False"),
         test_user_code.test_a_model_checkpointed_as_a_whole_counts_each_step_once,
     ),
     "another shape is a divergence": (

@@ -205,7 +205,7 @@ def test_a_mode_that_the_model_enters_in_its_forward(plan: str) -> None:
 
 
 def test_a_mode_between_two_steps_alone() -> None:
-    """The session goes on recording and metering where it is left."""
+    """The session goes on recording and metering where it is left, to the end of the step."""
     case = CASES["residual"]
     model, step, optimizer = case.fresh()
     mode, seen = Ops(), []
@@ -218,9 +218,12 @@ def test_a_mode_between_two_steps_alone() -> None:
             loss.backward()
             seen.append(snapshot(model, loss))
             with mode:
+                pass
+            assert session._meter.mode.is_on
+            assert session._meter.mode in _get_current_dispatch_mode_stack()
+            with mode:
                 optimizer.step()
-            assert session._meter.is_on
-            assert session._meter in _get_current_dispatch_mode_stack()
+            assert not session._meter.mode.is_on
     assert equal(in_core(case, STEPS), seen)
     assert session.report().total.fallbacks == 0
 

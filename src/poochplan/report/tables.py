@@ -146,8 +146,8 @@ def arena_row(prediction: Prediction) -> Rows:
     if not arena_bytes or not live_bytes:
         return {}
     above = arena_bytes / live_bytes - 1
-    text = f"{format_bytes(arena_bytes)} for what the step takes itself ({above:.1%} above its live peak)"
-    return {"static arena": text}
+    text = f"{format_bytes(arena_bytes)} for all that the step makes ({above:.1%} more than is in use at once)"
+    return {"as one block": text}
 
 
 def _numbered(assumed: tuple[str, ...], notes: tuple[str, ...]) -> dict[str, str]:

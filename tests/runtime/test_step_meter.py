@@ -1,0 +1,140 @@
+"""When steps are metered: all by an allocator that tells, elsewhere the first, those that grow, and one in fifty."""
+
+from __future__ import annotations
+
+import warnings
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Plan
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
+from poochplan.runtime.watch.referrers import name_of
+from poochplan.runtime.watch.users_line import Place
+from poochplan.tensors.torch_private import storage_identity
+from tests.runtime.besides import BATCH, WIDTH, fresh, profiled, tight
+
+pytestmark = pytest.mark.cpu_device
+
+
+class Telling(CpuDevice):
+    """A device with an allocator that tells what a step took."""
+
+    def __init__(self, peaks: list[int]) -> None:
+        super().__init__()
+        self.peaks_of_steps = peaks
+        self.begun = 0
+
+    def start_step_peak(self) -> None:
+        self.begun += 1
+
+    def step_peak_bytes(self) -> int:  # type: ignore[override]
+        return self.peaks_of_steps[min(self.begun, len(self.peaks_of_steps)) - 1]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return tight(profiled(fresh(), None))
+
+
+def step(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+    model(torch.ones(BATCH, WIDTH)).square().mean().backward()
+
+
+def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
+    plan = msgspec.structs.replace(plan, budget_bytes=10 * plan.budget_bytes)
+    peaks = [5, 6, 7, 8, plan.budget_bytes + 1, 9]
+    device, seen, model = Telling(peaks), [], fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match=f"took {plan.budget_bytes + 1} bytes, more than its budget") as told,
+        poochplan.apply(plan, model, device=lambda: device) as session,
+    ):
+        for _ in peaks:
+            step(model)
+            optimizer.step()
+            seen.append(session.report().last_step.peak_bytes)
+    assert seen[2:] == peaks[2:]
+    assert all(peak is not None and peak > 1000 for peak in seen[:2]), (
+        "the first steps are metered by their ops as well"
+    )
+    assert device.begun == len(peaks)
+    assert len(told) == 1
+
+
+def test_elsewhere_the_first_two_steps_are_metered_and_one_in_fifty(plan: Plan) -> None:
+    model, metered = fresh(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
+        warnings.simplefilter("error")
+        for number in range(1, 102):
+            step(model)
+            optimizer.step()
+            if session.report().last_step.peak_bytes is not None:
+                metered.append(number)
+    assert metered == [1, 2, 50, 100]
+
+
+def test_a_meter_that_starts_late_knows_what_lives_already(plan: Plan) -> None:
+    model, kept, told_at = fresh(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with poochplan.apply(plan, model):
+        for number in range(1, 53):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(model)
+                optimizer.step()
+            told_at += [number for one in caught if "variable kept of test_a_meter" in str(one.message)]
+            if number == 9:
+                kept.append(torch.zeros(BATCH, WIDTH))
+    assert told_at == [50]
+
+
+def test_a_census_finds_what_python_holds_whatever_its_class_and_leaves_out_what_is_asked_to() -> None:
+    class Volume(torch.Tensor):
+        pass
+
+    plain = torch.zeros(LEAST_BYTES)
+    view = plain[:3]
+    subclass = torch.zeros(LEAST_BYTES).as_subclass(Volume)
+    sparse = torch.eye(LEAST_BYTES).to_sparse()
+    small = torch.zeros(3)
+    copy = torch.zeros(LEAST_BYTES)
+    leave_out([copy])
+    found = census("cpu")
+    assert {storage_identity(x.untyped_storage()) for x in (plain, view, subclass)} <= found.keys()
+    assert storage_identity(sparse._values().untyped_storage()) in found
+    assert storage_identity(small.untyped_storage()) not in found
+    assert storage_identity(copy.untyped_storage()) not in found
+    assert census("cuda") == {}
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.cache = {"first": [torch.zeros(3)]}
+
+
+def test_who_holds_a_tensor_is_named_by_the_nearest_name() -> None:
+    def name_in_a_function(thing: torch.Tensor) -> str:
+        return name_of([thing], [])
+
+    keeper = Keeper()
+    assert name_of([keeper.cache["first"][0]], []) == "Keeper.cache"
+    assert name_in_a_function(torch.zeros(3)) == "variable thing of name_in_a_function()"
+
+
+def test_a_place_is_left_when_its_function_has_ended() -> None:
+    def enter() -> Place:
+        place = Place.of_caller()
+        assert not place.is_left
+        return place
+
+    places = [enter() for _ in range(2)]
+    here = Place.of_caller()
+    assert [place.is_left for place in places] == [True, True]
+    assert not here.is_left
