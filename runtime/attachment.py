@@ -25,7 +25,7 @@ from poochplan.tensors.modes import (
     where_forward_raises,
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
-from poochplan.tensors.torch_private import in_backward
+from poochplan.tensors.torch_private import has_topmost_hooks, in_backward
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
@@ -85,6 +85,10 @@ class Attachment:
         self._gives_up = gives_up
         self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         """Gives what is called in the place of a compiled callable; None for that itself."""
+        self.is_wanted: Callable[[], bool] = lambda: True
+        """Asked where a segment is about to begin; where it says no, ``abandoned`` is called."""
+        self.abandoned: Callable[[], None] = lambda: None
+        """Is to leave the block."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
         self._thread: int | None = None
         self._stack = ExitStack()
@@ -115,7 +119,8 @@ class Attachment:
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
             stack.enter_context(around_optimizer_steps(self.whole, lambda _: None, self._optimizer_stepped))
             self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
-            stack.enter_context(self._hooks)
+            self._hooks.__enter__()
+            stack.callback(self.take_hooks_off)
             self.state, self._thread = "open", threading.get_ident()
             self._stack = stack.pop_all()
         return self
@@ -128,6 +133,18 @@ class Attachment:
     def thread(self) -> int | None:
         """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
         return self._thread if self.state == "open" else None
+
+    def take_hooks_off(self) -> None:
+        """Off, if nobody has put others on top of them: then they do nothing from now on, and go when they are met."""
+        if has_topmost_hooks(self._hooks):
+            self._hooks.__exit__()
+
+    def ends_here(self) -> bool:
+        """Whether what this is for has ended, without leaving the block; it is left now."""
+        if self.state != "open" or self.is_wanted():
+            return False
+        self.abandoned()
+        return True
 
     def begin_segment(self) -> None:
         """The caller says that a segment begins here, and will say so from now on."""
@@ -157,7 +174,7 @@ class Attachment:
         """A segment begins at the first forward after a backward, or when nothing of the last one is held any more."""
         if self.state == "away" or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
             return
-        if in_backward():  # a checkpoint of the user's runs forward again in backward
+        if in_backward() or self.ends_here():  # a checkpoint of the user's runs forward again in backward
             return
         if self._kind == "cuda":
             refuse_capture()

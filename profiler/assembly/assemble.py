@@ -113,6 +113,16 @@ def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
     }
 
 
+def with_more_beside(profile: Profile, name: str, size_bytes: int) -> Profile:
+    """The same, where so many bytes more are there all step long."""
+    if size_bytes <= 0:
+        return profile
+    last_tick = len(profile.ops) + len(profile.points) - 1
+    values = (*profile.values, _held_value(name, size_bytes, last_tick))
+    more = msgspec.structs.replace(profile, values=values, static_bytes=_static_bytes(values))
+    return _with_peak(more)
+
+
 def _held_value(name: str, size_bytes: int, last_tick: int) -> Value:
     """What is there all step long, such as what cuBLAS holds: part of every peak, and nobody's to decide about."""
     return Value(

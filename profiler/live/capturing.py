@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.formats.profile import Kind, Phase
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
@@ -22,7 +22,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.tensors.storages import static_keys
 from poochplan.tensors.torch_private import storage_identity
 
-from .living import live_tensors
+from .living import bytes_taken, live_bytes_now, live_tensors
 from .watch import Pack, Scene, Unpack, Watch
 
 NAMED = 100
@@ -93,10 +93,8 @@ class Capturing(Watch):
             kinds.note_gradients(model)
         others = [tensor for tensor in live_tensors(self.scene.where.type) if self.capture.value_if_known(tensor) < 0]
         kinds.note(others[:NAMED], Kind.INPUT)
-        self.beside_bytes = segment.left_over_bytes + sum(
-            -(-tensor.untyped_storage().nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
-            for tensor in others[NAMED:]
-        )
+        self.beside_bytes = segment.left_over_bytes + bytes_taken(others[NAMED:])
+        self.base_bytes = live_bytes_now(self.scene.where.type)
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)

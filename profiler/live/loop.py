@@ -27,10 +27,12 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
 from poochplan.tensors.modes import ToggledMode
 
-from .lines import Key, Line
+from .lines import Key, Line, Lines
+from .living import live_bytes_now
 from .study import study
 from .watch import Scene, Watch
 
+TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
 
@@ -80,12 +82,15 @@ class Loop:
         observers: Sequence[ToggledMode] = (),
     ) -> None:
         self.alternatives: Sequence[Instructions] = ()
-        self.lines: dict[Key, Line] = {}
+        self.lines = Lines()
         self.optimizer_steps = 0
         self._optimizers = list(optimizers)
         self._after = 0
         self._watch: Watch | None = None
         self._line: Line | None = None
+        self._key: Key | None = None
+        """Of the open segment, before it is known what it is like."""
+        self._compared: tuple[Key, Line, int] | None = None
         self._told = 0
         self._segments = 0
         self._link, self._fits, self._follower = link, fits, follower
@@ -115,8 +120,10 @@ class Loop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle(at_end=True)
-        self._stack.close()
+        try:
+            self.settle(at_end=True)
+        finally:
+            self._stack.close()
 
     @property
     def engine(self) -> Engine:
@@ -135,7 +142,8 @@ class Loop:
         """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
         if segment.inputs is None and not segment.saves_next:
             return None
-        key = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        own = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        self._key, key = own, self.lines.kind_of(own)
         known = self._follower.known(key)
         if isinstance(known, Watch):
             return self._watched(known, segment)
@@ -143,9 +151,14 @@ class Loop:
             return known
         if not self.optimizer_steps and self._segments < MOST_WARMUP:
             return SwapEach(at_once=True)
+        like = self.lines.like(key)
+        if like is not None:
+            gc.collect()  # as before a capture
+            self._compared = key, like, live_bytes_now(self.scene.where.type)
+            return SwapEach(at_once=True)
         line = self.lines.get(key)
         if line is None:
-            line = self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
+            line = self._new_line(key)
         if line.next_watch is None:
             return self._follower.driver(line)
         self._line = line
@@ -156,6 +169,14 @@ class Loop:
         self._watch = watch
         watch.begin(segment)
         return watch.driver
+
+    def _new_line(self, key: Key) -> Line:
+        too_many = self.lines.are_too_many
+        line = self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
+        if too_many:
+            line.give_up(TOO_MANY)
+            self._follower.profiled(line)
+        return line
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""
@@ -168,7 +189,12 @@ class Loop:
 
     def _hooks(self, engine: Engine) -> Hooks:
         def pack(tensor: torch.Tensor) -> Handle:
+            if self.attachment.state == "closed":
+                self.attachment.take_hooks_off()
+                return Handle.untouched(tensor)
             if engine.cursor.save_begins_one():
+                if self.attachment.ends_here():
+                    return Handle.untouched(tensor)
                 engine.begin()
             watch = self._watch
             if watch is not None:
@@ -217,6 +243,12 @@ class Loop:
         self._segments += 1
         watch, line = self._take_off(stepped=False), self._line
         self._watch = self._line = None
+        if self._compared is not None:
+            key, like, base_bytes = self._compared
+            self._compared = None
+            self.lines.compared(key, like, segment, base_bytes)
+        elif segment.diverged and self._key is not None:
+            self.lines.part(self._key)
         if watch is None or line is None:
             self._follower.segment_over(segment, watch)
             return

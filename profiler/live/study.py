@@ -5,7 +5,8 @@ after another: CAPTURE (1), TIME (whole, then op by op), VERIFY (1 or 2).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Literal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
@@ -20,12 +21,12 @@ from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.profiler.trials.handle_cost import keeping, with_handles
 from poochplan.profiler.trials.paired import HookSeconds
 
-from .aside import aside
 from .capturing import Capturing
 from .timing_watches import OpTiming, PhaseTiming
 from .verifying_watch import Verifying
 from .watch import Scene, Watch
 
+T = TypeVar("T")
 TIMED = 3
 """Segments that are timed whole, and as many op by op."""
 LIVE = "profiled inside a running training loop"
@@ -90,6 +91,15 @@ def _verified(scene: Scene, profile: Profile) -> Studied:
             trial = trials.send(watch.verify)
         except StopIteration as verified:
             return verified.value
+
+
+def aside(work: Callable[[], T]) -> T:
+    """What it gives, worked out on a thread of its own: no hook and no mode of the loop's thread sees it.
+
+    The calling thread waits for it, and what it raises is raised here.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool:
+        return pool.submit(work).result()
 
 
 def _mode_notes(mode: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from poochplan.errors import BudgetExceededError, PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Link, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.live.lines import Key, Line
+from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.device import Device
@@ -27,6 +28,7 @@ from poochplan.runtime.run_report import StepReport
 from poochplan.units import format_bytes, parse_budget
 
 from .background import Background
+from .calls import Call
 from .following import Following, Metered, is_metered
 from .plan_cache import PlanCache
 from .telling import Teller, described
@@ -74,6 +76,8 @@ class AutoSession:
         self._looked_up: set[Key] = set()
         self._current: Way | None = None
         self._told_of: set[str] = set()
+        self._smallest_bytes = 0
+        """The largest of the smallest possible budgets that were told."""
         self._stack = ExitStack()
         self.loop = Loop(
             models,
@@ -98,6 +102,18 @@ class AutoSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stack.close()
+
+    def ends_with(self, call: Call) -> None:
+        """The session ends, at the latest, where something is trained when that call is not running any more.
+
+        For those who are not told how a call ends: a callback of a trainer whose ``train`` may raise.
+        """
+        self.loop.attachment.is_wanted = call.is_running
+        self.loop.attachment.abandoned = self.close
+
+    def close(self) -> None:
+        """As the end of the ``with`` block. Idempotent."""
         self._stack.close()
 
     def _end(self) -> None:
@@ -126,10 +142,11 @@ class AutoSession:
 
         False too while segments are still being profiled: only steps bring that on.
         """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.loop.settle()
-        for pending in tuple(self._pending.values()):
-            pending.is_done(timeout_s)
-        self._poll()
+        while self._pending and (end_s is None or time.monotonic() < end_s):
+            next(iter(self._pending.values())).is_done(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._poll()
         return (
             bool(self.ways) and not self._pending and all(line.next_watch is None for line in self.loop.lines.values())
         )
@@ -162,19 +179,19 @@ class AutoSession:
         """Has the profile planned, or says why there is none."""
         profile = line.profile
         if profile is None:
-            self._warn(f"steps that save like this are swapped whole, for {line.refused}")
+            if line.refused != UNUSED:  # there is nothing to plan
+                self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
         self.profiles[line.key] = profile
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
-            self._over(
-                f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} "
-                f"bytes ({format_bytes(smallest_bytes)}), which {profile.in_core_peak_layer or 'the step'} needs; "
-                "every saved value is swapped, and the budget is not kept"
-            )
+            if smallest_bytes > self._smallest_bytes:
+                self._smallest_bytes = smallest_bytes
+                self._over(_infeasible(profile, budget_bytes, smallest_bytes))
             return
         self._pending[line.key] = Background(profile, budget_bytes, self._time_limit_s)
+        self._plan_the_next()
         self._teller.say(f"profiled in {line.segments} steps, planning")
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
@@ -207,6 +224,13 @@ class AutoSession:
                 self._warn(f"steps go on as they were profiled: {error}")
             finally:
                 pending.close()
+        self._plan_the_next()
+
+    def _plan_the_next(self) -> None:
+        """One at a time: the loop needs the processors too."""
+        for pending in self._pending.values():
+            pending.start()
+            return
 
     def _look_up(self, key: Key) -> None:
         if key in self._looked_up or key in self.ways:
@@ -260,3 +284,12 @@ class AutoSession:
         if text not in self._told_of:
             self._told_of.add(text)
             warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=2)
+
+
+def _infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
+    where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
+    return (
+        f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
+        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
+        "kept"
+    )
