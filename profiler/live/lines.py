@@ -110,6 +110,15 @@ class Lines(dict[Key, Line]):
         elif segment.outcome is not Outcome.RAISED:
             self._apart.add(key)
 
+    @property
+    def alike(self) -> list[tuple[Key, Key]]:
+        """Keys with the kinds that they are like."""
+        return list(self._alike.items())
+
+    def take(self, alike: list[tuple[Key, Key]]) -> None:
+        """Another process has found these alike."""
+        self._alike.update(alike)
+
     def part(self, key: Key) -> None:
         """Segments of that key are of a kind of their own from now on."""
         if self._alike.pop(key, None) is not None:

@@ -52,6 +52,9 @@ class Follower(Protocol):
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """A segment is over that was not studied."""
 
+    def optimizer_stepped(self) -> None:
+        """An optimizer of the models' has stepped."""
+
 
 class Loop:
     """A context manager around a user's loop. State: the kinds of segments (``lines``), and the watch that is on.
@@ -227,6 +230,7 @@ class Loop:
         self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
         if not self.engine.cursor.is_open:
             self._take_off(stepped=True)
+        self._follower.optimizer_stepped()
 
     def _take_off(self, *, stepped: bool) -> Watch | None:
         """The segment has ended: nothing that follows is its own."""

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from poochplan.online.auto import auto
 from poochplan.online.auto_session import AutoSession
-from poochplan.online.calls import Call
 
+from .calls import Call
 from .wrapping import outermost
 
 
@@ -44,7 +44,7 @@ class PlanCallback(TrainerCallback):
         session.__enter__()
         call = Call.of_method(Trainer)
         if call is not None:
-            session.ends_with(call)
+            session.lasts_while(call.is_running)
         self.session = session
 
     def on_train_end(

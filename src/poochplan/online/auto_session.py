@@ -24,13 +24,14 @@ from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.meter import LiveBytesMeter
+from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
 from poochplan.units import format_bytes, parse_budget
 
 from .background import Background
-from .calls import Call
 from .following import Following, Metered, is_metered
 from .plan_cache import PlanCache
+from .ranks import Ranks, Shared
 from .telling import Teller, described
 from .ways import Way, Ways
 
@@ -78,6 +79,9 @@ class AutoSession:
         self._told_of: set[str] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were told."""
+        self._ranks: Ranks | None = None
+        self._ready: list[tuple[Key, Plan]] = []
+        """Where there are ranks: what they have not been told."""
         self._stack = ExitStack()
         self.loop = Loop(
             models,
@@ -96,6 +100,8 @@ class AutoSession:
         with ExitStack() as stack:
             stack.callback(self._end)
             stack.enter_context(self.loop)
+            self._ranks = Ranks.of(self.loop.attachment.models.values())
+            self._teller.is_quiet |= not self._is_planner
             self._stack = stack.pop_all()
         return self
 
@@ -104,12 +110,12 @@ class AutoSession:
     ) -> None:
         self._stack.close()
 
-    def ends_with(self, call: Call) -> None:
-        """The session ends, at the latest, where something is trained when that call is not running any more.
+    def lasts_while(self, is_wanted: Callable[[], bool]) -> None:
+        """The session ends, at the latest, where something is trained and ``is_wanted()`` says no.
 
         For those who are not told how a call ends: a callback of a trainer whose ``train`` may raise.
         """
-        self.loop.attachment.is_wanted = call.is_running
+        self.loop.attachment.is_wanted = is_wanted
         self.loop.attachment.abandoned = self.close
 
     def close(self) -> None:
@@ -147,9 +153,12 @@ class AutoSession:
         while self._pending and (end_s is None or time.monotonic() < end_s):
             next(iter(self._pending.values())).is_done(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self._poll()
-        return (
-            bool(self.ways) and not self._pending and all(line.next_watch is None for line in self.loop.lines.values())
-        )
+        return self._tell_ranks(even_nothing=True) if self._ranks is not None else self._is_all_planned
+
+    @property
+    def _is_all_planned(self) -> bool:
+        studied = any(line.next_watch is not None for line in self.loop.lines.values())
+        return bool(self.ways or self._ready) and not self._pending and not studied
 
     # -- the loop's follower ----------------------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ class AutoSession:
         self._look_up(key)
         found = self.ways.choose(key)
         if found is None:
-            return None
+            return None if self._is_planner else SwapEach(at_once=True)
         way, course = found
         if not self._has_room(way):
             return SwapEach(at_once=True)
@@ -206,6 +215,30 @@ class AutoSession:
                     f"{watch.plan.budget_bytes} (predicted: {watch.plan.prediction.peak_bytes})"
                 )
 
+    def optimizer_stepped(self) -> None:
+        """Ranks are told here: they have all come to the same step."""
+        if self._ranks is not None:
+            self._poll()
+            self._tell_ranks()
+
+    @property
+    def _is_planner(self) -> bool:
+        return self._ranks is None or self._ranks.is_first
+
+    def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
+        """All ranks follow what rank 0 has planned; whether that is all for now, as it says."""
+        assert self._ranks is not None
+        told = Shared(self._ready, self.loop.lines.alike, self._is_all_planned) if self._ready or even_nothing else None
+        shared = self._ranks.share(told if self._ranks.is_first else None)
+        self._ready = []
+        if shared is None:
+            return False
+        self.loop.lines.take(shared.alike)
+        for key, plan in shared.plans:
+            check_model(plan.model, self.loop.scene.model, "plan of rank 0")
+            self._put_in_force(key, plan)
+        return shared.is_all
+
     # -- plans ------------------------------------------------------------------------------------------------
 
     def _budget_of(self, profile: Profile) -> int:
@@ -233,7 +266,7 @@ class AutoSession:
             return
 
     def _look_up(self, key: Key) -> None:
-        if key in self._looked_up or key in self.ways:
+        if key in self._looked_up or key in self.ways or not self._is_planner:
             return
         self._looked_up.add(key)
         found = self._cache.find(key)
@@ -242,6 +275,12 @@ class AutoSession:
             self._follow(key, found[1])
 
     def _follow(self, key: Key, plan: Plan) -> None:
+        if self._ranks is not None:
+            self._ready.append((key, plan))
+        else:
+            self._put_in_force(key, plan)
+
+    def _put_in_force(self, key: Key, plan: Plan) -> None:
         self.ways[key] = Way.of(key, plan)
         self._teller.say(f"from the next step on {described(plan)}")
 
@@ -264,7 +303,7 @@ class AutoSession:
             return
         self._missed[way.key] = self._missed.get(way.key, 0) + 1
         studies = self._studies.get(way.key, 1)
-        if self._missed[way.key] >= MISSES and studies < MOST_STUDIES:
+        if self._missed[way.key] >= MISSES and studies < MOST_STUDIES and self._ranks is None:
             self._studies[way.key] = studies + 1
             self._missed[way.key] = 0
             self._cache.drop(way.key)
