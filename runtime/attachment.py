@@ -28,7 +28,7 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.tensors.torch_private import in_backward
+from poochplan.tensors.torch_private import has_topmost_hooks, in_backward
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
@@ -102,6 +102,10 @@ class Attachment:
         self._parts = models if apart and self.whole is not models.get("") else {}
         self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         """Gives what is called in the place of a compiled callable; None for that itself."""
+        self.is_wanted: Callable[[], bool] = lambda: True
+        """Asked where a segment is about to begin; where it says no, ``abandoned`` is called."""
+        self.abandoned: Callable[[], None] = lambda: None
+        """Is to leave the block."""
         self.state: Literal["new", "open", "away", "closed"] = "new"
         self.place = Place.of_caller()
         self.leave: Callable[[], object] = self.__exit__
@@ -158,7 +162,7 @@ class Attachment:
             yield
         finally:
             if self._is_hooked and threading.get_ident() == self._thread:
-                self._hooks.__exit__()
+                self.take_hooks_off()
 
     @property
     def is_left(self) -> bool:
@@ -169,6 +173,19 @@ class Attachment:
     def thread(self) -> int | None:
         """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
         return self._thread if self.state == "open" else None
+
+    def take_hooks_off(self) -> None:
+        """Off, if nobody has put others on top of them: then they do nothing from now on, and go when they are met."""
+        if has_topmost_hooks(self._hooks):
+            self._hooks.__exit__()
+            self._is_hooked = False
+
+    def ends_here(self) -> bool:
+        """Whether what this is for has ended, without leaving the block; it is left now."""
+        if self.state != "open" or self.is_wanted():
+            return False
+        self.abandoned()
+        return True
 
     def begin_segment(self, name: str | None = None) -> None:
         """The caller says that a segment begins here, and will say so from now on.
@@ -210,7 +227,7 @@ class Attachment:
         if threading.get_ident() != self._thread:
             self._elsewhere(name)
             return
-        if in_backward():  # a checkpoint of the user's runs forward again in backward
+        if in_backward() or self.ends_here():  # a checkpoint of the user's runs forward again in backward
             return
         if self._kind == "cuda":
             refuse_capture()

@@ -48,6 +48,9 @@ class _Unwatched:
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """Nothing to do."""
 
+    def optimizer_stepped(self) -> None:
+        """Nothing to do."""
+
 
 def profile_inside(
     step: Callable[[], Any],

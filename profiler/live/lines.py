@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
+from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
 
 from .study import Hurry, NewWatch, Studied
@@ -16,6 +17,10 @@ MOST_LOST = 20
 """Segments in a row that told nothing, after which a kind is given up."""
 PATIENCE = 12
 """Segments of other inputs in a row, after which a study makes do with the one segment that it has captured."""
+MOST_KINDS = 24
+"""So many are studied at once, of which none has a profile yet."""
+SLACK = 0.005
+"""Segments are alike where there is more beside one by no more than this share of what is beside the other."""
 
 
 class Key(NamedTuple):
@@ -49,6 +54,11 @@ class Line:
         self.segments = 0
         """So many have been watched."""
         self._lost = self._waited = 0
+        self.shape: tuple[int, ...] | None = None
+        """See :func:`shape_of`, of the first one that told something."""
+        self.base_bytes = 0
+        """What was alive as that one began."""
+        self._growth_bytes = 0
         self._study = study
         self.next_watch: NewWatch | None = next(study)
         """Makes the watch of the next segment; None when the study is over."""
@@ -59,10 +69,13 @@ class Line:
         why_not = watch.why_not or _WHY_NOT.get(segment.outcome or Outcome.USED, "")
         if why_not:
             self._lost += 1
-            if watch.is_final or self._lost >= MOST_LOST:
+            if watch.is_final or self._lost >= _TRIES.get(segment.outcome or Outcome.USED, MOST_LOST):
                 self.give_up(why_not)
             return
         self._lost = self._waited = 0
+        if self.shape is None:
+            self.shape, self.base_bytes = shape_of(segment), watch.base_bytes or 0
+        self.stands_beside(watch.base_bytes or 0)
         self._go_on(lambda: self._study.send(watch))
 
     @property
@@ -82,7 +95,14 @@ class Line:
         try:
             self.next_watch = study()
         except StopIteration as studied:
-            self.next_watch, self.profile = None, studied.value
+            self.next_watch = None
+            self.profile = studied.value
+            if self._growth_bytes > 0:
+                self.profile = with_bytes_beside(studied.value, self._growth_bytes)
+
+    def stands_beside(self, base_bytes: int) -> None:
+        """So much was alive as another segment of the kind began: the profile is to hold where that is more."""
+        self._growth_bytes = max(self._growth_bytes, base_bytes - self.base_bytes)
 
     def give_up(self, why: str) -> None:
         """There will be no profile."""
@@ -90,9 +110,70 @@ class Line:
         self._study.close()
 
 
+class Lines(dict[Key, Line]):
+    """By kind. State: which kinds were found to be like which others, such as one micro-batch like the next, and a step
+    behind one that the optimizer left out; and which were found not to be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alike: dict[Key, Key] = {}
+        self._apart: set[Key] = set()
+
+    def kind_of(self, key: Key) -> Key:
+        """The kind that segments of this key are of."""
+        return self._alike.get(key, key)
+
+    def like(self, key: Key) -> Line | None:
+        """A kind that a segment of a new key may be of, as far as can be told before it has run."""
+        if key in self or key in self._apart:
+            return None
+        return next((line for line in self.values() if line.shape is not None and _may_be(line.key, key)), None)
+
+    def compared(self, key: Key, line: Line, segment: Segment, base_bytes: int) -> None:
+        """A segment of a new key is over: it is like those of the line, or it is not."""
+        is_like = segment.outcome is Outcome.USED and shape_of(segment) == line.shape
+        if is_like and base_bytes <= line.base_bytes * (1 + SLACK):
+            line.stands_beside(base_bytes)
+            self._alike[key] = line.key
+        elif segment.outcome is not Outcome.RAISED:
+            self._apart.add(key)
+
+    @property
+    def alike(self) -> list[tuple[Key, Key]]:
+        """Keys with the kinds that they are like."""
+        return list(self._alike.items())
+
+    def take(self, alike: list[tuple[Key, Key]]) -> None:
+        """Another process has found these alike."""
+        self._alike.update(alike)
+
+    def part(self, key: Key) -> None:
+        """Segments of that key are of a kind of their own from now on."""
+        if self._alike.pop(key, None) is not None:
+            self._apart.add(key)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether no more kinds are to be studied for now."""
+        return sum(line.next_watch is not None for line in self.values()) >= MOST_KINDS
+
+
+def shape_of(segment: Segment) -> tuple[int, ...]:
+    """How much a segment saves and uses that swaps everything, and what it brought back: of earlier ones, too."""
+    return segment.saves, segment.packs, segment.uses, segment.report.out_bytes, segment.report.in_bytes
+
+
+def _may_be(one: Key, other: Key) -> bool:
+    return (one.inputs, one.gradients) == (other.inputs, other.gradients)
+
+
+UNUSED = "nothing of it is used by a backward"
 _WHY_NOT = {
     Outcome.RAISED: "its forward raised",
-    Outcome.UNUSED: "nothing of it is used by a backward",
+    Outcome.UNUSED: UNUSED,
     Outcome.LEFT_OVER: "a later segment uses what it saves",
 }
 """A segment that ended so tells nothing of a whole one."""
+_TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}
+"""So many such in a row are enough, where that is how the loop is."""

@@ -25,12 +25,14 @@ from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
+from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.modes import ToggledMode
 
-from .lines import Key, Line
+from .lines import Key, Line, Lines
 from .study import study
 from .watch import Scene, Watch
 
+TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
 
@@ -52,6 +54,9 @@ class Follower(Protocol):
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """A segment is over that was not studied."""
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer of the models' has stepped."""
 
 
 class Loop:
@@ -83,12 +88,15 @@ class Loop:
         observers: Sequence[ToggledMode] = (),
     ) -> None:
         self.alternatives: Sequence[Instructions] = ()
-        self.lines: dict[Key, Line] = {}
+        self.lines = Lines()
         self.optimizer_steps = 0
         self._optimizers = list(optimizers)
         self._after = 0
         self._watch: Watch | None = None
         self._line: Line | None = None
+        self._key: Key | None = None
+        """Of the open segment, before it is known what it is like."""
+        self._compared: tuple[Key, Line, int] | None = None
         self._told = 0
         self._segments = 0
         self._link, self._fits, self._follower = link, fits, follower
@@ -119,8 +127,10 @@ class Loop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle(at_end=True)
-        self._stack.close()
+        try:
+            self.settle(at_end=True)
+        finally:
+            self._stack.close()
 
     @property
     def engine(self) -> Engine:
@@ -139,13 +149,19 @@ class Loop:
         """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
         if segment.inputs is None and not segment.saves_next:
             return None
-        key = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        own = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        self._key, key = own, self.lines.kind_of(own)
         known = self._follower.known(key)
         if isinstance(known, Watch):
             return self._watched(known, segment)
         if known is not None:
             return known
         if not self.optimizer_steps and self._segments < MOST_WARMUP:
+            return SwapEach(at_once=True)
+        like = self.lines.like(key)
+        if like is not None:
+            gc.collect()  # as before a capture
+            self._compared = key, like, census_bytes(self.scene.where.type)
             return SwapEach(at_once=True)
         line = self._line_of(key)
         if line is None or line.next_watch is None:
@@ -172,8 +188,15 @@ class Loop:
             for line in beside:
                 if line.is_studied and key.is_larger(line.key):
                     self.forget(line.key)
-            self.lines[key] = Line(key, study(self.scene, self._link, self._fits, self._workload))
+            self.lines[key] = self._new_line(key)
         return self.lines[key]
+
+    def _new_line(self, key: Key) -> Line:
+        line = Line(key, study(self.scene, self._link, self._fits, self._workload))
+        if self.lines.are_too_many:
+            line.give_up(TOO_MANY)
+            self._follower.profiled(line)
+        return line
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""
@@ -186,7 +209,12 @@ class Loop:
 
     def _hooks(self, engine: Engine) -> Hooks:
         def pack(tensor: torch.Tensor) -> Handle:
+            if self.attachment.state == "closed":
+                self.attachment.take_hooks_off()
+                return Handle.untouched(tensor)
             if engine.cursor.save_begins_one():
+                if self.attachment.ends_here():
+                    return Handle.untouched(tensor)
                 engine.begin()
             watch = self._watch
             if watch is not None:
@@ -219,6 +247,7 @@ class Loop:
         self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
         if not self.engine.cursor.is_open:
             self._take_off(stepped=True)
+        self._follower.optimizer_stepped()
 
     def _take_off(self, *, stepped: bool) -> Watch | None:
         """The segment has ended: nothing that follows is its own."""
@@ -235,6 +264,12 @@ class Loop:
         self._segments += 1
         watch, line = self._take_off(stepped=False), self._line
         self._watch = self._line = None
+        if self._compared is not None:
+            key, like, base_bytes = self._compared
+            self._compared = None
+            self.lines.compared(key, like, segment, base_bytes)
+        elif segment.diverged and self._key is not None:
+            self.lines.part(self._key)
         if watch is None or line is None:
             self._follower.segment_over(segment, watch)
             return

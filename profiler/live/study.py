@@ -5,7 +5,7 @@ after another: CAPTURE (1), TIME (whole, then op by op), VERIFY (1 or 2).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
@@ -26,6 +26,7 @@ from .timing_watches import OpTiming, PhaseTiming
 from .verifying_watch import Verifying
 from .watch import Scene, Watch
 
+T = TypeVar("T")
 TIMED = 3
 """Segments that are timed whole, and as many op by op."""
 LIVE = "profiled inside a running training loop"

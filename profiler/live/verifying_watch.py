@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from poochplan.formats.plan import Instructions
 from poochplan.profiler.trials.compare import verifying
 from poochplan.profiler.trials.swap_all import HostStore
 from poochplan.profiler.trials.verify_replays import Verify
+from poochplan.runtime.engine.cursor import Segment
 
+from .living import live_bytes_now
 from .watch import Scene, Watch
 
 
@@ -20,6 +23,11 @@ class Verifying(Watch):
         self.verify: Verify = verifying(instructions, scene.model, lambda: self._store(scene))
         super().__init__(scene, self.verify)
         self.rebuild = self.verify.rebuild
+
+    @contextlib.contextmanager
+    def instruments(self, segment: Segment) -> Iterator[None]:
+        self.base_bytes = live_bytes_now(self.scene.where.type)
+        yield
 
     def _store(self, scene: Scene) -> HostStore:
         return self._stores.enter_context(contextlib.closing(HostStore(scene.where, scene.spill_dir)))

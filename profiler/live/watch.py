@@ -51,6 +51,8 @@ class Watch:
         """Why the segment tells nothing; empty while it does."""
         self.is_final = False
         """Whether that holds for every other segment of its kind."""
+        self.base_bytes: int | None = None
+        """What was alive as the segment began, where that was looked at."""
         self.phase = Phase.FORWARD
         self._depth = 0
         self._stack = contextlib.ExitStack()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.tensors.storages import is_made_of_parts, parts_of
 from poochplan.tensors.torch_private import storage_identity, without_modes, without_torch_function
 
@@ -44,6 +45,12 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
         if _LEFT_OUT[key]() is found[key]:
             del found[key]
     return found
+
+
+def census_bytes(device_type: str) -> int:
+    """Bytes of them all, each rounded up to what is allocated at once."""
+    unit = ALLOCATION_UNIT_BYTES
+    return sum(-(-storage.nbytes() // unit) * unit for storage in census(device_type).values())
 
 
 def live_tensors() -> Iterator[torch.Tensor]:

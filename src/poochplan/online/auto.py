@@ -47,7 +47,8 @@ def auto(
 
     Parameters
     ----------
-    model: unmodified, on one device; of several, a mapping from names.
+    model: unmodified, on one device; of several, a mapping from names. For data-parallel training the wrapped model,
+        on every rank: rank 0 profiles and plans, and all ranks begin to follow a plan at the same step.
     optimizer: the loop's; any that steps parameters of the model is met there too.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     cache: a folder for profiles and plans, by default in the user's cache folder: the next run that is the same follows
@@ -98,4 +99,11 @@ def auto(
 def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return [_inner(one) for one in given]
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps, of one that a library (accelerate, Lightning) has wrapped."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.lines import Key, Line
+from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.budget_watch import BudgetWatch, OverBudget, over_budget_text
@@ -24,6 +25,7 @@ from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.watch.holders import Holder
 from poochplan.runtime.watch.keeper import described as moment_in_words
@@ -35,6 +37,7 @@ from poochplan.units import format_bytes, parse_budget
 from .background import Background
 from .following import Following, Metered, is_metered
 from .plan_cache import PlanCache
+from .ranks import Ranks, Shared
 from .telling import Teller, described
 from .ways import Way, Ways
 
@@ -83,6 +86,11 @@ class AutoSession:
         self._looked_up: set[Key] = set()
         self._current: Way | None = None
         self._told_of: set[str] = set()
+        self._smallest_bytes = 0
+        """The largest of the smallest possible budgets that were told."""
+        self._ranks: Ranks | None = None
+        self._ready: list[tuple[Key, Plan]] = []
+        """Where there are ranks: what they have not been told."""
         self._stack = ExitStack()
         self.loop = Loop(
             models,
@@ -101,12 +109,26 @@ class AutoSession:
         with ExitStack() as stack:
             stack.callback(self._end)
             stack.enter_context(self.loop)
+            self._ranks = Ranks.of(self.loop.attachment.models.values())
+            self._teller.is_quiet |= not self._is_planner
             self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stack.close()
+
+    def lasts_while(self, is_wanted: Callable[[], bool]) -> None:
+        """The session ends, at the latest, where something is trained and ``is_wanted()`` says no.
+
+        For those who are not told how a call ends: a callback of a trainer whose ``train`` may raise.
+        """
+        self.loop.attachment.is_wanted = is_wanted
+        self.loop.attachment.abandoned = self.close
+
+    def close(self) -> None:
+        """As the end of the ``with`` block. Idempotent."""
         self._stack.close()
 
     def _end(self) -> None:
@@ -135,11 +157,17 @@ class AutoSession:
 
         False too while segments are still being profiled: only steps bring that on.
         """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.loop.settle()
-        for pending in tuple(self._pending.values()):
-            pending.is_done(timeout_s)
-        self._poll()
-        return bool(self.ways) and not self._pending and not any(line.is_studied for line in self.loop.lines.values())
+        while self._pending and (end_s is None or time.monotonic() < end_s):
+            next(iter(self._pending.values())).is_done(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._poll()
+        return self._tell_ranks(even_nothing=True) if self._ranks is not None else self._is_all_planned
+
+    @property
+    def _is_all_planned(self) -> bool:
+        studied = any(line.is_studied for line in self.loop.lines.values())
+        return bool(self.ways or self._ready) and not self._pending and not studied
 
     # -- the loop's follower ----------------------------------------------------------------------------------
 
@@ -149,7 +177,7 @@ class AutoSession:
         self._look_up(key)
         found = self.ways.choose(key)
         if found is None:
-            return None
+            return None if self._is_planner else SwapEach(at_once=True)
         way, course = found
         self._make_room(way)
         self._current = way
@@ -168,7 +196,8 @@ class AutoSession:
         """Has the profile planned, or says why there is none."""
         profile = line.profile
         if profile is None:
-            self._warn(f"steps that save like this are swapped whole, for {line.refused}")
+            if line.refused != UNUSED:  # there is nothing to plan
+                self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
         self.profiles[line.key] = profile
         self._teller.say(f"profiled in {line.segments} steps, planning")
@@ -179,16 +208,15 @@ class AutoSession:
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
-            text = (
-                f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} "
-                f"bytes ({format_bytes(smallest_bytes)}), which {profile.in_core_peak_layer or 'the step'} needs; "
-                "every saved value is swapped, and the budget is not kept"
-            )
-            if self._policy is OverBudget.ERROR:
-                raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
-            self._warn(text)
+            if smallest_bytes > self._smallest_bytes:
+                self._smallest_bytes = smallest_bytes
+                text = _infeasible(profile, budget_bytes, smallest_bytes)
+                if self._policy is OverBudget.ERROR:
+                    raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
+                self._warn(text)
             return
         self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
+        self._plan_the_next()
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""
@@ -201,6 +229,30 @@ class AutoSession:
         self.total.add(segment.report)
         if isinstance(watch, Metered) and not segment.diverged:
             self._compare(segment, watch)
+
+    def optimizer_stepped(self) -> None:
+        """Ranks are told here: they have all come to the same step."""
+        if self._ranks is not None:
+            self._poll()
+            self._tell_ranks()
+
+    @property
+    def _is_planner(self) -> bool:
+        return self._ranks is None or self._ranks.is_first
+
+    def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
+        """All ranks follow what rank 0 has planned; whether that is all for now, as it says."""
+        assert self._ranks is not None
+        told = Shared(self._ready, self.loop.lines.alike, self._is_all_planned) if self._ready or even_nothing else None
+        shared = self._ranks.share(told if self._ranks.is_first else None)
+        self._ready = []
+        if shared is None:
+            return False
+        self.loop.lines.take(shared.alike)
+        for key, plan in shared.plans:
+            check_model(plan.model, self.loop.scene.model, "plan of rank 0")
+            self._put_in_force(key, plan)
+        return shared.is_all
 
     # -- plans ------------------------------------------------------------------------------------------------
 
@@ -220,6 +272,13 @@ class AutoSession:
                 self._warn(f"steps go on as they were profiled: {error}")
             finally:
                 pending.close()
+        self._plan_the_next()
+
+    def _plan_the_next(self) -> None:
+        """One at a time: the loop needs the processors too."""
+        for pending in self._pending.values():
+            pending.start()
+            return
 
     def _compare(self, segment: Segment, watch: Metered) -> None:
         """A metered segment has followed its plan to the end."""
@@ -242,7 +301,7 @@ class AutoSession:
         self._plan(key, with_bytes_beside(self.profiles[key], beside_bytes))
 
     def _look_up(self, key: Key) -> None:
-        if key in self._looked_up or key in self.ways:
+        if key in self._looked_up or key in self.ways or not self._is_planner:
             return
         self._looked_up.add(key)
         found = self._cache.find(key)
@@ -251,6 +310,12 @@ class AutoSession:
             self._follow(key, found[1])
 
     def _follow(self, key: Key, plan: Plan) -> None:
+        if self._ranks is not None:
+            self._ready.append((key, plan))
+        else:
+            self._put_in_force(key, plan)
+
+    def _put_in_force(self, key: Key, plan: Plan) -> None:
         self.ways[key] = Way.of(key, plan)
         self._teller.say(f"from the next step on {described(plan)}")
 
@@ -259,7 +324,8 @@ class AutoSession:
         host = self.loop.engine.host
         before_bytes = host.planned_bytes
         host.grow([way.plan.instructions])
-        if host.planned_bytes > before_bytes:
+        # Reserving writes the file from its end on, where values of earlier segments may lie.
+        if host.planned_bytes > before_bytes and not self.loop.engine.cursor.holds_values:
             try:
                 self.loop.engine.device.reserve_host(host.planned_bytes)
             except OSError as error:
@@ -271,7 +337,7 @@ class AutoSession:
             return
         self._missed[way.key] = self._missed.get(way.key, 0) + 1
         studies = self._studies.get(way.key, 1)
-        if self._missed[way.key] >= MISSES and studies < MOST_STUDIES:
+        if self._missed[way.key] >= MISSES and studies < MOST_STUDIES and self._ranks is None:
             self._studies[way.key] = studies + 1
             self._missed[way.key] = 0
             self._cache.drop(way.key)
@@ -286,3 +352,12 @@ class AutoSession:
         if text not in self._told_of:
             self._told_of.add(text)
             warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
+
+
+def _infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
+    where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
+    return (
+        f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
+        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
+        "kept"
+    )

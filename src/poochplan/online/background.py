@@ -1,4 +1,4 @@
-"""Background: planning in a process of its own, and what came of it."""
+"""Background: planning in a process of its own, one at a time, and what came of it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ END_S = 5.0
 
 
 class Background:
-    """One plan under way. Ended, at the latest, by :meth:`close`."""
+    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`."""
 
     def __init__(self, profile: Profile, budget_bytes: int, time_limit_s: float) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         folder = Path(self._folder.name)
         self._plan = folder / "plan.json"
         self._told = folder / "messages"
         profile.save(folder / "profile.json")
-        words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
-        words += ["--threads", "1", "--time-limit", str(time_limit_s)]
+        self._words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
+        self._words += ["--threads", "1", "--time-limit", str(time_limit_s)]
+
+    def start(self) -> None:
+        """Planning begins. Idempotent."""
+        if self._process is not None:
+            return
         with self._told.open("wb") as told:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.planning_process", *words],
+                [sys.executable, "-m", "poochplan.online.planning_process", *self._words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,
@@ -38,22 +44,25 @@ class Background:
             )
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:
-        """Whether it has ended, after at most ``wait_s`` (None: however long that takes)."""
+        """Whether it has been started and has ended, after at most ``wait_s`` (None: however long that takes)."""
+        if self._process is None:
+            return False
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         return self._process.returncode is not None
 
     def plan(self) -> Plan:
-        """The plan, of a process that has ended. Raises ``PoochError`` with what it said where there is none."""
+        """The plan, of one that is done. Raises ``PoochError`` with what it said where there is none."""
         if self._plan.exists():
             return Plan.load(self._plan)
+        assert self._process is not None
         said = self._told.read_text(errors="replace").strip().splitlines()
         why = said[-1].removeprefix("pooch: error: ") if said else f"exit code {self._process.returncode}"
         raise PoochError(f"planning ended without a plan: {why}")
 
     def close(self) -> None:
         """Ends the process if it still runs, and removes its files. Idempotent."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(END_S)

@@ -12,12 +12,12 @@ class Teller:
     """State: what the line says now. Silent where ``is_quiet``."""
 
     def __init__(self, *, is_quiet: bool) -> None:
-        self._is_quiet = is_quiet
+        self.is_quiet = is_quiet
         self._said = ""
 
     def say(self, text: str) -> None:
         """The line is this from now on. Off a terminal each new text is a line of its own."""
-        if self._is_quiet or text == self._said:
+        if self.is_quiet or text == self._said:
             return
         is_terminal = sys.stderr.isatty()
         padding = " " * max(0, len(self._said) - len(text)) if is_terminal else ""
@@ -26,7 +26,7 @@ class Teller:
 
     def end(self) -> None:
         """What comes next is on a line of its own."""
-        if self._said and not self._is_quiet and sys.stderr.isatty():
+        if self._said and not self.is_quiet and sys.stderr.isatty():
             print(file=sys.stderr)
 
 

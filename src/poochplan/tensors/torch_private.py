@@ -53,6 +53,7 @@ __all__ = [
     "dispatch_hidden_from_compiler",
     "dispatch_keys",
     "gpu_sleep",
+    "has_topmost_hooks",
     "hidden_from_compiler",
     "in_backward",
     "intercept_autograd",
@@ -178,6 +179,12 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 def in_backward() -> bool:
     """Whether this thread runs a backward pass: what is saved or run there belongs to no forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
+    """Whether these are the saved-tensors hooks that leaving any would take off: torch takes off the topmost."""
+    topmost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return topmost is not None and topmost[0] is hooks.pack_hook
 
 
 def backward_node() -> Any:

@@ -1,0 +1,58 @@
+"""For the Trainer of transformers, and those that are made of it (TRL's, peft's use of it).
+
+from poochplan.integrations.hf import PlanCallback
+Trainer(model=model, args=args, train_dataset=data, callbacks=[PlanCallback(budget="60%")]).train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from poochplan.online.auto import auto
+from poochplan.online.auto_session import AutoSession
+
+from .calls import Call
+from .wrapping import outermost
+
+
+class PlanCallback(TrainerCallback):
+    """``train()`` runs inside :func:`poochplan.auto`. State: the ``session``, of the last ``train()`` after it.
+
+    Takes what :func:`poochplan.auto` takes, but for model and optimizer. The session ends with ``train()``; where that
+    raises, at the latest when something is trained next.
+    """
+
+    def __init__(self, *, budget: str | int | float, **options: Any) -> None:
+        self.session: AutoSession | None = None
+        self._options: dict[str, Any] = {"budget": budget, **options}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert model is not None, "the Trainer gives its model to its callbacks"
+        self.close()
+        session = auto(outermost(model), optimizer, **self._options)
+        session.__enter__()
+        call = Call.of_method(Trainer)
+        if call is not None:
+            session.lasts_while(call.is_running)
+        self.session = session
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session, if one is open."""
+        if self.session is not None:
+            self.session.close()

@@ -1,0 +1,82 @@
+"""Runs of a training: as it is, and with poochplan around it; what each leaves behind, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import poochplan
+from poochplan.online.auto_session import AutoSession
+from tests.online.census import outside_meter
+
+from .trainings import Training
+
+TURNS = 20
+WAITED_AT = 10
+"""So many turns are enough to profile every kind of segment; then planning is waited for."""
+
+
+@dataclass
+class Run:
+    """``losses`` of each turn, ``state`` afterwards, most live bytes of each turn by the outside meter."""
+
+    losses: list[list[float]]
+    state: list[torch.Tensor]
+    peaks: list[int]
+    session: AutoSession | None = None
+    planned_at: int | None = None
+    """The turn before which a plan was first in force."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks)
+
+    def equals(self, other: Run) -> bool:
+        """Bitwise; a NaN equals itself."""
+        mine, theirs = (np.array([loss for turn in run.losses for loss in turn]) for run in (self, other))
+        return (
+            np.array_equal(mine, theirs, equal_nan=True)
+            and len(self.state) == len(other.state)
+            and all(torch.equal(a, b) for a, b in zip(self.state, other.state, strict=True))
+        )
+
+
+def run_plain(make: Callable[[], Training], turns: int = TURNS) -> Run:
+    """Without poochplan."""
+    torch.manual_seed(0)
+    training = make()
+    losses, peaks = [], []
+    with outside_meter() as meter:
+        for number in range(turns):
+            meter.restart()
+            losses.append(list(training.turn(number)))
+            peaks.append(meter.peak)
+    return Run(losses, training.state(), peaks)
+
+
+def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns: int = TURNS, **options: Any) -> Run:
+    """With ``auto`` around the loop, as a user would."""
+    torch.manual_seed(0)
+    training = make()
+    run = Run([], [], [])
+    options = {"time_limit_s": 0.5, "quiet": True, **options}
+    with (
+        outside_meter() as meter,
+        poochplan.auto(training.models, training.optimizers, budget=budget, cache=cache, **options) as session,
+    ):
+        run.session = session
+        for number in range(turns):
+            meter.restart()
+            run.losses.append(list(training.turn(number)))
+            run.peaks.append(meter.peak)
+            if run.planned_at is None and session.plan is not None:
+                run.planned_at = number
+            if number >= WAITED_AT and session.plan is None:
+                session.wait_until_planned(120)
+    run.state = training.state()
+    return run

@@ -1,0 +1,383 @@
+"""Training loops as people write them, without poochplan: what is made before the loop, and one turn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, ROWS, CLASSES = 32, 1024, 10
+Models = nn.Module | Mapping[str, nn.Module]
+Losses = Sequence[float]
+
+
+@dataclass
+class Training:
+    """``turn(number)`` is one turn of the loop, and gives its losses. ``also``: other tensors that it trains."""
+
+    models: Models
+    optimizers: Sequence[torch.optim.Optimizer]
+    turn: Callable[[int], Losses]
+    also: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of all that training changes: parameters, gradients, buffers, optimizers' states, generator."""
+        models = self.models.values() if isinstance(self.models, Mapping) else [self.models]
+        found: list[torch.Tensor] = []
+        for model in models:
+            found += [*model.parameters(), *model.buffers()]
+            found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        for optimizer in self.optimizers:
+            found += _tensors(optimizer.state_dict()["state"])
+        return [*(tensor.detach().clone() for tensor in (*found, *self.also())), torch.get_rng_state()]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def blocks(count: int = 6, *between: Callable[[], nn.Module]) -> nn.Sequential:
+    """An MLP whose saved values are much larger than its parameters."""
+    parts = (nn.Sequential(nn.Linear(WIDTH, WIDTH), *(make() for make in between), nn.GELU()) for _ in range(count))
+    return nn.Sequential(*parts, nn.Linear(WIDTH, CLASSES))
+
+
+def batch(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, WIDTH), torch.randint(CLASSES, (rows,))
+
+
+def loss_of(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def plain(model: nn.Module, **around: Any) -> Training:
+    """Zero, forward, backward, step. ``around``: a context manager for forward."""
+    optimizer, data = adam(model), batch()
+    context = around.get("forward")
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        if context is None:
+            loss = loss_of(model, data)
+        else:
+            with context():
+                loss = loss_of(model, data)
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def dropout_and_batch_norm() -> Training:
+    return plain(blocks(6, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Dropout(0.1)))
+
+
+def autocast() -> Training:
+    return plain(blocks(), forward=lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rest = blocks(2), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.rest(checkpoint(self.inner, rows, use_reentrant=False))
+
+
+def checkpointing_inside() -> Training:
+    return plain(Checkpointed())
+
+
+def compiled_blocks() -> Training:
+    model = blocks(6)
+    for block in list(model)[1:4]:
+        block.compile(backend="aot_eager")
+    return plain(model)
+
+
+def accumulation() -> Training:
+    """Four micro-batches, the last one smaller."""
+    model = blocks()
+    optimizer, data = adam(model), [batch(), batch(), batch(), batch(ROWS // 2)]
+
+    def turn(_: int) -> Losses:
+        losses = []
+        for part in data:
+            loss = loss_of(model, part) / len(data)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return Training(model, [optimizer], turn)
+
+
+def clipping_and_scheduler() -> Training:
+    model = blocks()
+    optimizer, data = adam(model), batch()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        loss = loss_of(model, data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def skipping_scaler() -> Training:
+    """A GradScaler that leaves out the optimizer's step wherever a gradient is infinite."""
+    model = blocks()
+    optimizer, data = adam(model), batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def turn(number: int) -> Losses:
+        optimizer.zero_grad()
+        loss = loss_of(model, data)
+        scaler.scale(loss * (float("inf") if number % 5 in (0, 3) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def two_passes() -> Training:
+    """As sharpness-aware minimisation: gradients, weights moved, gradients there, weights moved back, step."""
+    model = blocks()
+    optimizer, data = adam(model), batch()
+
+    def moved(sign: float, by: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, much in zip(model.parameters(), by, strict=True):
+                parameter.add_(much, alpha=sign)
+
+    def turn(_: int) -> Losses:
+        first = loss_of(model, data)
+        first.backward()
+        by = [parameter.grad * 0.05 for parameter in model.parameters() if parameter.grad is not None]
+        moved(1, by)
+        optimizer.zero_grad()
+        second = loss_of(model, data)
+        second.backward()
+        moved(-1, by)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [first.item(), second.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def two_optimizers() -> Training:
+    model = blocks()
+    data = batch()
+    body = torch.optim.SGD(model[:3].parameters(), lr=0.1, momentum=0.9)
+    head = adam(model[3:])
+
+    def turn(_: int) -> Losses:
+        loss = loss_of(model, data)
+        loss.backward()
+        for optimizer in (body, head):
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item()]
+
+    return Training(model, [body, head], turn)
+
+
+def gan() -> Training:
+    """As DCGAN: what the generator has saved lives across the discriminator's step."""
+    wide = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2)) for _ in range(4)))
+    generator = nn.Sequential(wide, nn.Linear(WIDTH, WIDTH))
+    judge = nn.Sequential(blocks(4), nn.Linear(CLASSES, 1))
+    for_generator, for_judge = adam(generator), adam(judge)
+    real = batch()[0]
+    ones, zeros = torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
+    judged = nn.functional.binary_cross_entropy_with_logits
+
+    def turn(_: int) -> Losses:
+        for_judge.zero_grad()
+        on_real = judged(judge(real), ones)
+        on_real.backward()
+        fake = generator(torch.randn(ROWS, WIDTH))
+        on_fake = judged(judge(fake.detach()), zeros)
+        on_fake.backward()
+        for_judge.step()
+        for_generator.zero_grad()
+        fooled = judged(judge(fake), ones)
+        fooled.backward()
+        for_generator.step()
+        return [on_real.item(), on_fake.item(), fooled.item()]
+
+    return Training({"generator": generator, "judge": judge}, [for_generator, for_judge], turn)
+
+
+def closure() -> Training:
+    model = blocks(4)
+    data = batch()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)
+
+    def turn(_: int) -> Losses:
+        losses = []
+
+        def evaluated() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, data)
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        optimizer.step(evaluated)
+        return losses
+
+    return Training(model, [optimizer], turn)
+
+
+def averaged_copy() -> Training:
+    model = blocks()
+    copy = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    training = plain(model)
+    inner = training.turn
+
+    def turn(number: int) -> Losses:
+        losses = inner(number)
+        copy.update_parameters(model)
+        return losses
+
+    training.turn, training.also = turn, lambda: list(copy.parameters())
+    return training
+
+
+def evaluated_between() -> Training:
+    """Evaluation without gradients between steps, and a forward with gradients that nobody uses."""
+    model = blocks(6, lambda: nn.Dropout(0.1))
+    training, held_out = plain(model), batch()
+    inner = training.turn
+
+    def turn(number: int) -> Losses:
+        losses = list(inner(number))
+        if number % 3 == 1:
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(model, held_out).item())
+            model.train()
+        if number % 5 == 2:
+            losses.append(loss_of(model, held_out).item())
+        return losses
+
+    training.turn = turn
+    return training
+
+
+class Stumbles(nn.Module):
+    """Raises what it is told to, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_error: Callable[[], BaseException] | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        make, self.next_error = self.next_error, None
+        if make is not None:
+            raise make()
+        return rows * 1.5
+
+
+def stumbling(error: Callable[[], BaseException], at: tuple[int, ...]) -> Training:
+    """Forward raises in these turns; the loop goes on with the next."""
+    stone = Stumbles()
+    first, second = blocks(3), blocks(3)
+    training = plain(nn.Sequential(first, stone, nn.Linear(CLASSES, WIDTH), second))
+    inner = training.turn
+
+    def turn(number: int) -> Losses:
+        if number in at:
+            stone.next_error = error
+            try:
+                inner(number)
+            except (ValueError, KeyboardInterrupt):
+                return []
+        return inner(number)
+
+    training.turn = turn
+    return training
+
+
+def raising() -> Training:
+    return stumbling(lambda: ValueError("a bad batch"), (4, 15))
+
+
+def interrupted() -> Training:
+    return stumbling(KeyboardInterrupt, (5, 16))
+
+
+def lengths() -> Training:
+    """Sequences of several lengths; the longest comes first, and most often."""
+    model = nn.Sequential(nn.Embedding(CLASSES, WIDTH), blocks())
+    optimizer = adam(model)
+    data = {length: torch.randint(CLASSES, (32, length)) for length in (16, 24, 32)}
+
+    def turn(number: int) -> Losses:
+        tokens = data[(32, 32, 24, 32, 16)[number % 5]]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def data_set_in_one_tensor() -> Training:
+    model = blocks()
+    optimizer = adam(model)
+    rows, labels = batch(8 * ROWS)
+
+    def turn(number: int) -> Losses:
+        part = slice(ROWS * (number % 8), ROWS * (number % 8 + 1))
+        optimizer.zero_grad()
+        loss = loss_of(model, (rows[part], labels[part]))
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "plain": dropout_and_batch_norm,
+    "accumulation": accumulation,
+    "clipping_and_scheduler": clipping_and_scheduler,
+    "skipping_scaler": skipping_scaler,
+    "two_passes": two_passes,
+    "two_optimizers": two_optimizers,
+    "gan": gan,
+    "closure": closure,
+    "averaged_copy": averaged_copy,
+    "evaluated_between": evaluated_between,
+    "raising": raising,
+    "interrupted": interrupted,
+    "lengths": lengths,
+    "data_set_in_one_tensor": data_set_in_one_tensor,
+    "checkpointing_inside": checkpointing_inside,
+    "compiled_blocks": compiled_blocks,
+    "autocast": autocast,
+}
