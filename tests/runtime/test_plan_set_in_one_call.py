@@ -52,9 +52,7 @@ def test_what_cannot_be_planned_is_one_clear_line() -> None:
     model = fresh()
     with pytest.raises(UsageError, match="expected at least one shape, found none"):
         planned(model, [], "60%")
-    with pytest.raises(
-        UsageError, match=r"expected step_for\(3\) to give a function .*, found Tensor"
-    ):
+    with pytest.raises(UsageError, match=r"expected step_for\(3\) to give a function .*, found Tensor"):
         poochplan.plan_set(lambda rows: torch.ones(rows), [3], model=model, budget="60%")  # type: ignore[arg-type,return-value]
     with pytest.raises(InfeasibleError, match="shape 256: no plan fits a budget of") as raised:
         planned(model, [16, 256], "30%")
