@@ -35,6 +35,8 @@ class LiveBytesMeter(ToggledMode):
         self._moment = moment
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live_bytes = 0
+        self.began_bytes = 0
+        """What was live at the begin."""
         self.peak_bytes = 0
         self._region = CpuRegion()
         self._in_region = False
@@ -45,7 +47,7 @@ class LiveBytesMeter(ToggledMode):
         """Begins a new peak at these, which are live now, and at what was met before and is."""
         for key, storage in storages.items():
             self._count_storage(key, storage)
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes = self.began_bytes = self.live_bytes
         self.at_peak = None
 
     def watch(self, tensor: torch.Tensor) -> None:

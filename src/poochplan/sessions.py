@@ -7,8 +7,6 @@ from typing import Any
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan as make_plan
-from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.session import Session
 
@@ -26,6 +24,9 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
 
     It is searched for as long as ``plan`` was, and at most :data:`REPLAN_S`. Raises ``InfeasibleError``.
     """
+    from poochplan.planner.planning import plan as make_plan  # here: training needs none of what planning loads
+    from poochplan.planner.whatif import with_bytes_beside
+
     changed = with_bytes_beside(profile, beside_bytes)
     seconds = min(REPLAN_S, max(1.0, plan.solve.wall_s))
     return make_plan(changed, plan.budget_bytes, time_limit_s=seconds, workload=plan.workload, seed=plan.solve.seed)

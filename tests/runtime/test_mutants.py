@@ -180,8 +180,10 @@ class Judge:
 
 
 def _note_live_bytes(model: torch.nn.Module, session: Session, live: list[int]) -> None:
+    """Since the step began: what lives beside it is not of the session."""
+    meter = session._meter.mode
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: live.append(session._meter.mode.live_bytes))
+        parameter.register_post_accumulate_grad_hook(lambda _: live.append(meter.live_bytes - meter.began_bytes))
 
 
 def _fetched_early(plan: Plan) -> Plan:
