@@ -10,8 +10,8 @@ from poochplan.profiler.trials.compare import verifying
 from poochplan.profiler.trials.swap_all import HostStore
 from poochplan.profiler.trials.verify_replays import Verify
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.watch.census import census_bytes
 
-from .living import live_bytes_now
 from .watch import Scene, Watch
 
 
@@ -26,7 +26,7 @@ class Verifying(Watch):
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        self.base_bytes = live_bytes_now(self.scene.where.type)
+        self.base_bytes = census_bytes(self.scene.where.type)
         yield
 
     def _store(self, scene: Scene) -> HostStore:
