@@ -143,6 +143,11 @@ class AutoSession:
             return self.profiles.get(self._current.key)
         return next(iter(self.profiles.values()), None)
 
+    @property
+    def followed(self) -> int:
+        """So many segments have begun under a plan."""
+        return sum(self._followed.values())
+
     def wait_until_planned(self, timeout_s: float | None = None) -> bool:
         """Waits, between two steps, until no plan is under way; whether every profiled kind of segment has its plan.
 
