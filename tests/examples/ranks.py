@@ -18,6 +18,7 @@ import torch
 
 import poochplan
 from tests.online.census import outside_meter
+from tests.runtime.nets import LINK
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_torchrun.py"
 
@@ -42,7 +43,11 @@ def main(folder: Path) -> None:
     budget_bytes = int(plain["peak_bytes"] * 0.7)
     planned, (model, session) = run(
         runpy.run_path(str(EXAMPLE)),
-        budget=budget_bytes, cache=folder / "cache", time_limit_s=1, quiet=True,
+        budget=budget_bytes,
+        cache=folder / "cache",
+        time_limit_s=1,
+        quiet=True,
+        link=LINK,
     )
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     profile = session.profile

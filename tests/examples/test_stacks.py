@@ -19,9 +19,10 @@ from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
 from tests.examples.test_examples import EXAMPLES
 from tests.online.census import outside_meter
+from tests.runtime.nets import LINK
 
 ROOT = EXAMPLES.parent
-QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True}
+QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True, "link": LINK}
 
 
 @pytest.fixture(autouse=True, scope="module")
