@@ -18,6 +18,7 @@ import transformers
 from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
 from tests.examples.test_examples import EXAMPLES
+from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
@@ -29,8 +30,7 @@ QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True, "link": LINK}
 def _one_thread_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with empty_cache(tmp_path_factory.mktemp("cache")):
         yield
     torch.set_num_threads(before)
 
@@ -104,10 +104,17 @@ def test_the_trainer_of_transformers_is_the_same_in_60_percent_of_its_memory(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_resumed_training_ends_where_the_whole_one_does(trained: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_that_is_resumed_with_poochplan_is_what_it_is_without(
+    trained: dict[str, Any], tmp_path: Path
+) -> None:
     plans = hf.PlanCallback(budget=int(trained["peak_bytes"] * 0.6), cache=tmp_path / "cache", **QUICK)
-    resumed = main_of("hf_trainer")(plans, folder=str(tmp_path), resume=str(trained["folder"] / "checkpoint-10"))
-    assert same(parameters_of(resumed.model), trained["parameters"])
+    resume = str(trained["folder"] / "checkpoint-10")
+    expected = main_of("hf_trainer")(folder=str(tmp_path / "plain"), resume=resume)
+    found = main_of("hf_trainer")(plans, folder=str(tmp_path / "planned"), resume=resume)
+    assert losses_of(found)[:-1] == losses_of(expected)[:-1]
+    assert same(parameters_of(found.model), parameters_of(expected.model))
+    assert plans.session is not None
+    assert plans.session.profile is not None
 
 
 class Waits(lightning.Callback):
@@ -136,8 +143,9 @@ def test_lightning_is_the_same_in_less_memory_and_resumes_in_the_middle(tmp_path
     assert plans.session.plan is not None
     assert peak_bytes <= budget_bytes
     checkpoint = next(tmp_path.glob("*step=10*.ckpt"))
+    alone = main(folder=str(tmp_path), resume=str(checkpoint))
     resumed = main(plans, Waits(plans), folder=str(tmp_path), resume=str(checkpoint))
-    assert same(parameters_of(resumed), parameters_of(expected))
+    assert same(parameters_of(resumed), parameters_of(alone))
 
 
 @pytest.mark.parametrize(("name", "share"), [("auto_loop", 0.6), ("accelerate_loop", 0.75)])

@@ -118,7 +118,7 @@ def test_nothing_is_left_where_entering_fails(tmp_path: Path, monkeypatch: pytes
 
 def test_a_budget_that_cannot_be_kept_is_an_error_that_names_the_smallest(expected: Run, tmp_path: Path) -> None:
     with pytest.raises(BudgetExceededError, match=r"the smallest possible is \d+ bytes") as caught:
-        again(expected, tmp_path, on_over_budget="error", turns=12, budget=1)
+        run_auto(dropout_and_batch_norm, 1000, tmp_path, turns=12, on_over_budget="error")
     smallest_bytes = int(str(caught.value).split("possible is ")[1].split()[0])
     assert 0 < smallest_bytes < expected.peak_bytes
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -127,7 +127,7 @@ def test_a_budget_that_cannot_be_kept_is_an_error_that_names_the_smallest(expect
 def test_a_budget_that_cannot_be_kept_is_complained_about_once(expected: Run, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="the smallest possible is") as caught:
         found = run_auto(dropout_and_batch_norm, 1000, tmp_path)
-    assert len(caught) == 1
+    assert len([one for one in caught if "poochplan" in str(one.message)]) == 1
     assert found.equals(expected)
 
 

@@ -15,21 +15,23 @@ from poochplan.errors import BudgetExceededError, PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Link, Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.profiler.assembly.assemble import with_more_beside
 from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
-from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.meter import LiveBytesMeter
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
 from poochplan.units import format_bytes, parse_budget
 
-from .background import Background
-from .following import Following, Metered, is_metered
+from .background import Background, Plannings
+from .following import Metered, is_metered, more_beside
 from .plan_cache import PlanCache
 from .ranks import Ranks, Shared
 from .telling import Teller, described
@@ -70,7 +72,11 @@ class AutoSession:
         self._raises = on_over_budget == "error"
         self._teller = Teller(is_quiet=is_quiet)
         self._meter = LiveBytesMeter(where.type, ALLOCATION_UNIT_BYTES)
-        self._pending: dict[Key, Background] = {}
+        self._pending = Plannings()
+        self._hopeless: set[Key] = set()
+        """No plan fits these."""
+        self._following: Way | None = None
+        """Of the open segment."""
         self._followed: dict[Key, int] = {}
         self._missed: dict[Key, int] = {}
         self._studies: dict[Key, int] = {}
@@ -123,9 +129,7 @@ class AutoSession:
         self._stack.close()
 
     def _end(self) -> None:
-        for pending in self._pending.values():
-            pending.close()
-        self._pending.clear()
+        self._pending.close()
         self._teller.end()
 
     # -- what a user asks -------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class AutoSession:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.loop.settle()
         while self._pending and (end_s is None or time.monotonic() < end_s):
-            next(iter(self._pending.values())).is_done(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self._poll()
         return self._tell_ranks(even_nothing=True) if self._ranks is not None else self._is_all_planned
 
@@ -171,16 +175,19 @@ class AutoSession:
         """See :class:`~poochplan.profiler.live.loop.Follower`."""
         self._poll()
         self._look_up(key)
+        self._following = None
+        if key in self._pending or key in self._hopeless:
+            return SwapEach(at_once=True)
         found = self.ways.choose(key)
         if found is None:
             return None if self._is_planner else SwapEach(at_once=True)
         way, course = found
-        if not self._has_room(way):
-            return SwapEach(at_once=True)
-        self._current = way
         times = self._followed.get(way.key, 0)
+        if not self._has_room(way) or (is_metered(times) and self._is_outgrown(way)):
+            return SwapEach(at_once=True)
+        self._current = self._following = way
         self._followed[way.key] = times + 1
-        driver = Following(course, lambda segment: self._was_followed(way, segment))
+        driver = Follow(course, SwapEach())
         return Metered(self.loop.scene, driver, self._meter, way.plan) if is_metered(times) else driver
 
     def driver(self, line: Line) -> Driver:
@@ -196,21 +203,29 @@ class AutoSession:
             if line.refused != UNUSED:  # there is nothing to plan
                 self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
-        self.profiles[line.key] = profile
+        self._teller.say(f"profiled in {line.segments} steps, planning")
+        self._want_plan(line.key, profile)
+
+    def _want_plan(self, key: Key, profile: Profile) -> None:
+        self.profiles[key] = profile
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
+            self._hopeless.add(key)
             if smallest_bytes > self._smallest_bytes:
                 self._smallest_bytes = smallest_bytes
                 self._over(_infeasible(profile, budget_bytes, smallest_bytes))
             return
-        self._pending[line.key] = Background(profile, budget_bytes, self._time_limit_s)
-        self._plan_the_next()
-        self._teller.say(f"profiled in {line.segments} steps, planning")
+        try:
+            self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
+        except OSError as error:
+            self._warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """Counts it, and compares a metered one with its budget."""
         self.total.add(segment.report)
+        if self._following is not None and segment.outcome in (Outcome.USED, Outcome.LEFT_OVER):
+            self._was_followed(self._following, segment)
         if isinstance(watch, Metered):
             segment.report.peak_bytes = watch.peak_bytes
             self.total.peak_bytes = max(self.total.peak_bytes or 0, watch.peak_bytes)
@@ -250,10 +265,7 @@ class AutoSession:
         return parse_budget(self._budget, profile.in_core_peak_bytes)
 
     def _poll(self) -> None:
-        for key, pending in tuple(self._pending.items()):
-            if not pending.is_done():
-                continue
-            del self._pending[key]
+        for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
                 self._cache.keep(key, self.profiles[key], plan)
@@ -262,13 +274,6 @@ class AutoSession:
                 self._warn(f"steps go on as they were profiled: {error}")
             finally:
                 pending.close()
-        self._plan_the_next()
-
-    def _plan_the_next(self) -> None:
-        """One at a time: the loop needs the processors too."""
-        for pending in self._pending.values():
-            pending.start()
-            return
 
     def _look_up(self, key: Key) -> None:
         if key in self._looked_up or key in self.ways or not self._is_planner:
@@ -300,6 +305,18 @@ class AutoSession:
                 self.loop.attachment.device.reserve_host(host.planned_bytes)
             except OSError as error:
                 self._warn(f"the host tier cannot hold the planned {host.planned_bytes} bytes ({error.strerror})")
+        return True
+
+    def _is_outgrown(self, way: Way) -> bool:
+        """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
+        profile = self.profiles.get(way.key)
+        more_bytes = 0 if profile is None else more_beside(profile, way.plan, self.loop.scene.where.type)
+        if profile is None or not more_bytes:
+            return False
+        del self.ways[way.key]
+        self._followed[way.key] = 0
+        self._teller.say("more lives beside the step than when it was profiled: planning again")
+        self._want_plan(way.key, with_more_beside(profile, "before/later", more_bytes))
         return True
 
     def _was_followed(self, way: Way, segment: Segment) -> None:
