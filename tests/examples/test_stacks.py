@@ -100,7 +100,7 @@ def test_the_trainer_of_transformers_is_the_same_in_60_percent_of_its_memory(
     assert plans.session.plan is not None
     assert plans.session.total.fallbacks == 0
     assert peak_bytes <= budget_bytes
-    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert not has_hooks()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -146,6 +146,50 @@ def test_lightning_is_the_same_in_less_memory_and_resumes_in_the_middle(tmp_path
     alone = main(folder=str(tmp_path), resume=str(checkpoint))
     resumed = main(plans, Waits(plans), folder=str(tmp_path), resume=str(checkpoint))
     assert same(parameters_of(resumed), parameters_of(alone))
+
+
+class Stops(transformers.TrainerCallback):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise self.error("stop")
+
+
+class StopsLightning(lightning.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise ValueError("stop")
+
+
+def has_hooks() -> bool:
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_session_of_a_train_that_raises_is_over_before_anything_else_is_trained(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    plans = hf.PlanCallback(budget="60%", cache=tmp_path / "cache", **QUICK)
+    with pytest.raises(error) as caught:  # its traceback holds the Trainer's frames
+        main_of("hf_trainer")(plans, Stops(error), folder=str(tmp_path))
+    assert plans.session is not None
+    segments = plans.session.loop.engine.segment.number
+    model = torch.nn.Linear(4, 4)
+    model(torch.ones(2, 4)).square().sum().backward()
+    assert caught.value.__traceback__ is not None
+    assert not has_hooks()
+    assert plans.session.loop.engine.segment.number == segments
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_says_that_fit_has_raised_and_the_session_is_over(tmp_path: Path) -> None:
+    plans = for_lightning.PlanCallback(budget="60%", cache=tmp_path / "cache", **QUICK)
+    with pytest.raises(ValueError, match="stop"):
+        main_of("lightning_module")(plans, StopsLightning(), folder=str(tmp_path))
+    assert not has_hooks()
 
 
 @pytest.mark.parametrize(("name", "share"), [("auto_loop", 0.6), ("accelerate_loop", 0.75)])

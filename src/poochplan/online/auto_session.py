@@ -28,13 +28,13 @@ from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.meter import LiveBytesMeter
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
-from poochplan.units import format_bytes, parse_budget
+from poochplan.units import parse_budget
 
 from .background import Background, Plannings
 from .following import Metered, is_metered, more_beside
 from .plan_cache import PlanCache
 from .ranks import Ranks, Shared
-from .telling import Teller, described
+from .telling import Teller, described, infeasible
 from .ways import Way, Ways
 
 MOST_STUDIES = 3
@@ -214,7 +214,7 @@ class AutoSession:
             self._hopeless.add(key)
             if smallest_bytes > self._smallest_bytes:
                 self._smallest_bytes = smallest_bytes
-                self._over(_infeasible(profile, budget_bytes, smallest_bytes))
+                self._over(infeasible(profile, budget_bytes, smallest_bytes))
             return
         try:
             self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
@@ -345,12 +345,3 @@ class AutoSession:
         if text not in self._told_of:
             self._told_of.add(text)
             warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=2)
-
-
-def _infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
-    where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
-    return (
-        f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
-        "kept"
-    )
