@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from poochplan.tensors.storages import own_tensors
-from poochplan.tensors.torch_private import pytree, storage_identity, without_modes, without_torch_function
+from poochplan.tensors.torch_private import is_made, pytree, storage_identity, without_modes, without_torch_function
 
 from .census import LEAST_BYTES, census, storages_of
 from .referrers import name_of
@@ -90,7 +90,7 @@ def _known(kind: str, own: Own) -> dict[str, set[int]]:
             whose = "" if not mine.isdisjoint(parameters) else " (of another model)"
             state = [x for x in pytree.tree_leaves(list(thing.state.values())) if isinstance(x, torch.Tensor)]
             known.setdefault(f"{_STATE}{type(thing).__name__}{whose}", set()).update(_keys(kind, state))
-        elif issubclass(type(thing), torch.nn.Module) and "_modules" in vars(thing):
+        elif issubclass(type(thing), torch.nn.Module) and is_made(thing):
             modules.append(thing)
             children.update(map(id, thing.children()))
     for module in modules:

@@ -11,6 +11,8 @@ import pytest
 from poochplan.workload import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+STACKS = ("auto_loop", "accelerate_loop", "ddp_torchrun", "hf_trainer", "lightning_module")
+"""Tried in ``test_stacks.py``."""
 
 
 def run(name: str) -> Any:
@@ -40,5 +42,10 @@ def test_steps_of_a_plan_set_follow_the_plan_of_their_length_or_the_next_larger_
 
 def test_every_example_is_tried_here_and_short_enough_to_read() -> None:
     scripts = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(scripts) == {"plain_loop", "own_workload", "plan_set"}
+    assert set(scripts) == {"plain_loop", "own_workload", "plan_set", *STACKS}
     assert max(scripts.values()) <= 55
+
+
+def test_what_a_library_needs_is_shown_in_25_lines() -> None:
+    lengths = {name: sum(map(bool, (EXAMPLES / f"{name}.py").read_text().splitlines())) for name in STACKS}
+    assert max(lengths.values()) <= 25, lengths

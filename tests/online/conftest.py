@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.online.caches import empty_cache
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _a_cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The link and the runtime's costs are measured once for all tests here, and nothing of the user's is read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with empty_cache(tmp_path_factory.mktemp("cache")):
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 import poochplan
 from poochplan.online.auto_session import AutoSession
 from tests.online.census import outside_meter
+from tests.runtime.nets import LINK
 
 from .trainings import Training
 
@@ -64,7 +65,7 @@ def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns
     torch.manual_seed(0)
     training = make()
     run = Run([], [], [])
-    options = {"time_limit_s": 0.5, "quiet": True, **options}
+    options = {"time_limit_s": 0.5, "quiet": True, "link": LINK, **options}
     with (
         outside_meter() as meter,
         poochplan.auto(training.models, training.optimizers, budget=budget, cache=cache, **options) as session,

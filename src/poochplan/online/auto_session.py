@@ -19,26 +19,26 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.watch import Watch
-from poochplan.runtime.budget_watch import BudgetWatch, OverBudget, over_budget_text
+from poochplan.runtime.budget_watch import BudgetWatch, OverBudget
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
-from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
-from poochplan.runtime.watch.holders import Holder
 from poochplan.runtime.watch.keeper import described as moment_in_words
 from poochplan.runtime.watch.keeper import held_beside
 from poochplan.runtime.watch.step_meter import StepMeter
 from poochplan.runtime.watch.users_line import users_line
-from poochplan.units import format_bytes, parse_budget
+from poochplan.units import parse_budget
 
-from .background import Background
-from .following import Following, Metered, is_metered
+from .background import Background, Plannings
+from .following import Metered, is_metered, more_beside
 from .plan_cache import PlanCache
 from .ranks import Ranks, Shared
-from .telling import Teller, described
+from .telling import Teller, described, infeasible
 from .ways import Way, Ways
 
 MOST_STUDIES = 3
@@ -74,12 +74,14 @@ class AutoSession:
         self._budget = budget
         self._time_limit_s = time_limit_s
         self._policy = OverBudget(on_over_budget)
-        self._watches: dict[Key, BudgetWatch] = {}
-        self._beside_bytes: dict[Key, int] = {}
-        """What was found to live beside segments of a kind, and their profile did not have."""
+        self._watch = BudgetWatch(OverBudget.ERROR if self._policy is OverBudget.ERROR else OverBudget.WARN)
         self._teller = Teller(is_quiet=is_quiet)
         self._meter = StepMeter(where.type, "always")
-        self._pending: dict[Key, Background] = {}
+        self._pending = Plannings()
+        self._hopeless: set[Key] = set()
+        """No plan fits these."""
+        self._following: Way | None = None
+        """Of the open segment."""
         self._followed: dict[Key, int] = {}
         self._missed: dict[Key, int] = {}
         self._studies: dict[Key, int] = {}
@@ -132,9 +134,7 @@ class AutoSession:
         self._stack.close()
 
     def _end(self) -> None:
-        for pending in self._pending.values():
-            pending.close()
-        self._pending.clear()
+        self._pending.close()
         self._teller.end()
 
     # -- what a user asks -------------------------------------------------------------------------------------
@@ -152,6 +152,11 @@ class AutoSession:
             return self.profiles.get(self._current.key)
         return next(iter(self.profiles.values()), None)
 
+    @property
+    def followed(self) -> int:
+        """So many segments have begun under a plan."""
+        return sum(self._followed.values())
+
     def wait_until_planned(self, timeout_s: float | None = None) -> bool:
         """Waits, between two steps, until no plan is under way; whether every profiled kind of segment has its plan.
 
@@ -160,7 +165,7 @@ class AutoSession:
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.loop.settle()
         while self._pending and (end_s is None or time.monotonic() < end_s):
-            next(iter(self._pending.values())).is_done(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self._poll()
         return self._tell_ranks(even_nothing=True) if self._ranks is not None else self._is_all_planned
 
@@ -175,16 +180,23 @@ class AutoSession:
         """See :class:`~poochplan.profiler.live.loop.Follower`."""
         self._poll()
         self._look_up(key)
+        self._following = None
+        if key in self._pending or key in self._hopeless:
+            return SwapEach(at_once=True)
         found = self.ways.choose(key)
         if found is None:
             return None if self._is_planner else SwapEach(at_once=True)
         way, course = found
-        self._make_room(way)
-        self._current = way
         times = self._followed.get(way.key, 0)
+        if is_metered(times) and self._is_outgrown(way):
+            return SwapEach(at_once=True)
+        self._make_room(way)
+        self._current = self._following = way
         self._followed[way.key] = times + 1
-        driver = Following(course, lambda segment: self._was_followed(way, segment))
-        return Metered(self.loop.scene, driver, self._meter, self.loop.engine, way) if is_metered(times) else driver
+        driver = Follow(course, SwapEach())
+        return (
+            Metered(self.loop.scene, driver, self._meter, self.loop.engine, way.plan) if is_metered(times) else driver
+        )
 
     def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
@@ -199,24 +211,26 @@ class AutoSession:
             if line.refused != UNUSED:  # there is nothing to plan
                 self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
-        self.profiles[line.key] = profile
         self._teller.say(f"profiled in {line.segments} steps, planning")
-        self._plan(line.key, profile)
+        self._want_plan(line.key, profile)
 
-    def _plan(self, key: Key, profile: Profile) -> None:
-        """Has the profile planned by another process, where any plan fits."""
+    def _want_plan(self, key: Key, profile: Profile) -> None:
+        self.profiles[key] = profile
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
+            self._hopeless.add(key)
             if smallest_bytes > self._smallest_bytes:
                 self._smallest_bytes = smallest_bytes
-                text = _infeasible(profile, budget_bytes, smallest_bytes)
+                text = infeasible(profile, budget_bytes, smallest_bytes)
                 if self._policy is OverBudget.ERROR:
                     raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
                 self._warn(text)
             return
-        self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
-        self._plan_the_next()
+        try:
+            self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
+        except OSError as error:
+            self._warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""
@@ -227,8 +241,11 @@ class AutoSession:
         if isinstance(watch, Metered):
             segment.report.peak_bytes = watch.peak_bytes
         self.total.add(segment.report)
-        if isinstance(watch, Metered) and not segment.diverged:
-            self._compare(segment, watch)
+        if self._following is not None and segment.outcome in (Outcome.USED, Outcome.LEFT_OVER):
+            self._was_followed(self._following, segment)
+        if isinstance(watch, Metered) and watch.peak_bytes is not None and not segment.diverged:
+            plan, where = watch.plan, moment_in_words(watch.moment, watch.plan)
+            self._watch.look(watch.peak_bytes, plan, where, lambda: held_beside(self.loop.engine, segment, plan))
 
     def optimizer_stepped(self) -> None:
         """Ranks are told here: they have all come to the same step."""
@@ -260,10 +277,7 @@ class AutoSession:
         return parse_budget(self._budget, profile.in_core_peak_bytes)
 
     def _poll(self) -> None:
-        for key, pending in tuple(self._pending.items()):
-            if not pending.is_done():
-                continue
-            del self._pending[key]
+        for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
                 self._cache.keep(key, self.profiles[key], plan)
@@ -272,33 +286,6 @@ class AutoSession:
                 self._warn(f"steps go on as they were profiled: {error}")
             finally:
                 pending.close()
-        self._plan_the_next()
-
-    def _plan_the_next(self) -> None:
-        """One at a time: the loop needs the processors too."""
-        for pending in self._pending.values():
-            pending.start()
-            return
-
-    def _compare(self, segment: Segment, watch: Metered) -> None:
-        """A metered segment has followed its plan to the end."""
-        key, plan, peak_bytes = watch.way.key, watch.way.plan, watch.peak_bytes or 0
-        told = self._watches.setdefault(key, BudgetWatch(self._policy))
-        if not told.is_over(peak_bytes, plan) or key in self._pending:
-            return
-
-        def held() -> list[Holder]:
-            return held_beside(self.loop.engine, segment, plan)
-
-        where = moment_in_words(watch.moment, plan)
-        if self._policy is not OverBudget.REPLAN:
-            told.look(peak_bytes, plan, where, held)
-            return
-        beside_bytes = self._beside_bytes.get(key, 0) + peak_bytes - plan.prediction.peak_bytes
-        self._beside_bytes[key] = beside_bytes
-        told.tell(f"{over_budget_text(peak_bytes, plan, where, held())}; it is planned anew with that")
-        told.starts_anew()
-        self._plan(key, with_bytes_beside(self.profiles[key], beside_bytes))
 
     def _look_up(self, key: Key) -> None:
         if key in self._looked_up or key in self.ways or not self._is_planner:
@@ -321,15 +308,27 @@ class AutoSession:
 
     def _make_room(self, way: Way) -> None:
         """The host tier is large enough for the plan."""
-        host = self.loop.engine.host
-        before_bytes = host.planned_bytes
-        host.grow([way.plan.instructions])
+        engine = self.loop.engine
+        before_bytes = engine.host.planned_bytes
+        engine.host.grow([way.plan.instructions])
         # Reserving writes the file from its end on, where values of earlier segments may lie.
-        if host.planned_bytes > before_bytes and not self.loop.engine.cursor.holds_values:
+        if engine.host.planned_bytes > before_bytes and not engine.cursor.holds_values:
             try:
-                self.loop.engine.device.reserve_host(host.planned_bytes)
+                engine.device.reserve_host(engine.host.planned_bytes)
             except OSError as error:
-                self._warn(f"the host tier cannot hold the planned {host.planned_bytes} bytes ({error.strerror})")
+                self._warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
+
+    def _is_outgrown(self, way: Way) -> bool:
+        """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
+        profile = self.profiles.get(way.key) if self._policy is OverBudget.REPLAN else None
+        more_bytes = 0 if profile is None else more_beside(profile, way.plan, self.loop.scene.where.type)
+        if profile is None or not more_bytes:
+            return False
+        del self.ways[way.key]
+        self._followed[way.key] = 0
+        self._teller.say("more lives beside the step than when it was profiled: planning again")
+        self._want_plan(way.key, with_bytes_beside(profile, more_bytes))
+        return True
 
     def _was_followed(self, way: Way, segment: Segment) -> None:
         if not segment.diverged:
@@ -352,12 +351,3 @@ class AutoSession:
         if text not in self._told_of:
             self._told_of.add(text)
             warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
-
-
-def _infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
-    where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
-    return (
-        f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
-        "kept"
-    )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
@@ -70,3 +71,34 @@ class Background:
                 self._process.kill()
                 self._process.wait()
         self._folder.cleanup()
+
+
+class Plannings(dict[Any, Background]):
+    """Plans that are wanted, by what for; they are made one at a time, for the loop needs the processors too."""
+
+    def __setitem__(self, key: Any, planning: Background) -> None:
+        super().__setitem__(key, planning)
+        self._start_the_first()
+
+    def take_done(self) -> list[tuple[Any, Background]]:
+        """Those that are done, which are no more in here; the next one begins."""
+        done = [(key, planning) for key, planning in self.items() if planning.is_done()]
+        for key, _ in done:
+            del self[key]
+        self._start_the_first()
+        return done
+
+    def wait(self, wait_s: float | None) -> None:
+        """For the first of them."""
+        next(iter(self.values())).is_done(wait_s)
+
+    def close(self) -> None:
+        """Ends them all."""
+        for planning in self.values():
+            planning.close()
+        self.clear()
+
+    def _start_the_first(self) -> None:
+        for planning in self.values():
+            planning.start()
+            return

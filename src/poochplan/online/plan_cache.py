@@ -30,8 +30,9 @@ class PlanCache:
     def __init__(self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float) -> None:
         self._folder = folder
         machine = this_machine(where)
+        self._model = model_signature(model)
         self._common = (
-            model_signature(model).fingerprint,
+            self._model.fingerprint,
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node()),
             *(repr(budget), torch.__version__, VERSION),
         )
@@ -41,7 +42,11 @@ class PlanCache:
         folder = self._of(key)
         with contextlib.suppress(PoochError):
             if (folder / "plan.json").exists():
-                return Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+                profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+                if (profile.model, profile.inputs, profile.ops_fingerprint) == (
+                    *(self._model, key.inputs, plan.profile_fingerprint),
+                ) and plan.model == self._model:
+                    return profile, plan
         return None
 
     def keep(self, key: Key, profile: Profile, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
 from poochplan.units import format_bytes, format_seconds
 
 
@@ -42,4 +43,14 @@ def described(plan: Plan) -> str:
     return (
         f"{format_bytes(promise.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
         f"{format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}), {counts or 'everything kept'}"
+    )
+
+
+def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
+    """That no plan fits, and what does."""
+    where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
+    return (
+        f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
+        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
+        "kept"
     )

@@ -59,6 +59,7 @@ __all__ = [
     "intercept_autograd",
     "is_compiled",
     "is_compiled_backward",
+    "is_made",
     "is_tracing",
     "last_sequence_number",
     "log_allocations",
@@ -232,6 +233,11 @@ def owned_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def owned_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """The module's own dictionary of modules, to walk a model without making names."""
     return module._modules
+
+
+def is_made(module: torch.nn.Module) -> bool:
+    """Whether its constructor has got so far that it can be asked for its modules."""
+    return "_modules" in vars(module)
 
 
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules")

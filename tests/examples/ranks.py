@@ -1,0 +1,69 @@
+"""One process of several, as torchrun starts them: the data-parallel example without a session, then with one.
+
+What came of it goes to ``rankN.json`` in the FOLDER that is the only argument.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import runpy
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import poochplan
+from tests.online.census import outside_meter
+from tests.runtime.nets import LINK
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_torchrun.py"
+
+
+def no_session(*_: Any, **__: Any) -> AbstractContextManager[Any]:
+    return nullcontext(SimpleNamespace(wait_until_planned=lambda: None, plan=None))
+
+
+def run(example: dict[str, Any], **options: Any) -> tuple[dict[str, Any], Any]:
+    with outside_meter() as meter:
+        losses, model, session = example["main"](**options)
+    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
+    return {"losses": losses, "parameters": digest, "peak_bytes": meter.peak}, (model, session)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    auto, poochplan.auto = poochplan.auto, no_session
+    plain, _ = run(runpy.run_path(str(EXAMPLE)))
+    poochplan.auto = auto
+    budget_bytes = int(plain["peak_bytes"] * 0.7)
+    planned, (model, session) = run(
+        runpy.run_path(str(EXAMPLE)),
+        budget=budget_bytes,
+        cache=folder / "cache",
+        time_limit_s=1,
+        quiet=True,
+        link=LINK,
+    )
+    bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    profile = session.profile
+    facts = {
+        "plain": plain,
+        "planned": planned,
+        "budget_bytes": budget_bytes,
+        "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
+        "steps": session.total.steps,
+        "fallbacks": session.total.fallbacks,
+        "followed": session.followed,
+        "counts_buckets": profile and any(v.size_bytes == bucket_bytes and v.born < 0 for v in profile.values),
+    }
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,233 @@
+"""The examples of other libraries: bitwise what they are without poochplan, also resumed, and within the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+import transformers
+
+from poochplan.integrations import hf
+from poochplan.integrations import lightning as for_lightning
+from tests.examples.test_examples import EXAMPLES
+from tests.online.caches import empty_cache
+from tests.online.census import outside_meter
+from tests.runtime.nets import LINK
+
+ROOT = EXAMPLES.parent
+QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True, "link": LINK}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with empty_cache(tmp_path_factory.mktemp("cache")):
+        yield
+    torch.set_num_threads(before)
+
+
+def main_of(name: str) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def metered(call: Any) -> tuple[Any, int]:
+    with outside_meter() as meter:
+        result = call()
+    return result, meter.peak
+
+
+class Generates(transformers.TrainerCallback):
+    """Between steps; and waits for the plan, so that a loop this short sees it."""
+
+    def __init__(self, plans: hf.PlanCallback | None = None) -> None:
+        self.plans = plans
+        self.texts: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % 6 == 0:
+            self.texts.append(model.generate(torch.zeros(1, 4, dtype=torch.int64), max_new_tokens=4, do_sample=False))
+        if self.plans is not None and self.plans.session is not None and state.global_step >= 11:
+            self.plans.session.wait_until_planned(120)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The example without poochplan, and its checkpoints."""
+    folder, generates = tmp_path_factory.mktemp("hf"), Generates()
+    trainer, peak_bytes = metered(lambda: main_of("hf_trainer")(generates, folder=str(folder)))
+    return {
+        "folder": folder,
+        "losses": losses_of(trainer),
+        "parameters": parameters_of(trainer.model),
+        "texts": generates.texts,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def losses_of(trainer: transformers.Trainer) -> list[float]:
+    return [row.get("loss", row.get("eval_loss", 0.0)) for row in trainer.state.log_history]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_transformers_is_the_same_in_60_percent_of_its_memory(
+    trained: dict[str, Any], tmp_path: Path
+) -> None:
+    budget_bytes = int(trained["peak_bytes"] * 0.6)
+    plans = hf.PlanCallback(budget=budget_bytes, cache=tmp_path / "cache", **QUICK)
+    generates = Generates(plans)
+    trainer, peak_bytes = metered(lambda: main_of("hf_trainer")(plans, generates, folder=str(tmp_path)))
+    assert losses_of(trainer)[:-1] == trained["losses"][:-1]  # the last row is the run time
+    assert same(parameters_of(trainer.model), trained["parameters"])
+    assert same(generates.texts, trained["texts"])
+    assert plans.session is not None
+    assert plans.session.plan is not None
+    assert plans.session.total.fallbacks == 0
+    assert peak_bytes <= budget_bytes
+    assert not has_hooks()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_is_resumed_with_poochplan_is_what_it_is_without(
+    trained: dict[str, Any], tmp_path: Path
+) -> None:
+    plans = hf.PlanCallback(budget=int(trained["peak_bytes"] * 0.6), cache=tmp_path / "cache", **QUICK)
+    resume = str(trained["folder"] / "checkpoint-10")
+    expected = main_of("hf_trainer")(folder=str(tmp_path / "plain"), resume=resume)
+    found = main_of("hf_trainer")(plans, folder=str(tmp_path / "planned"), resume=resume)
+    assert losses_of(found)[:-1] == losses_of(expected)[:-1]
+    assert same(parameters_of(found.model), parameters_of(expected.model))
+    assert plans.session is not None
+    assert plans.session.profile is not None
+
+
+class Waits(lightning.Callback):
+    def __init__(self, plans: for_lightning.PlanCallback | None = None) -> None:
+        self.plans = plans
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+        if self.plans is not None and self.plans.session is not None and trainer.global_step >= 13:
+            self.plans.session.wait_until_planned(120)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_is_the_same_in_less_memory_and_resumes_in_the_middle(tmp_path: Path) -> None:
+    main, plain = main_of("lightning_module"), Waits()
+    saves = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1)
+    expected, plain_bytes = metered(lambda: main(plain, saves, folder=str(tmp_path)))
+    budget_bytes = int(plain_bytes * 0.75)  # the data set is a third of it
+    plans = for_lightning.PlanCallback(budget=budget_bytes, cache=tmp_path / "cache", **QUICK)
+    waits = Waits(plans)
+    found, peak_bytes = metered(lambda: main(plans, waits, folder=str(tmp_path)))
+    assert waits.losses == plain.losses
+    assert same(parameters_of(found), parameters_of(expected))
+    assert plans.session is not None
+    assert plans.session.plan is not None
+    assert peak_bytes <= budget_bytes
+    checkpoint = next(tmp_path.glob("*step=10*.ckpt"))
+    alone = main(folder=str(tmp_path), resume=str(checkpoint))
+    resumed = main(plans, Waits(plans), folder=str(tmp_path), resume=str(checkpoint))
+    assert same(parameters_of(resumed), parameters_of(alone))
+
+
+class Stops(transformers.TrainerCallback):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise self.error("stop")
+
+
+class StopsLightning(lightning.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise ValueError("stop")
+
+
+def has_hooks() -> bool:
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_session_of_a_train_that_raises_is_over_before_anything_else_is_trained(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    plans = hf.PlanCallback(budget="60%", cache=tmp_path / "cache", **QUICK)
+    with pytest.raises(error) as caught:  # its traceback holds the Trainer's frames
+        main_of("hf_trainer")(plans, Stops(error), folder=str(tmp_path))
+    assert plans.session is not None
+    segments = plans.session.loop.engine.segment.number
+    model = torch.nn.Linear(4, 4)
+    model(torch.ones(2, 4)).square().sum().backward()
+    assert caught.value.__traceback__ is not None
+    assert not has_hooks()
+    assert plans.session.loop.engine.segment.number == segments
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_says_that_fit_has_raised_and_the_session_is_over(tmp_path: Path) -> None:
+    plans = for_lightning.PlanCallback(budget="60%", cache=tmp_path / "cache", **QUICK)
+    with pytest.raises(ValueError, match="stop"):
+        main_of("lightning_module")(plans, StopsLightning(), folder=str(tmp_path))
+    assert not has_hooks()
+
+
+@pytest.mark.parametrize(("name", "share"), [("auto_loop", 0.6), ("accelerate_loop", 0.75)])
+def test_a_loop_is_the_same_in_less_memory(
+    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        from tests.examples.ranks import no_session
+
+        patch.setattr("poochplan.auto", no_session, raising=False)
+        (losses, model, _), plain_bytes = metered(lambda: main_of(name)())
+    budget_bytes = int(plain_bytes * share)
+    (planned, planned_model, session), peak_bytes = metered(
+        lambda: main_of(name)(budget=budget_bytes, cache=tmp_path, **QUICK)
+    )
+    assert planned == losses
+    assert same(parameters_of(planned_model), parameters_of(model))
+    assert session.total.fallbacks == 0
+    assert session.profile is not None
+    assert peak_bytes <= budget_bytes
+
+
+def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "tests.examples.ranks", str(tmp_path)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    for facts in (first, second):
+        assert {**facts["planned"], "peak_bytes": 0} == {**facts["plain"], "peak_bytes": 0}
+        assert facts["planned"]["peak_bytes"] <= facts["budget_bytes"]
+        assert facts["fallbacks"] == 0
+    assert first["plan"] == second["plan"] is not None
+    assert first["followed"] == second["followed"] > 0
+    assert first["counts_buckets"]

@@ -1,0 +1,57 @@
+"""``profile(backward="inside")``: a step that does all of it itself, profiled as one that returns its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.queries import saved_values
+from tests.online.trainings import Training, accumulation, autocast, blocks, dropout_and_batch_norm, loss_of
+from tests.runtime.nets import LINK
+
+
+@pytest.mark.parametrize("make", [dropout_and_batch_norm, autocast, accumulation])
+def test_everything_is_restored(make: Callable[[], Training]) -> None:
+    training = make()
+    assert isinstance(training.models, nn.Module)
+    training.turn(0)  # the optimizer has its state
+    before = training.state()
+    poochplan.profile(
+        lambda: training.turn(1),
+        model=training.models,
+        optimizer=training.optimizers[0],
+        backward="inside",
+        link=LINK,
+    )
+    after = training.state()
+    assert len(after) == len(before)
+    assert all(map(torch.equal, after, before))
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_the_in_core_peak_is_that_of_a_step_whose_backward_the_profiler_calls() -> None:
+    model, data = blocks(), (torch.randn(1024, 32), torch.randint(10, (1024,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def whole() -> None:
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        optimizer.step()
+
+    options = {"model": model, "optimizer": optimizer, "link": LINK}
+    outside = poochplan.profile(lambda: loss_of(model, data), **options)  # type: ignore[arg-type]
+    inside = poochplan.profile(whole, backward="inside", **options)  # type: ignore[arg-type]
+    known = sum(value.size_bytes for value in outside.values if value.born < 0)
+    there = sum(value.size_bytes for value in inside.values if value.born < 0)
+    beside = there - known  # other tensors of this process, which only the loop's own profile counts
+    assert inside.in_core_peak_bytes - beside == pytest.approx(outside.in_core_peak_bytes, abs=512 * 64)
+    assert [op.name for op in inside.ops][: len(outside.ops)] == [op.name for op in outside.ops][: len(inside.ops)]
+    assert [value.size_bytes for value in saved(inside)] == [value.size_bytes for value in saved(outside)]
+
+
+def saved(profile: poochplan.Profile) -> list[poochplan.formats.profile.Value]:
+    return [profile.values[number] for number in saved_values(profile)]

@@ -1,0 +1,267 @@
+"""A session of ``auto``: its end, its cache, its planning process, and what it says of a budget that cannot be kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import BudgetExceededError
+from poochplan.integrations.calls import Call
+from poochplan.tensors.torch_private import has_topmost_hooks
+from tests.online.runs import Run, run_auto, run_plain
+from tests.online.trainings import TRAININGS, Training, dropout_and_batch_norm, two_optimizers
+from tests.runtime.nets import LINK
+
+QUICK: dict[str, Any] = {"time_limit_s": 0.5, "quiet": True, "link": LINK}
+
+
+def traces(model: torch.nn.Module) -> list[Any]:
+    """What a session could leave on a model: attributes and hooks of each module."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_forward_hooks_always_called")
+    return [
+        (name, sorted(vars(module)), [list(getattr(module, hook)) for hook in hooks])
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    return run_plain(dropout_and_batch_norm)
+
+
+@pytest.fixture(scope="module")
+def first(expected: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of a run that has planned."""
+    cache = tmp_path_factory.mktemp("cache")
+    run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), cache)
+    gc.collect()
+    return cache
+
+
+def again(expected: Run, cache: Path, **options: Any) -> Run:
+    gc.collect()
+    return run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), cache, **options)
+
+
+def test_the_second_run_follows_from_its_second_step_on_with_equal_bits(expected: Run, first: Path) -> None:
+    found = again(expected, first)
+    assert found.equals(expected)
+    assert found.session is not None
+    assert found.planned_at == 0
+    assert found.session.total.fallbacks == 0
+    assert found.session.loop.lines == {}
+    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
+
+
+def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Run, first: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    beside = torch.zeros(int(expected.peak_bytes * 0.04 / 4))
+    (place,) = {path.parent for path in tmp_path.rglob("plan.json")}
+    found = again(expected, tmp_path)
+    del beside
+    assert found.equals(expected)
+    assert found.session is not None
+    assert found.session.plan is not None
+    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
+    assert poochplan.Plan.load(place / "plan.json").prediction.peak_bytes <= int(expected.peak_bytes * 0.6)
+    assert found.session.loop.lines == {}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
+def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, first: Path, tmp_path: Path) -> None:
+    entry = next(path.parent for path in first.rglob("plan.json"))
+    plan = (entry / "plan.json").read_bytes()
+    if damage == "truncated":
+        changed = plan[: len(plan) // 2]
+    elif damage == "no json":
+        changed = b"\xff\x00"
+    else:
+        other = run_plain(two_optimizers)
+        foreign = tmp_path / "foreign"
+        run_auto(two_optimizers, int(other.peak_bytes * 0.6), foreign)
+        changed = next(foreign.rglob("plan.json")).read_bytes()
+    place = tmp_path / "cache" / entry.name
+    place.mkdir(parents=True)
+    (place / "profile.json").write_bytes((entry / "profile.json").read_bytes())
+    (place / "plan.json").write_bytes(changed)
+    found = again(expected, tmp_path / "cache", turns=12)
+    assert found.session is not None
+    assert found.losses == expected.losses[:12]
+    assert found.session.total.fallbacks == 0
+    assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
+
+
+def test_nothing_is_left_on_the_model_however_the_session_ends(tmp_path: Path) -> None:
+    training = dropout_and_batch_norm()
+    assert isinstance(training.models, torch.nn.Module)
+    before = traces(training.models)
+    with pytest.raises(ZeroDivisionError):
+        with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK):
+            training.turn(0)
+            training.turn(1)
+            raise ZeroDivisionError
+    assert traces(training.models) == before
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    training.turn(2)
+
+
+def test_nothing_is_left_where_entering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = dropout_and_batch_norm()
+    assert isinstance(training.models, torch.nn.Module)
+    before = traces(training.models)
+
+    def no_device(*_: object, **__: object) -> None:
+        raise OSError("no device")
+
+    monkeypatch.setattr("poochplan.online.auto.open_device", no_device)
+    with pytest.raises(OSError, match="no device"):
+        with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK):
+            pass
+    assert traces(training.models) == before
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_a_budget_that_cannot_be_kept_is_an_error_that_names_the_smallest(expected: Run, tmp_path: Path) -> None:
+    with pytest.raises(BudgetExceededError, match=r"the smallest possible is \d+ bytes") as caught:
+        run_auto(dropout_and_batch_norm, 1000, tmp_path, turns=12, on_over_budget="error")
+    smallest_bytes = int(str(caught.value).split("possible is ")[1].split()[0])
+    assert 0 < smallest_bytes < expected.peak_bytes
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_a_budget_that_cannot_be_kept_is_complained_about_once(expected: Run, tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="the smallest possible is") as caught:
+        found = run_auto(dropout_and_batch_norm, 1000, tmp_path)
+    assert len([one for one in caught if "poochplan" in str(one.message)]) == 1
+    assert found.equals(expected)
+
+
+def children() -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "planning_process"], capture_output=True, text=True)
+    return [int(number) for number in listed.stdout.split()]
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return holds()
+
+
+def planning(training: Training, cache: Path, **options: Any) -> poochplan.online.auto_session.AutoSession:
+    """A session that has just begun to plan."""
+    session = poochplan.auto(training.models, training.optimizers, budget="60%", cache=cache, **options)
+    session.__enter__()
+    for number in range(12):
+        training.turn(number)
+        if session.loop.lines and all(line.next_watch is None for line in session.loop.lines.values()):
+            break
+    session.loop.settle()
+    return session
+
+
+def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
+    session = planning(dropout_and_batch_norm(), tmp_path, **{**QUICK, "time_limit_s": 60})
+    assert len(children()) == 1
+    session.close()
+    assert within(10, lambda: not children())
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from tests.online.test_sessions import QUICK, children, planning
+from tests.online.trainings import dropout_and_batch_norm
+session = planning(dropout_and_batch_norm(), Path(sys.argv[1]), **{**QUICK, "time_limit_s": 60})
+print(children()[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_planning_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert within(30, lambda: is_gone(child))
+
+
+def is_gone(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+class Owner:
+    """As a trainer whose callback is told of its begin, and not of an end by an exception."""
+
+    def train(self, training: Training, cache: Path) -> None:
+        self.session = poochplan.auto(training.models, training.optimizers, budget="60%", cache=cache, **QUICK)
+        self.session.__enter__()
+        call = Call.of_method(Owner)
+        assert call is not None
+        self.session.lasts_while(call.is_running)
+        training.turn(0)
+        training.turn(1)
+        raise ValueError("in the middle")
+
+
+def test_a_session_ends_where_the_call_that_it_was_for_has_raised(tmp_path: Path) -> None:
+    training, other, owner = dropout_and_batch_norm(), dropout_and_batch_norm(), Owner()
+    assert isinstance(training.models, torch.nn.Module)
+    before = traces(training.models)
+    with pytest.raises(ValueError, match="in the middle") as caught:  # the traceback holds the frame
+        owner.train(training, tmp_path)
+    segments = owner.session.loop.engine.segment.number
+    other.turn(0)
+    assert caught.value.__traceback__ is not None
+    assert owner.session.loop.engine.segment.number == segments
+    assert traces(training.models) == before
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_hooks_that_others_have_put_on_top_stay_where_a_session_ends_below_them(tmp_path: Path) -> None:
+    training, other, owner = dropout_and_batch_norm(), dropout_and_batch_norm(), Owner()
+    with pytest.raises(ValueError, match="in the middle"):
+        owner.train(training, tmp_path)
+    packed: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x) as hooks:
+        other.turn(0)
+        training.turn(2)
+        assert packed
+        assert has_topmost_hooks(hooks) if hooks is not None else True
+    other.turn(1)
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp_path: Path) -> None:
+    model, data = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()), torch.randn(256, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with poochplan.auto(model, optimizer, budget="95%", cache=tmp_path, **QUICK) as session:
+        for _ in range(3):
+            for _ in range(32):
+                model(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(session.loop.lines) == 2
+
+
+def test_every_kind_of_loop_is_tried() -> None:
+    assert len(TRAININGS) == 17
