@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from .online.auto import auto
     from .plan_sets import plan_set
+    from .report.peak import explain_peak
     from .workload import Workload
 
 __version__ = "0.2.0"
@@ -34,6 +35,7 @@ __all__ = [
     "Workload",
     "apply",
     "auto",
+    "explain_peak",
     "plan",
     "plan_set",
     "profile",
@@ -48,6 +50,7 @@ _HOMES = {
     "Workload": ".workload",
     "apply": ".runtime.applying",
     "auto": ".online.auto",
+    "explain_peak": ".report.peak",
     "plan": ".planner.planning",
     "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",
