@@ -118,7 +118,9 @@ class PlanVerb(Verb):
                 evaluations=options.evaluations,
                 seed=options.seed,
                 policy="ilp" if options.policy == "all" else options.policy,
-                watch=lambda progress: tell(progress_line(progress)),
+                watch=lambda progress: tell(
+                    progress_line(progress), share_done(progress, options.evaluations or options.time_limit)
+                ),
                 keep_interrupted=True,
             )
         made.save(path, force=options.force)
@@ -171,6 +173,11 @@ def progress_line(progress: Progress | None) -> str:
         return "compiling the search, once on this machine; it does not count"
     left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
     return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
+
+
+def share_done(progress: Progress | None, allowed: float) -> float | None:
+    """Of the simulations or seconds that the search may take; None before it begins."""
+    return None if progress is None else min(1.0, max(0.0, 1 - progress.left / allowed))
 
 
 def default_plan_name(profile_path: str) -> Path:

@@ -120,7 +120,8 @@ class SweepVerb(Verb):
 
             def note(point: SweepPoint, done: int, total: int) -> None:
                 finished.append(point)
-                say(f"{done} of {total} done, last {point.policy} within {format_bytes(point.budget_bytes)}")
+                last = f"{point.policy} within {format_bytes(point.budget_bytes)}"
+                say(f"{done} of {total} done, last {last}", done / total)
 
             sweep(profile, budgets, policies, solving=solving, processes=options.processes, finished=note)
 
