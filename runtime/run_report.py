@@ -141,6 +141,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             row("recomputed", lambda step: f"{step.replayed_values} values, {format_seconds(step.replay_s)}"),
             row("waits for copies", lambda step: format_seconds(step.stall_s)),
             row("time in hooks", lambda step: format_seconds(step.hooks_s)),
+            ("as planned", "", f"{self.steps_followed} of {self.total.steps} steps ({self.status})"),
             row("not as planned", lambda step: f"{step.fallbacks} times" if step.fallbacks else "never"),
         ]
         if self.memory is not None:

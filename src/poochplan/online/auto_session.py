@@ -161,7 +161,7 @@ class AutoSession:
         from poochplan.report.peak import explain_peak  # here, for pandas takes long to load
 
         way = self._current or next(iter(self.ways.values()), None)
-        profile = self.profile if way is None else self.profiles[way.key]
+        profile = self.profile if way is None else self.profiles.get(way.key)
         if profile is None:
             return ""
         return str(explain_peak(profile, way and way.plan, measured_peak_bytes=self.total.peak_bytes))

@@ -47,7 +47,8 @@ def freed_memory_given_back() -> Iterator[None]:
     most of that back: ``THP_MEM_ALLOC_ENABLE=1``, which torch reads at its first allocation (so it must be in the
     environment before; importing ``poochplan`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``. Left alone,
     glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
-    1-6 MiB tensors in one measurement). Profiles are taken within such a block too, so that fresh pages cost the same there.
+    1-6 MiB tensors in one measurement). Profiles are taken within such a block too, so that fresh pages cost the same
+    there.
 
     It holds for the whole process, until the last such block ends. Then both thresholds are what the environment asks
     for; where it asks for nothing, those at which glibc's own rule ends. That rule itself does not come back: any call
