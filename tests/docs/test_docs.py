@@ -113,8 +113,8 @@ def test_the_loop_of_the_readme_trains_and_the_pages_read_the_files_it_leaves(
     network: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = dict(network)
-    exec(blocks(ROOT / "README.md", "python")[1], names | {"poochplan": poochplan}, names)
+    names = network | {"poochplan": poochplan}
+    exec(blocks(ROOT / "README.md", "python")[1], names)
     total = names["session"].report().total
     assert (total.steps, total.fallbacks) == (2, 0)
     assert total.peak_bytes <= names["plan"].budget_bytes < names["profile"].in_core_peak_bytes
