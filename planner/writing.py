@@ -1,19 +1,24 @@
-"""The Plan, written from what was found: values, schedule, prediction, and how it was found."""
+"""The Plan, written from what was found: values, schedule, prediction, and how it was found; or decided by hand."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.arena.blocks import arena_of
-from poochplan.planner.judge.candidate import Candidate
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.judge.candidate import Candidate, try_decisions
+from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
+BY_HAND = "by hand"
+"""The policy of a plan that somebody has changed."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,47 @@ def write_plan(
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
         schedule=best.schedule.actions,
     )
+
+
+def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
+    """The plan with some values decided otherwise, scheduled and simulated anew; nothing is searched for.
+
+    ``changes`` are decisions by the names of values. The budget stays written as it was, and the predicted peak may be
+    above it. A swapped value that needs no release stays kept.
+
+    Raises
+    ------
+    UsageError
+        The plan has no value of that name, or the profile has another step; or the value can only be kept, or not be
+        recomputed, and why.
+    """
+    started_s = time.perf_counter()
+    problem = build_problem(profile)
+    if problem.names != tuple(value.name for value in plan.values):
+        raise UsageError("profile: expected the one that the plan was made from, found another; plan again")
+    place = {name: index for index, name in enumerate(problem.names)}
+    wish = [value.decision for value in plan.values]
+    for name, decision in changes.items():
+        if name not in place:
+            raise UsageError(f"changes: expected names of the plan's values, found {name!r}; Plan.values has them")
+        wish[place[name]] = _possible(profile, problem, place[name], decision)
+    best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
+    wall_s = time.perf_counter() - started_s
+    return write_plan(profile, problem, Outcome(best, BY_HAND), plan.budget_bytes, plan.workload, wall_s)
+
+
+def _possible(profile: Profile, problem: Problem, value: int, decision: Decision | str) -> Decision:
+    """The decision, where the value may have it."""
+    name = problem.names[value]
+    if decision not in tuple(Decision):
+        raise UsageError(f'{name}: expected "keep", "swap" or "recompute", found {str(decision)!r}')
+    reason = problem.must_keep[value] if decision != Decision.KEEP else ""
+    if decision == Decision.RECOMPUTE and not reason and problem.replay.replays[value] is None:
+        reasons = {one.name: one.unreplayable for one in profile.values}
+        reason = reasons[name] or "what its ops read is gone by then"
+    if reason:
+        raise UsageError(f"{name}: cannot be decided {str(decision)!r}: {reason}; choose another value")
+    return Decision(decision)
 
 
 def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:

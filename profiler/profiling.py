@@ -14,7 +14,14 @@ import torch
 
 from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import EVAL_MODE, garbage_notes, kept_notes, model_notes, runtime_notes
+from poochplan.profiler.assembly.notes import (
+    EVAL_MODE,
+    garbage_notes,
+    kept_notes,
+    model_notes,
+    page_notes,
+    runtime_notes,
+)
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.assembly.steadiness import contradicted, steady
 from poochplan.profiler.capture.capture import Capture
@@ -263,7 +270,8 @@ def _profile_real(
         runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        notes = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *notes]
+        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *page_notes(where)]
+        notes = [*own, *notes]
         unverified = draft(chosen, runs, measured, notes)
         del capture, draft
         stack.close()

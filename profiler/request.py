@@ -14,6 +14,8 @@ from poochplan.formats.profile import Link
 from poochplan.runtime.devices.opening import model_device
 
 Progress = Callable[[str], None]
+STAGES = ("warming up", "capturing", "measuring the link", "timing", "running", "verifying")
+"""How the texts begin that ``progress`` is called with, in their order."""
 MODES = ("run", "swap-all", "auto", "fake")
 
 
@@ -89,3 +91,8 @@ def check_backward(backward: str, mode: str, roofline: str | None) -> None:
         raise UsageError(
             'backward: a step without memory cannot step an optimizer; return the loss, and leave out backward="inside"'
         )
+
+
+def stage_share(text: str) -> float | None:
+    """How much of profiling is behind the stage that ``progress`` was told of; None where the text is of none."""
+    return next((place / len(STAGES) for place, begin in enumerate(STAGES) if text.startswith(begin)), None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
+from poochplan.formats.display.shown_table import html_table, text_table
 from poochplan.formats.plan import Departure
+from poochplan.units import format_bytes, format_seconds
 
 MOST_REASONS = 20
 
@@ -96,6 +99,8 @@ class StepReport(msgspec.Struct, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """``session.report()``: the last step that ended, the sum over all of them, and what was promised.
 
+    Prints as a table.
+
     The promise is that of the plan which the last step followed; a step with a larger plan's decisions is under it too.
     """
 
@@ -109,3 +114,49 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     status: SessionStatus = SessionStatus.NO_STEPS
     memory: MemoryPeaks | None = None
     """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""
+
+    def __str__(self) -> str:
+        return text_table(self._title(), self._rows(), _HEADINGS)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._rows(), _HEADINGS)
+
+    def _title(self) -> str:
+        count = self.total.steps
+        return f"{count} step{'' if count == 1 else 's'} within a budget of {format_bytes(self.budget_bytes)}"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Name, of the last step, of all steps; what never happened has no row."""
+        steps = (self.last_step, self.total)
+
+        def row(name: str, show: Callable[[StepReport], str]) -> tuple[str, str, str]:
+            last, total = (show(step) for step in steps)
+            return name, last, total
+
+        rows = [
+            row("peak", self._peak),
+            ("predicted peak", format_bytes(self.predicted_peak_bytes), self._largest_predicted()),
+            row("swapped out", lambda step: format_bytes(step.out_bytes)),
+            row("swapped in", lambda step: format_bytes(step.in_bytes)),
+            row("recomputed", lambda step: f"{step.replayed_values} values, {format_seconds(step.replay_s)}"),
+            row("waits for copies", lambda step: format_seconds(step.stall_s)),
+            row("time in hooks", lambda step: format_seconds(step.hooks_s)),
+            ("as planned", "", f"{self.steps_followed} of {self.total.steps} steps ({self.status})"),
+            row("not as planned", lambda step: f"{step.fallbacks} times" if step.fallbacks else "never"),
+        ]
+        if self.memory is not None:
+            rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
+            rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
+        return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
+
+    def _peak(self, step: StepReport) -> str:
+        if step.peak_bytes is None:
+            return "not metered"
+        over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes else ""
+        return f"{format_bytes(step.peak_bytes)}{over}"
+
+    def _largest_predicted(self) -> str:
+        return format_bytes(max(self.predicted_peak_bytes, self.predicted_first_step_peak_bytes))
+
+
+_HEADINGS = ("", "last step", "all steps")

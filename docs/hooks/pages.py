@@ -37,12 +37,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as the repository has them, turned into links between pages of the site."""
     source = IN_REPOSITORY.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     parts = _FENCED.split(markdown)
-    return "".join(part if part.startswith("```") else _with_site_links(part, source) for part in parts)
+    here = posixpath.dirname(page.file.src_uri)
+    return "".join(part if part.startswith("```") else _with_site_links(part, source, here) for part in parts)
 
 
-def _with_site_links(text: str, source: str) -> str:
+def _with_site_links(text: str, source: str, here: str) -> str:
+    """``source`` is the text's path in the repository, ``here`` its page's folder in the site."""
+
     def to_site(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
-        return match[1] + PAGES.get(path, path.removeprefix("docs/")) + match[3]
+        target = PAGES.get(path, path.removeprefix("docs/"))
+        return match[1] + posixpath.relpath(target, here or ".") + match[3]
 
     return _LINK.sub(to_site, text)

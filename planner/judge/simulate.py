@@ -232,16 +232,23 @@ def _memory(problem: Problem, walk: Walk) -> Ints:
 
 
 def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: Ints) -> None:
-    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there, one after another."""
+    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there."""
     by_tick: dict[int, list[ReplayRun]] = {}
     for run in replays:
         by_tick.setdefault(run.tick, []).append(run)
     for tick, runs in by_tick.items():
-        target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
-        live = int(memory[tick]) - sum(target_bytes)
-        for run, brought_back in zip(runs, target_bytes, strict=True):
-            memory[tick] = max(memory[tick], live + run.peak_bytes)
-            live += brought_back
+        memory[tick] = max(memory[tick], *inside_replays(problem, runs, int(memory[tick])))
+
+
+def inside_replays(problem: Problem, runs: Sequence[ReplayRun], after_bytes: int) -> list[int]:
+    """Most bytes live inside each of the replays of one tick, one after another; behind them ``after_bytes`` are."""
+    target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
+    live = after_bytes - sum(target_bytes)
+    most = []
+    for run, brought_back in zip(runs, target_bytes, strict=True):
+        most.append(live + run.peak_bytes)
+        live += brought_back
+    return most
 
 
 class _Timed(NamedTuple):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from poochplan.formats.profile import Kind, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
+from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes
 
 from .values import value_names
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""What torch reads at its first allocation."""
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
 
@@ -23,6 +28,17 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     name, module = resting[0]
     first = f"{name} ({type(module).__name__})" if name else "the model itself"
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
+
+
+def page_notes(where: torch.device) -> list[str]:
+    """Whether fresh memory is dear although the kernel would make it cheap."""
+    asked_not_to = os.environ.get(HUGE_PAGES, "1") == "0"
+    if where.type != "cpu" or asked_not_to or asks_for_huge_pages() is not False:
+        return []
+    return [
+        f"torch does not ask for huge pages, so fresh memory takes up to half of a step: start Python with {HUGE_PAGES}"
+        "=1, or import poochplan before the first tensor is made"
+    ]
 
 
 def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
+from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, page_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
@@ -57,7 +57,8 @@ def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool
     in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
     mode: Literal["run", "swap-all"] = "run" if fits(in_core) else "swap-all"
     keep_all = keeping(in_core) if mode == "run" else None
-    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds), LIVE]
+    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]
+    notes += [*page_notes(scene.where), LIVE]
     in_hooks: list[HookSeconds] = []
     try:
         measured, in_hooks = yield from _timed(scene, keep_all)

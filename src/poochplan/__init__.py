@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import PoochError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from .online.auto import auto
     from .plan_sets import plan_set
+    from .report.peak import explain_peak
     from .workload import Workload
 
 __version__ = "0.2.0"
@@ -34,11 +36,16 @@ __all__ = [
     "Workload",
     "apply",
     "auto",
+    "explain_peak",
     "plan",
     "plan_set",
     "profile",
     "smallest_budget",
 ]
+
+# Torch reads it at its first allocation, so that it can still be set where this is imported before a tensor is made.
+# In a session each large tensor is fresh memory on the CPU, and huge pages make that cheap (tensors/malloc.py).
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -48,6 +55,7 @@ _HOMES = {
     "Workload": ".workload",
     "apply": ".runtime.applying",
     "auto": ".online.auto",
+    "explain_peak": ".report.peak",
     "plan": ".planner.planning",
     "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",

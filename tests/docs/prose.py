@@ -34,6 +34,6 @@ def measure(path: Path) -> tuple[int, float, int]:
 
 
 if __name__ == "__main__":
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         count, average, longest = measure(page)
         print(f"{page.name:20} {count:4} sentences, {average:4.1f} words in the mean, {longest} at most")

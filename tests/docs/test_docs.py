@@ -20,7 +20,7 @@ from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
 from tests.docs.prose import ROOT, measure, sentences
 
-SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*SITE, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
 EXAMPLES_OF_NAMES = {"train.py", "path/to/file.py", "my_network.toml", "runtime/devices/NAME.py"}
 """Files that a reader has, or is to write."""
@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s#]+)")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-site_pages = pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
+site_pages = pytest.mark.parametrize("page", SITE, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -113,8 +113,8 @@ def test_the_loop_of_the_readme_trains_and_the_pages_read_the_files_it_leaves(
     network: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = dict(network)
-    exec(blocks(ROOT / "README.md", "python")[0], names)
+    names = network | {"poochplan": poochplan}
+    exec(blocks(ROOT / "README.md", "python")[1], names)
     total = names["session"].report().total
     assert (total.steps, total.fallbacks) == (2, 0)
     assert total.peak_bytes <= names["plan"].budget_bytes < names["profile"].in_core_peak_bytes

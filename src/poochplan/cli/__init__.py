@@ -93,9 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``pooch`` and returns its exit code; the only place where errors are turned into text for a person."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "-v" in arguments or "--verbose" in arguments
-    # Read by torch at its first allocation: dropped tensors go back to the system page by page (tensors/malloc.py),
-    # and fresh huge pages cost a fraction of small ones.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with warnings.catch_warnings():
         if not verbose:
             warnings.showwarning = _show_warning

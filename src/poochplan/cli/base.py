@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.console import Console
 
@@ -19,9 +19,15 @@ from poochplan.formats.files import check_output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ProgressCallback = Callable[[str], None]
 NARROWEST_TABLE = 100
 SPILL_DIR_HELP = "folder of the spill file, on the CPU (default: $POOCH_SPILL_DIR, else /var/tmp or another on a disk)"
+
+
+class Say(Protocol):
+    """Tells a person how far the work is."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None:
+        """What is done now, and the share of all that is done; None leaves the bar as it is."""
 
 
 class Verb(ABC):
@@ -89,14 +95,27 @@ class Verb(ABC):
         return check_output(path, force=self.options.force)
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[ProgressCallback]:
-        """A spinner with the current activity on stderr, only on a terminal; yields what updates its text."""
+    def progress(self, what: str) -> Iterator[Say]:
+        """A bar with the current activity on stderr, only on a terminal; gone when the work is.
+
+        Yields what moves it. Until it is told a share, it says only that the work goes on.
+        """
         console = Console(stderr=True)
         if not console.is_terminal:
-            yield lambda text: None
+            yield lambda text, share=None: None
             return
-        with console.status(what) as status:
-            yield lambda text: status.update(f"{what}: {text}")
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+
+            def say(text: str, share: float | None = None, /) -> None:
+                progress.update(task, description=f"{what}: {text}")
+                if share is not None:
+                    progress.update(task, total=1.0, completed=share)
+
+            yield say
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, str]:

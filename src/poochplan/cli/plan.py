@@ -31,7 +31,7 @@ class PlanVerb(Verb):
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
-  pooch plan profile.json --budget 8GiB --timeline plan.png
+  pooch plan profile.json --budget 8GiB --timeline plan.png --picture decisions.png
   pooch plan profile.json --min -o least.plan.json
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
@@ -90,6 +90,7 @@ class PlanVerb(Verb):
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
+        parser.add_argument("--picture", metavar="FILE.png", help="draw what is decided: a strip of layers")
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
@@ -99,7 +100,8 @@ class PlanVerb(Verb):
         options = self.options
         require_budget(options)
         path = self.output(options.output or default_plan_name(options.profile))
-        picture = self.output(options.timeline, suffix=".png")
+        timeline = self.output(options.timeline, suffix=".png")
+        picture = self.output(options.picture, suffix=".png")
         assert path is not None
         profile = profile_for(Profile.load(options.profile), options)
         self.advise(profile.advice())
@@ -116,16 +118,21 @@ class PlanVerb(Verb):
                 evaluations=options.evaluations,
                 seed=options.seed,
                 policy="ilp" if options.policy == "all" else options.policy,
-                watch=lambda progress: tell(progress_line(progress)),
+                watch=lambda progress: tell(
+                    progress_line(progress), share_done(progress, options.evaluations or options.time_limit)
+                ),
                 keep_interrupted=True,
             )
         made.save(path, force=options.force)
         self._show(made)
-        if picture is not None:
-            draw(profile, made, picture, options.force)
         self.wrote(path)
+        if timeline is not None:
+            draw(profile, made, timeline, options.force)
+            self.wrote(timeline)
         if picture is not None:
-            self.wrote(picture)
+            from poochplan.report.pictures import draw_decisions, write_picture
+
+            self.wrote(write_picture(draw_decisions(made), picture, force=options.force))
         data = plan_data(made, path)
         if options.policy == "all":
             data["policies"] = self._compare(profile, made)
@@ -166,6 +173,11 @@ def progress_line(progress: Progress | None) -> str:
         return "compiling the search, once on this machine; it does not count"
     left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
     return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
+
+
+def share_done(progress: Progress | None, allowed: float) -> float | None:
+    """Of the simulations or seconds that the search may take; None before it begins."""
+    return None if progress is None else min(1.0, max(0.0, 1 - progress.left / allowed))
 
 
 def default_plan_name(profile_path: str) -> Path:

@@ -144,6 +144,7 @@ class ProfileVerb(Verb):
         import torch
 
         from poochplan.profiler.profiling import profile
+        from poochplan.profiler.request import stage_share
 
         options, workload = self.options, loaded.workload
         with self.progress(f"profiling {loaded.name}") as say:
@@ -167,7 +168,7 @@ class ProfileVerb(Verb):
                 spill_dir=options.spill_dir,
                 throttle=throttle,
                 link=link,
-                progress=say,
+                progress=lambda text: say(text, stage_share(text)),
             )
 
     def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class RunVerb(Verb):
     examples = """\
   pooch run unet3d --plan plan.json --check
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
-  pooch run unet3d --plan plan.json --profile profile.json --timeline run.png
+  pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
   pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
   pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
@@ -91,7 +91,15 @@ class RunVerb(Verb):
             help="measure one step more, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing",
         )
         parser.add_argument(
-            "--profile", metavar="FILE", help="the plan's profile, for --timeline (default: found beside the plan)"
+            "--picture",
+            metavar="FILE.png",
+            help="measure one step more, op by op, and draw its live memory against the predicted one, and who holds "
+            "the peak",
+        )
+        parser.add_argument(
+            "--profile",
+            metavar="FILE",
+            help="the plan's profile, for --timeline and --picture (default: found beside the plan)",
         )
 
     def run(self) -> dict[str, Any]:
@@ -101,24 +109,26 @@ class RunVerb(Verb):
         from poochplan.profiler.assembly.host import this_host, versions_here
 
         options = self.options
-        picture = self.output(options.timeline, suffix=".png")
+        timeline = self.output(options.timeline, suffix=".png")
+        picture = self.output(options.picture, suffix=".png")
         record_path, trace_path = self.output(options.output), self.output(options.trace, suffix=".json")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
         build = self._builder(every[0].device)
         self._cap_bytes = self._cap(every)
-        profile = self._profile(plans) if picture is not None else None
+        drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
+        profile = self._profile(plans, drawn) if drawn else None
         plan, summary = self._measure(plans, build)
         self._show(plan, summary)
-        if picture is not None and profile is not None:
+        if timeline is not None and profile is not None:
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
-            draw(profile, plan, picture, options.force, summary.peak_bytes, measured)
-            self.wrote(picture)
+            draw(profile, plan, timeline, options.force, summary.peak_bytes, measured)
+            self.wrote(timeline)
         record = summary.record(plan, versions_here(plan.device), this_host())
         if record_path is not None:
             self.wrote(record.save(record_path, force=options.force))
-        if trace_path is not None:
-            self._trace(plans, build, trace_path)
+        if trace_path is not None or picture is not None:
+            self._trace(plans, build, trace_path, picture, profile)
         data: dict[str, Any] = msgspec.to_builtins(record)
         problem = _problem(plan, summary)
         if problem is not None:
@@ -127,15 +137,23 @@ class RunVerb(Verb):
             raise problem
         return data
 
-    def _trace(self, plans: Plan | PlanSet, build: Build, path: Path) -> None:
-        """Measures one step more and writes it."""
+    def _trace(
+        self, plans: Plan | PlanSet, build: Build, path: Path | None, picture: Path | None, profile: Profile | None
+    ) -> None:
+        """Measures one step more, writes it, and draws it beside the predicted one."""
+        from poochplan.formats.plan_set import PlanSet
         from poochplan.report.inspection.trace_events import write_trace
+        from poochplan.report.pictures import draw_step_memory, step_memory_of, write_picture
         from poochplan.tracing import traced_step
 
         options = self.options
         with self.progress("tracing a step"):
             traced = traced_step(build, plans, seed=options.seed, spill_dir=options.spill_dir, force=options.force)
-        self.wrote(write_trace(traced, path, force=options.force))
+        if path is not None:
+            self.wrote(write_trace(traced, path, force=options.force))
+        if picture is not None and profile is not None and not isinstance(plans, PlanSet):
+            figure = draw_step_memory(step_memory_of(profile, plans, traced))
+            self.wrote(write_picture(figure, picture, force=options.force))
 
     def _builder(self, device: str) -> Build:
         options, overrides = self.options, parse_overrides(self.options.settings)
@@ -166,19 +184,22 @@ class RunVerb(Verb):
         first, *others = self.options.plans
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
-    def _profile(self, plan: Plan | PlanSet) -> Profile:
-        """The profile that the plan was made from: the one that was named, or the one beside the plan."""
+    def _profile(self, plan: Plan | PlanSet, drawn: str) -> Profile:
+        """The profile that the plan was made from: the one that was named, or the one beside the plan.
+
+        ``drawn`` is the option that asks for a picture, for messages.
+        """
         from poochplan.formats.plan_set import PlanSet
         from poochplan.formats.profile import Profile
 
         if isinstance(plan, PlanSet):
             raise UsageError(
-                f"--timeline: expected one plan to draw, found {len(plan.plans)}; give one --plan, or draw each with "
+                f"{drawn}: expected one plan to draw, found {len(plan.plans)}; give one --plan, or draw each with "
                 "pooch plan --timeline"
             )
         if plan.assumed:
             raise UsageError(
-                "--timeline: expected a plan for this machine, found one for another "
+                f"{drawn}: expected a plan for this machine, found one for another "
                 f"({'; '.join(plan.assumed)}); draw that one with pooch plan --timeline"
             )
         named = self.options.profile
@@ -194,9 +215,7 @@ class RunVerb(Verb):
             if profile.ops_fingerprint == plan.profile_fingerprint:
                 return profile
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
-        raise UsageError(
-            f"--timeline: expected the profile that the plan was made from, {found}; name it with --profile"
-        )
+        raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
     def _measure(self, plans: Plan | PlanSet, build: Build) -> tuple[Plan, RunSummary]:
         """What was measured, and the plan that the steps followed."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageError
-from poochplan.units import format_bytes, format_rate, format_seconds
+from poochplan.units import format_bytes
 
 from .base import Verb, at_least, positive
 from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for, smallest_within_memory
@@ -63,6 +63,7 @@ class SweepVerb(Verb):
     def run(self) -> dict[str, Any]:
         from poochplan.formats.profile import Profile
         from poochplan.planner.comparison import all_policies
+        from poochplan.report.frontier import frontier_of
 
         options = self.options
         csv = self.output(options.output or default_sweep_name(options.profile))
@@ -78,9 +79,9 @@ class SweepVerb(Verb):
         try:
             self._sweep(profile, budgets, policies, finished)
         except KeyboardInterrupt:
-            self._keep_finished(_frontier(profile, smallest, finished, policies), csv)
+            self._keep_finished(frontier_of(profile, finished, smallest, policies), csv)
             raise
-        frontier = _frontier(profile, smallest, finished, policies)
+        frontier = frontier_of(profile, finished, smallest, policies)
         self._write(frontier, csv, picture)
         data = frontier_data(frontier, profile, csv)
         problem = _problem(frontier, csv)
@@ -119,7 +120,8 @@ class SweepVerb(Verb):
 
             def note(point: SweepPoint, done: int, total: int) -> None:
                 finished.append(point)
-                say(f"{done} of {total} done, last {point.policy} within {format_bytes(point.budget_bytes)}")
+                last = f"{point.policy} within {format_bytes(point.budget_bytes)}"
+                say(f"{done} of {total} done, last {last}", done / total)
 
             sweep(profile, budgets, policies, solving=solving, processes=options.processes, finished=note)
 
@@ -168,25 +170,6 @@ def _listed(text: str, what: str) -> list[str]:
     if not all(parts):
         raise UsageError(f"{what}: expected names or sizes with commas between them, found {text!r}")
     return parts
-
-
-def _frontier(profile: Profile, smallest: int, points: list[SweepPoint], policies: tuple[str, ...]) -> Frontier:
-    from poochplan.planner.whatif import link_text
-    from poochplan.report.frontier import Frontier
-
-    held = profile.link.throttle_bytes_per_s
-    subtitle = (
-        f"in-core: peak {format_bytes(profile.in_core_peak_bytes)}, "
-        f"step {format_seconds(sum(op.duration_s for op in profile.ops))} on {profile.device.name}\n"
-        f"link: {link_text(profile.link)}{f', held to {format_rate(held)}' if held else ''}"
-    )
-    return Frontier(
-        workload=profile.workload,
-        subtitle=subtitle + ("; an estimate for another machine" if profile.assumed else ""),
-        in_core_peak_bytes=profile.in_core_peak_bytes,
-        smallest_budget_bytes=smallest,
-        points=tuple(sorted(points, key=lambda point: (policies.index(point.policy), point.budget_bytes))),
-    )
 
 
 def _problem(frontier: Frontier, csv: Path) -> PoochError | None:

@@ -68,8 +68,8 @@ def huge_pages(setting: str) -> Finding:
         return Finding(
             name="huge pages",
             status=Status.OK,
-            found="where a program asks; pooch does",
-            advice=f"start your own scripts with {TORCH_ASKS}=1 in their environment",
+            found="where a program asks; poochplan does, if it is imported before the first tensor",
+            advice=f"start scripts that import it later with {TORCH_ASKS}=1 in their environment",
         )
     return Finding(
         name="huge pages",

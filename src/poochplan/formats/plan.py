@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from poochplan.units import format_bytes, format_seconds
+
+from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, ModelSignature
 
@@ -215,6 +218,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             schedule=self.schedule,
         )
 
+    def _repr_html_(self) -> str:
+        """In a notebook: budget, prediction, decisions and how they were found."""
+        return html_table(f"Plan for {self.workload}", _summary(self))
+
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""
         return write_struct(path, msgspec.structs.replace(self, schema_version=SCHEMA_VERSION), force=force)
@@ -233,3 +240,24 @@ def _with_runtime_in_step(prediction: Prediction) -> Prediction:
     step_s = prediction.step_s + prediction.runtime_s
     overhead = step_s / prediction.in_core_step_s - 1 if prediction.in_core_step_s > 0 else 0.0
     return msgspec.structs.replace(prediction, step_s=step_s, overhead=overhead)
+
+
+def _summary(plan: Plan) -> list[tuple[str, str]]:
+    promised, solve = plan.prediction, plan.solve
+    share = f", {plan.budget_bytes / promised.in_core_peak_bytes:.0%} of in-core" if promised.in_core_peak_bytes else ""
+    bound = "" if solve.gap is None else f", within {solve.gap:.2%} of the best there is"
+    return [
+        ("budget", f"{format_bytes(plan.budget_bytes)}{share}"),
+        ("predicted peak", format_bytes(max(promised.peak_bytes, promised.first_step_peak_bytes))),
+        ("predicted step", f"{format_seconds(promised.step_s)} (in-core {format_seconds(promised.in_core_step_s)})"),
+        ("predicted overhead", f"{promised.overhead:+.1%}{bound}"),
+        *((str(decision), _decided(plan, decision)) for decision in Decision),
+        ("found", f"by {solve.policy}: {solve.status} after {format_seconds(solve.wall_s)}"),
+        *(("assumed", text) for text in plan.assumed),
+        *(("note", text) for text in plan.notes),
+    ]
+
+
+def _decided(plan: Plan, decision: Decision) -> str:
+    sizes = [value.size_bytes for value in plan.values if value.decision is decision]
+    return f"{len(sizes)} values, {format_bytes(sum(sizes))}"

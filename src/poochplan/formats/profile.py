@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .display.profile_summary import profile_summary
+from .display.shown_table import html_table
 from .facts.advice import advice
 from .facts.step_facts import StepFacts
 from .files import read_struct, write_struct
@@ -106,6 +108,11 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         values that can be neither swapped nor recomputed, and what could not be measured. Empty where there is none.
         """
         return advice(self)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: machine, times, peak, what is saved, the link, notes and advice."""
+        rows = [*profile_summary(self), *(("advice", line) for line in self.advice())]
+        return html_table(f"Profile of {self.workload}", rows)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.formats.files``."""

@@ -157,6 +157,20 @@ class AutoSession:
         """So many segments have begun under a plan."""
         return sum(self._followed.values())
 
+    def explain_peak(self) -> str:
+        """Where the step takes most memory, and who holds it, in lines of text; empty before anything is profiled.
+
+        Of the planned step, or of the in-core one before there is a plan. Of the session's metered steps the largest
+        peak stands beside the prediction.
+        """
+        from poochplan.report.peak import explain_peak  # here, for pandas takes long to load
+
+        way = self._current or next(iter(self.ways.values()), None)
+        profile = self.profile if way is None else self.profiles.get(way.key)
+        if profile is None:
+            return ""
+        return str(explain_peak(profile, way and way.plan, measured_peak_bytes=self.total.peak_bytes))
+
     def wait_until_planned(self, timeout_s: float | None = None) -> bool:
         """Waits, between two steps, until no plan is under way; whether every profiled kind of segment has its plan.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pandas as pd
 from rich.table import Table
 
 from poochplan.formats.files import write_atomic
-from poochplan.planner.planning import ILP
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import ILP, smallest_budget
 from poochplan.planner.sweep_cells import SweepPoint
-from poochplan.units import format_bytes
+from poochplan.planner.whatif import link_text
+from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .tables import overhead_text
 
@@ -50,6 +53,34 @@ class Frontier:
         """The points with a plan within this budget, the least overhead first."""
         fitting = [p for p in self.points if p.budget_bytes == budget_bytes and p.overhead is not None]
         return sorted(fitting, key=lambda point: (point.overhead, point.policy != ILP))
+
+
+def frontier_of(
+    profile: Profile,
+    points: Iterable[SweepPoint],
+    smallest_budget_bytes: int | None = None,
+    policies: Sequence[str] | None = None,
+) -> Frontier:
+    """What :func:`poochplan.planner.sweep.sweep` found, in any order, with what it is of.
+
+    ``smallest_budget_bytes`` is worked out where it is not given. The order of ``policies`` is that of the points where
+    none is given.
+    """
+    listed = list(points)
+    order = list(policies if policies is not None else dict.fromkeys(point.policy for point in listed))
+    held = profile.link.throttle_bytes_per_s
+    subtitle = (
+        f"in-core: peak {format_bytes(profile.in_core_peak_bytes)}, "
+        f"step {format_seconds(sum(op.duration_s for op in profile.ops))} on {profile.device.name}\n"
+        f"link: {link_text(profile.link)}{f', held to {format_rate(held)}' if held else ''}"
+    )
+    return Frontier(
+        workload=profile.workload,
+        subtitle=subtitle + ("; an estimate for another machine" if profile.assumed else ""),
+        in_core_peak_bytes=profile.in_core_peak_bytes,
+        smallest_budget_bytes=smallest_budget(profile) if smallest_budget_bytes is None else smallest_budget_bytes,
+        points=tuple(sorted(listed, key=lambda point: (order.index(point.policy), point.budget_bytes))),
+    )
 
 
 def frontier_frame(frontier: Frontier) -> pd.DataFrame:

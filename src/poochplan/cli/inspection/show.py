@@ -24,12 +24,14 @@ class ShowVerb(Verb):
     description = (
         "Reads a file that pooch profile, pooch plan or pooch run -o wrote, and says what it is for (model, inputs, "
         "device), where and with which versions it was made, its peaks, budget and times, what is decided by layer, "
-        "and its notes. Several plans are shown as the set that they make for pooch run. Runs on any machine."
+        "and its notes. Several plans are shown as the set that they make for pooch run. With --picture, who holds the "
+        "in-core peak of a profile is drawn, layer by layer, or what a plan decides. Runs on any machine."
     )
     examples = """\
   pooch show plan.json
   pooch show profile.json --layers 5
   pooch show batch32.plan.json batch64.plan.json
+  pooch show plan.json --picture decisions.png
   pooch show plan.json --json | jq .versions.torch
 """
 
@@ -45,6 +47,11 @@ class ShowVerb(Verb):
             metavar="N",
             help=f"show at most N layers (default: {LAYERS_SHOWN})",
         )
+        parser.add_argument(
+            "--picture",
+            metavar="FILE.png",
+            help="draw a profile's peak, stacked by layer and kind, or a plan's decisions, a strip of layers",
+        )
 
     def run(self) -> dict[str, Any]:
         from poochplan.formats.plan import Plan
@@ -52,14 +59,32 @@ class ShowVerb(Verb):
         from poochplan.report.inspection.any_file import load_any
 
         first, *others = self.options.files
+        picture = self.output(self.options.picture, suffix=".png")
         if others:
+            self._refuse_picture(f"{1 + len(others)} files")
             return self._show_set()
         found = load_any(first)
         if isinstance(found, Profile):
-            return self._show_profile(found)
-        if isinstance(found, Plan):
-            return self._show_plan(found)
-        return self._show_run(found)
+            data = self._show_profile(found)
+        elif isinstance(found, Plan):
+            data = self._show_plan(found)
+        else:
+            self._refuse_picture("a run")
+            return self._show_run(found)
+        if picture is not None:
+            from poochplan.report.peak import explain_peak
+            from poochplan.report.pictures import draw_decisions, draw_peak, write_picture
+
+            figure = draw_peak(explain_peak(found)) if isinstance(found, Profile) else draw_decisions(found)
+            self.wrote(write_picture(figure, picture, force=self.options.force))
+        return data
+
+    def _refuse_picture(self, found: str) -> None:
+        if self.options.picture is not None:
+            raise UsageError(
+                f"--picture: expected one profile or one plan to draw, found {found}; pooch run --picture draws the "
+                "memory of a run"
+            )
 
     def _show_profile(self, profile: Profile) -> dict[str, Any]:
         from poochplan.report.inspection.file_rows import profile_file_data, profile_file_rows

@@ -22,11 +22,13 @@ class SimulateVerb(Verb):
     summary = "show the step that a plan predicts: time, memory, and where the overhead comes from"
     description = (
         "Simulates the profiled step under the plan, as planning does, and shows its time, its peak and what the "
-        "overhead consists of, by layer. With --trace it is also written op by op, for Perfetto. Runs on any machine."
+        "overhead consists of, by layer, and who holds the peak. With --trace it is also written op by op, for "
+        "Perfetto. Runs on any machine."
     )
     examples = """\
   pooch simulate profile.json plan.json
   pooch simulate profile.json plan.json --trace trace.json    # open it at https://ui.perfetto.dev
+  pooch simulate profile.json plan.json --picture peak.png
   pooch simulate profile.json plan.json --json | jq .layers
 """
 
@@ -40,14 +42,22 @@ class SimulateVerb(Verb):
             help="trace events to write: compute, both links, the launching thread, live bytes",
         )
 
+        parser.add_argument(
+            "--picture",
+            metavar="FILE.png",
+            help="draw who holds the peak: bytes by layer and kind",
+        )
+
     def run(self) -> dict[str, Any]:
         from poochplan.formats.plan import Plan
         from poochplan.formats.profile import Profile
         from poochplan.report.layer_table import overhead_by_layer, simulate_plan
+        from poochplan.report.peak import explain_peak
         from poochplan.report.tables import frame_table, plain_rows, summary_table
 
         options = self.options
         trace = self.output(options.trace, suffix=".json")
+        picture = self.output(options.picture, suffix=".png")
         profile, plan = Profile.load(options.profile), Plan.load(options.plan)
         simulation = simulate_plan(profile, plan)
         self.show(summary_table(f"Predicted step of {plan.workload}", _rows(plan, simulation)))
@@ -57,12 +67,19 @@ class SimulateVerb(Verb):
             title = f"Where the overhead comes from ({len(costly)} of {len(layers)} layers)"
             headings = {"swap": "swap", "recompute": "recompute", "stall_s": "stall", "replay_s": "replay"}
             self.show(frame_table(title, costly, headings | {"overhead_s": "overhead"}))
+        peak = explain_peak(profile, plan)
+        self.show(str(peak))
+        if picture is not None:
+            from poochplan.report.pictures import draw_peak, write_picture
+
+            self.wrote(write_picture(draw_peak(peak), picture, force=options.force))
         if trace is not None:
             from poochplan.report.inspection.step_trace import predicted_trace
             from poochplan.report.inspection.trace_events import write_trace
 
             self.wrote(write_trace(predicted_trace(profile, plan), trace, force=options.force))
-        return _data(profile, plan, simulation) | {"layers": plain_rows(layers)}
+        held = {"moment": peak.moment, "held_by": peak.by_kind(), "held_in": peak.by_layer()}
+        return _data(profile, plan, simulation) | {"layers": plain_rows(layers), "peak": held}
 
 
 def _rows(plan: Plan, simulation: Simulation) -> dict[str, str]:

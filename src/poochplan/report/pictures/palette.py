@@ -1,0 +1,90 @@
+"""What the pictures share: size, colours, units, and the way to a file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from poochplan.formats.files import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_INCHES, DOTS_PER_INCH = 10.0, 160
+LEFT = 0.083
+INK, QUIET, BLUE, PURPLE = "#222222", "#6B6B6B", "#0072B2", "#8A1C7C"
+DECISION_COLOURS = {"keep": BLUE, "swap": "#CC79A7", "recompute": "#F0A000"}
+"""Okabe and Ito's palette, as in the other pictures: told apart with any colour vision."""
+HOLDER_COLOURS = {
+    "activations, kept": BLUE,
+    "activations, swapped": "#CC79A7",
+    "activations, recomputed": "#F0A000",
+    "activations": BLUE,
+    "temporaries": "#56B4E9",
+    "a replay under way": "#D55E00",
+    "workspace of the op": "#F0E442",
+    "inputs and what else was there before": "#009E73",
+    "parameters": "#4D4D4D",
+    "buffers": "#6E6E6E",
+    "gradients": "#929292",
+    "optimizer state": "#BDBDBD",
+}
+"""By the words of ``Holder.what``, in the order in which bars are stacked."""
+
+
+def holder_colour(what: str) -> str:
+    """Of a kind in words; with a decision that its kind seldom has, that of the kind."""
+    return HOLDER_COLOURS.get(what) or HOLDER_COLOURS.get(what.rpartition(", ")[0], "#E0E0E0")
+
+
+def in_stacking_order(whats: Iterable[str]) -> list[str]:
+    """The words in the order of ``HOLDER_COLOURS``, what it does not have behind."""
+    order = list(HOLDER_COLOURS)
+    return sorted(whats, key=lambda what: (order.index(what) if what in order else len(order), what))
+
+
+def new_figure(height_inches: float) -> Figure:
+    """An empty white figure of the house's width."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, facecolor="white")
+
+
+def write_picture(figure: Figure, path: str | Path, *, force: bool = False) -> Path:
+    """Writes a figure as PNG, never over a file unless ``force``."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=DOTS_PER_INCH)
+    return write_atomic(path, data.getvalue(), force=force)
+
+
+def quiet(axes: Axes, *, keep: tuple[str, ...]) -> None:
+    """No frame but the named sides."""
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in keep)
+        spine.set_color("#9A9A9A")
+    axes.tick_params(colors=INK, labelsize=9)
+
+
+def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int, **style: float) -> None:
+    """What the axes have labelled, in rows from ``left`` on, about ``middle`` of the figure's height."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="center left", bbox_to_anchor=(left, middle), ncols=columns, frameon=False, fontsize=8.5,
+        columnspacing=1.5, handletextpad=0.5, borderpad=0, borderaxespad=0, **style,
+    )  # fmt: skip
+
+
+def byte_unit(size_bytes: int) -> tuple[int, str]:
+    """Bytes of the unit to show an axis of that length in, and its name."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 2 << power:
+            return 1 << power, unit
+    return 1, "B"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters; the end is what tells layers apart, and stays."""
+    return text if len(text) <= most else f"…{text[1 - most :]}"

@@ -1,0 +1,96 @@
+"""Profiles, plans and reports show themselves in notebooks and on a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import poochplan
+from poochplan.formats.display.shown_table import html_table, text_table
+from poochplan.formats.profile import Profile
+from poochplan.report.peak import explain_peak
+from poochplan.runtime.run_report import MemoryPeaks, Report, StepReport
+from poochplan.units import format_bytes
+
+HOSTILE = '<script>alert("x")</script> & more'
+
+
+def cells(html: str) -> list[str]:
+    """Every text of the table; fails where it is not well-formed."""
+    return [text for text in ElementTree.fromstring(html).itertext() if text]
+
+
+def test_a_profile_and_a_plan_show_their_peaks_and_what_they_are_of(profile_path: Path, plan_path: Path) -> None:
+    profile, plan = Profile.load(profile_path), poochplan.Plan.load(plan_path)
+    shown = cells(profile._repr_html_())
+    assert shown[0] == "Profile of small"
+    assert any(text.startswith(format_bytes(profile.in_core_peak_bytes)) for text in shown)
+    shown = cells(plan._repr_html_())
+    assert shown[0] == "Plan for small"
+    assert {"keep", "swap", "recompute"} <= set(shown)
+    assert any(text.startswith(format_bytes(plan.budget_bytes)) for text in shown)
+
+
+def test_what_a_file_says_is_shown_as_text_and_never_as_html(profile_path: Path, plan_path: Path) -> None:
+    profile, plan = Profile.load(profile_path), poochplan.Plan.load(plan_path)
+    for shown in (
+        msgspec.structs.replace(profile, workload=HOSTILE, notes=(HOSTILE,), assumed=(HOSTILE,))._repr_html_(),
+        msgspec.structs.replace(plan, workload=HOSTILE, notes=(HOSTILE,), assumed=(HOSTILE,))._repr_html_(),
+        explain_peak(msgspec.structs.replace(profile, in_core_peak_layer=HOSTILE))._repr_html_(),
+        report(fallback_reasons=[HOSTILE])._repr_html_(),
+        html_table(HOSTILE, [(HOSTILE, HOSTILE)], (HOSTILE, HOSTILE)),
+    ):
+        assert "<script" not in shown
+    assert cells(html_table(HOSTILE, [(HOSTILE, HOSTILE)])) == [HOSTILE] * 3
+
+
+def report(**total: object) -> Report:
+    last = StepReport(steps=1, out_bytes=1 << 20, in_bytes=1 << 20, stall_s=0.5)
+    everything = StepReport(steps=3, peak_bytes=3 << 20, out_bytes=3 << 20, in_bytes=3 << 20, stall_s=1.5)
+    for name, value in total.items():
+        setattr(everything, name, value)
+    return Report(
+        last_step=last,
+        total=everything,
+        predicted_peak_bytes=2 << 20,
+        predicted_first_step_peak_bytes=1 << 20,
+        budget_bytes=4 << 20,
+    )
+
+
+def test_a_report_prints_as_a_table_of_the_last_step_and_all_of_them() -> None:
+    first, headings, *rows = str(report()).splitlines()
+    assert first == "3 steps within a budget of 4.00 MiB"
+    assert headings.split("  ")[-1] == "all steps"
+    assert rows[0].split("  ", 1)[0] == "peak"
+    assert "not metered" in rows[0]
+    assert rows[0].endswith("3.00 MiB")
+    start = headings.index("all steps")
+    assert all(row[start - 2 : start] == "  " and row[start] != " " for row in rows)
+    assert not any(row.endswith(" ") for row in rows)
+    assert "because" not in str(report())
+
+
+def test_a_report_says_what_is_over_the_budget_why_the_plan_was_left_and_what_was_reserved() -> None:
+    shown = str(report(peak_bytes=5 << 20, fallbacks=2, fallback_reasons=["another batch size"]))
+    assert "5.00 MiB (OVER THE BUDGET)" in shown
+    assert "2 times" in shown
+    assert "another batch size" in shown
+    on_cuda = msgspec.structs.replace(report(), memory=MemoryPeaks(allocated_bytes=1 << 20, reserved_bytes=2 << 20))
+    assert str(on_cuda).splitlines()[-1].split() == ["reserved", "2.00", "MiB"]
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    assert text_table("t", [("a", "1"), ("long", "22")]) == "t\na     1\nlong  22"
+
+
+@pytest.mark.parametrize("module", ["poochplan.formats.profile", "poochplan.formats.plan"])
+def test_files_load_without_torch_pandas_and_matplotlib(module: str) -> None:
+    heavy = "{'torch', 'pandas', 'matplotlib', 'rich'}"
+    code = f"import sys, {module}; print(*{heavy} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
