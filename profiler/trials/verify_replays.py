@@ -22,6 +22,10 @@ from poochplan.tensors.torch_private import without_modes
 from .swap_all import HostStore
 from .untouched import Untouched, bytes_of
 
+PIECE_BYTES = 65536
+Copied = Callable[[int, int], torch.UntypedStorage]
+"""Gives so many bytes of a copy, from an offset on: a storage for the caller to keep."""
+
 
 class Verify:
     """Follows ``inner``, which recomputes all it may; keeps a copy of each value, compared when its replay is back.
@@ -46,7 +50,7 @@ class Verify:
         self._store = store
         self._changed: list[StorageRecord] = []
         """What was there before the step and the replay under way has changed."""
-        self._copies: dict[int, Callable[[], torch.UntypedStorage]] = {}
+        self._copies: dict[int, Copied] = {}
 
     # -- the driver -------------------------------------------------------------------------------------------
 
@@ -90,13 +94,13 @@ class Verify:
     def end(self, segment: Segment, outcome: Outcome) -> None:
         self._inner.end(segment, outcome)
 
-    def _copied(self, storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage]:
-        """A call that gives a copy of what is there now."""
+    def _copied(self, storage: torch.UntypedStorage) -> Copied:
+        """A call that gives what is there now."""
         if self._store is None:
             copy = storage.clone()
-            return lambda: copy
-        store, offset, size_bytes = self._store, self._store.put(storage), storage.nbytes()
-        return lambda: store.get(offset, size_bytes)
+            return lambda start, size: copy if size == copy.nbytes() else _part(copy, start, size)
+        store, offset = self._store, self._store.put(storage)
+        return lambda start, size: store.get(offset + start, size)
 
     # -- replays ----------------------------------------------------------------------------------------------
 
@@ -118,7 +122,7 @@ class Verify:
             raise  # of this machine's memory and disk, not of the replay
         except Exception as error:
             self.refused[value.index] = self._why(error)
-            value.came_back(self._copies.pop(value.index)())
+            value.came_back(self._copies.pop(value.index)(0, value.size_bytes))
             value.home = mechanism.device.compute
             back = [value]
         if self._changed:
@@ -141,10 +145,15 @@ class Verify:
             self._changed = untouched.restore()
 
     def _compare(self, index: int, found: torch.UntypedStorage) -> None:
-        wanted = self._copies.pop(index)()
-        same = torch.equal(bytes_of(wanted), bytes_of(found))
-        if not same:
-            found.copy_(wanted)  # or what is replayed from it would differ too
+        copy, size_bytes, same = self._copies.pop(index), found.nbytes(), True
+        # Piece by piece: beside a step that swaps all there is no room for one value more.
+        piece_bytes = max(PIECE_BYTES, -(-size_bytes // 16 // PIECE_BYTES) * PIECE_BYTES)
+        for start in range(0, size_bytes, piece_bytes):
+            part = bytes_of(found)[start : start + piece_bytes]
+            wanted = bytes_of(copy(start, len(part)))
+            if not torch.equal(wanted, part):
+                same = False
+                part.copy_(wanted)  # or what is replayed from it would differ too
         if index not in self.refused:
             (self.verified if same else self.differing).add(index)
 
@@ -166,6 +175,10 @@ class Verify:
             if any(part.untyped_storage() is storage for part in tensor_parts(tensor)):
                 return name
         return "an input of the step" if record.birth is None else "an activation"
+
+
+def _part(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.UntypedStorage:
+    return bytes_of(storage)[start : start + size_bytes].clone().untyped_storage()
 
 
 def _waiting_for(value: SavedValue) -> list[SavedValue]:
