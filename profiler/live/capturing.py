@@ -92,7 +92,7 @@ class Capturing(Watch):
             kinds.note_optimizer(optimizer)
         if self.has_gradients:
             kinds.note_gradients(model)
-        storages = [bytes_of(storage) for storage in census(self.scene.where.type).values()]
+        storages = [bytes_of(storage) for storage in census(self.scene.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
         kinds.note(others[:NAMED], Kind.INPUT)
         rest = (-(-one.nbytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for one in others[NAMED:])

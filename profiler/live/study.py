@@ -58,7 +58,7 @@ def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool
     mode: Literal["run", "swap-all"] = "run" if fits(in_core) else "swap-all"
     keep_all = keeping(in_core) if mode == "run" else None
     notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]
-    notes += [*page_notes(scene.where), LIVE]
+    notes += [*aside(lambda: page_notes(scene.where)), LIVE]
     in_hooks: list[HookSeconds] = []
     try:
         measured, in_hooks = yield from _timed(scene, keep_all)

@@ -48,9 +48,9 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
 
 
 def census_bytes(device_type: str) -> int:
-    """Bytes of them all, each rounded up to what is allocated at once."""
+    """Bytes of all storages, however small, each rounded up to what is allocated at once."""
     unit = ALLOCATION_UNIT_BYTES
-    return sum(-(-storage.nbytes() // unit) * unit for storage in census(device_type).values())
+    return sum(-(-storage.nbytes() // unit) * unit for storage in census(device_type, 1).values())
 
 
 def live_tensors() -> Iterator[torch.Tensor]:
