@@ -36,7 +36,7 @@ def _a_cache_of_the_test(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 def network(steps: int = 3) -> Names:
     """What the pages take for given: a model, its optimizer, batches, and a loop."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.randn(256, 64) for _ in range(steps)]
 
