@@ -17,7 +17,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.sweep import sweep
 from poochplan.report.frontier import frontier_of
 from poochplan.report.frontier_picture import draw_frontier
-from poochplan.report.inspection.step_trace import STEP, StepTrace, predicted_trace
+from poochplan.report.inspection.step_trace import COMPUTE, STEP, StepTrace, predicted_trace
 from poochplan.report.memory import MemoryCurve
 from poochplan.report.peak import explain_peak
 from poochplan.report.pictures import draw_decisions, draw_peak, draw_step_memory, step_memory_of, write_picture
@@ -75,6 +75,25 @@ def test_a_measured_step_is_held_against_the_predicted_one_phase_by_phase(
     assert shown.predicted.peak_bytes == shown.measured.peak_bytes == plan.prediction.peak_bytes
     assert shown.peak.measured_peak_bytes == plan.prediction.peak_bytes
     assert [name for name, _, _ in shown.phases] == ["forward", "backward", "optimizer"]
+
+
+def test_where_both_steps_have_the_same_ops_each_is_where_it_was_predicted(
+    profile: Profile, plan: poochplan.Plan
+) -> None:
+    predicted = predicted_trace(profile, plan)
+
+    def later(second: float) -> float:
+        return second**2 / predicted.step_s + 2 * second
+
+    bars = [Bar(bar.row, bar.what, later(bar.start_s), later(bar.end_s), bar.label) for bar in predicted.bars]
+    bars.insert(3, Bar(COMPUTE, "aten.set_", bars[3].start_s, bars[3].end_s))  # the runtime's own
+    ops = [bar for bar in predicted.bars if bar.row == COMPUTE and bar.what not in ("stall", "replay")]
+    memory = MemoryCurve(later(predicted.memory.times_s), predicted.memory.size_bytes)
+    measured = StepTrace("w", "measured", predicted.budget_bytes, later(predicted.step_s), tuple(bars), memory)
+    shown = step_memory_of(profile, plan, measured)
+    assert shown.measured is not None
+    begins = np.searchsorted(predicted.memory.times_s, [bar.start_s for bar in ops])
+    np.testing.assert_allclose(shown.measured.times_s[begins], predicted.memory.times_s[begins], rtol=1e-9, atol=1e-12)
 
 
 def test_the_picture_of_memory_has_budget_both_curves_and_the_holders(profile: Profile, plan: poochplan.Plan) -> None:

@@ -38,7 +38,7 @@ def network(steps: int = 3) -> Names:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = [torch.randn(256, 64) for _ in range(steps)]
+    batches = [torch.randn(512, 64)] * steps
 
     def train() -> None:
         for batch in batches:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
+from poochplan.runtime.watch.census import leave_out
 
 from .drawing import PLAIN
 from .network import AskedTo, Running
@@ -140,7 +141,9 @@ def snapshot(running: Running) -> Snapshot:
         for name, module in model.named_modules():
             if isinstance(getattr(module, "generator", None), torch.Generator):
                 found[f"generator {name}"] = module.generator.get_state()
-        return {name: None if tensor is None else tensor.detach().clone() for name, tensor in found.items()}
+        copies = {name: None if tensor is None else tensor.detach().clone() for name, tensor in found.items()}
+        leave_out(copy for copy in copies.values() if copy is not None)
+        return copies
 
 
 def differences(wanted: list[Snapshot], found: list[Snapshot]) -> list[str]:

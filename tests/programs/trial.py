@@ -17,6 +17,7 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import schedule_of
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
+from poochplan.runtime.watch.census import leave_out, live_tensors
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
@@ -142,6 +143,7 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
     outcome = Outcome(counts=Counter({"runs": 1}))
     if device == FAILING and {Feature.CHECKPOINT, Feature.REENTRANT} & program.features:
         return Outcome()  # a second backward would run forward once more
+    leave_out(live_tensors())  # of earlier trials, which live as long as the collector lets them
     running = Running(program)
     with _quietly(), _session(tried.plan, running, device, outcome) as session:
         try:

@@ -79,7 +79,7 @@ def asks_for_huge_pages() -> bool | None:
     """
     if "[madvise]" not in _read(_HUGE_PAGES):
         return None
-    probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+    probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
     place = probe.data_ptr() + _PROBE_BYTES // 2
     inside = False
     for line in _read(_MAPPINGS).splitlines():

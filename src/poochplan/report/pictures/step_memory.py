@@ -9,7 +9,7 @@ import numpy as np
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.report.inspection.step_trace import STEP, StepTrace, predicted_trace
+from poochplan.report.inspection.step_trace import COMPUTE, STEP, StepTrace, predicted_trace
 from poochplan.report.memory import MemoryCurve, in_core_curve
 from poochplan.report.peak import PeakExplanation, explain_peak
 from poochplan.units import format_bytes
@@ -33,7 +33,8 @@ class StepMemory:
     budget_bytes: int
     predicted: MemoryCurve
     measured: MemoryCurve | None
-    """Each phase stretched to the length that it was predicted to have, so that one can be held against the other."""
+    """Each op where it was predicted to be, so that one can be held against the other. Where the two steps have other
+    ops, phases are stretched to the lengths that they were predicted to have."""
     in_core: MemoryCurve
     """As the predicted step, without the plan's waits and replays."""
     phases: tuple[tuple[str, float, float], ...]
@@ -53,7 +54,7 @@ def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = No
         workload=plan.workload,
         budget_bytes=plan.budget_bytes,
         predicted=predicted.memory,
-        measured=None if measured is None else _aligned(measured.memory, _bounds(measured), _bounds(predicted)),
+        measured=None if measured is None else _aligned(measured, predicted),
         in_core=in_core,
         phases=tuple((bar.what, bar.start_s, bar.end_s) for bar in predicted.bars if bar.row == STEP),
         peak=explain_peak(profile, plan, measured_peak_bytes=peak_bytes),
@@ -110,7 +111,7 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     ]
     axes.set_xticks([place for _, place in names], labels=[name for name, _ in names])
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("one step, each phase as long as predicted", fontsize=9.5, color=INK)
+    axes.set_xlabel("one step, each op where it was predicted", fontsize=9.5, color=INK)
     axes.set_ylabel(f"live memory ({unit})", fontsize=9.5, color=INK)
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -132,13 +133,47 @@ def _draw_holders(axes: Axes, title: str, sizes: dict[str, int], colours: list[s
     axes.tick_params(axis="y", length=0, labelsize=7.5)
 
 
-def _bounds(trace: StepTrace) -> list[float]:
-    """Where phases begin, and where the step ends."""
-    return [*(bar.start_s for bar in trace.bars if bar.row == STEP), trace.step_s]
+def _aligned(measured: StepTrace, predicted: StepTrace) -> MemoryCurve:
+    """The measured curve with what both steps have at the predicted times: ops, else phases, else the whole."""
+    curve = measured.memory
+    by_op = _anchors(_ops(measured), _ops(predicted))
+    found_s, wanted_s = by_op or _anchors(_phases(measured), _phases(predicted)) or _WHOLE
+    times_s = np.interp(curve.times_s, [*found_s, measured.step_s], [*wanted_s, predicted.step_s])
+    return MemoryCurve(np.maximum.accumulate(times_s), curve.size_bytes)
 
 
-def _aligned(curve: MemoryCurve, found_s: list[float], wanted_s: list[float]) -> MemoryCurve:
-    """The curve with its phases as long as wanted; as one phase where the two steps do not have the same ones."""
-    if len(found_s) != len(wanted_s):
-        found_s, wanted_s = [0.0, found_s[-1]], [0.0, wanted_s[-1]]
-    return MemoryCurve(np.interp(curve.times_s, found_s, wanted_s), curve.size_bytes)
+_WHOLE = ([0.0], [0.0])
+
+
+def _anchors(found: list[tuple[str, float]], wanted: list[tuple[str, float]]) -> tuple[list[float], list[float]] | None:
+    """Seconds at which each of the wanted begins, found and wanted; None where not all are found in that order.
+
+    A measured step has further ops: those with which the runtime takes and gives memory.
+    """
+    left = iter(found)
+    begins_s = []
+    for name, _ in wanted:
+        begin_s = next((begin_s for other, begin_s in left if other == name), None)
+        if begin_s is None:
+            return None
+        begins_s.append(begin_s)
+    return begins_s, [begin_s for _, begin_s in wanted]
+
+
+def _phases(trace: StepTrace) -> list[tuple[str, float]]:
+    """Names, and seconds at which they begin."""
+    return [(bar.what, bar.start_s) for bar in trace.bars if bar.row == STEP]
+
+
+def _ops(trace: StepTrace) -> list[tuple[str, float]]:
+    """The same of the step's own ops; those of replays lie inside of these, and are left out."""
+    found = []
+    replayed_until_s = -1.0
+    for bar in trace.bars:
+        if bar.row != COMPUTE or bar.what == "stall":
+            continue
+        if bar.what == "replay":
+            replayed_until_s = max(replayed_until_s, bar.end_s)
+        elif bar.start_s >= replayed_until_s:
+            found.append((bar.what, bar.start_s))
+    return found
