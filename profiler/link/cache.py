@@ -54,13 +54,20 @@ def cached_link(
 
     Raises what :func:`measure_link` raises.
     """
-    key = link_key(where, directory, throttle_bytes_per_s)
-    known = _load().get(key)
+    known = known_link(where, directory, throttle_bytes_per_s)
     if known is not None and not refresh:
         return known, True
+    key = link_key(where, directory, throttle_bytes_per_s)
     link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
     write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
     return link, False
+
+
+def known_link(
+    where: torch.device, directory: str | Path | None = None, throttle_bytes_per_s: float | None = None
+) -> Link | None:
+    """The link, if it has been measured and stored; raises what :func:`link_key` raises."""
+    return _load().get(link_key(where, directory, throttle_bytes_per_s))
 
 
 def _load() -> dict[str, Link]:

@@ -11,7 +11,8 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
-from poochplan.profiler.link.cache import cached_link
+from poochplan.profiler.link.cache import known_link
+from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.runtime.attachment import together
 from poochplan.runtime.budget_watch import OverBudget
@@ -54,7 +55,8 @@ def auto(
     cache: a folder for profiles and plans, by default in the user's cache folder: the next run that is the same follows
         its plan at once.
     spill_dir, throttle: as for :func:`poochplan.profile`.
-    link: take this link as measured; by default the machine's, measured once and remembered.
+    link: take this link as measured; by default the one that ``pooch link`` has remembered, else it is measured, which
+        takes some two seconds.
     time_limit_s: for the planner's search.
     on_over_budget: what becomes of a step that follows its plan and takes more than the budget, as where something
         lives beside it that did not before: ``"replan"`` says so and makes a new plan that knows of it, ``"warn"`` says
@@ -89,7 +91,7 @@ def auto(
         opened,
         cache=Path(cache) if cache is not None else cache_folder() / "auto",
         spill_dir=folder,
-        link=lambda: link or cached_link(where, folder, rate)[0],
+        link=lambda: link or known_link(where, folder, rate) or measure_link(where, folder, rate),
         time_limit_s=time_limit_s,
         on_over_budget=on_over_budget,
         is_quiet=quiet,
