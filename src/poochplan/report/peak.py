@@ -32,7 +32,7 @@ _WORDS = {
     "buffer": "buffers",
     "gradient": "gradients",
     "optimizer_state": "optimizer state",
-    "input": "inputs and what else was there before",
+    "input": "inputs, there before",
     "temporary": "temporaries",
     WORKSPACE: "workspace of the op",
     REPLAY: "a replay under way",

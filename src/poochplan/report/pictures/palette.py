@@ -26,7 +26,7 @@ HOLDER_COLOURS = {
     "temporaries": "#56B4E9",
     "a replay under way": "#D55E00",
     "workspace of the op": "#F0E442",
-    "inputs and what else was there before": "#009E73",
+    "inputs, there before": "#009E73",
     "parameters": "#4D4D4D",
     "buffers": "#6E6E6E",
     "gradients": "#929292",
