@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ VERSION = 1
 class PlanCache:
     """What is wrong or missing there is no error: it is profiled and planned anew.
 
-    A fingerprint is of model, inputs, place in the loop, device, threads, host, budget, and the version of torch.
+    A fingerprint is of the code that defines the model's classes and of the program that runs (a plan's replays were
+    tried with that code), of model, inputs, place in the loop, device, threads, host, budget, and the version of torch.
     """
 
     def __init__(self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float) -> None:
@@ -63,3 +65,14 @@ class PlanCache:
     def _of(self, key: Key) -> Path:
         text = "\n".join(map(str, (*self._common, *key)))
         return self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def code_digest(model: torch.nn.Module) -> str:
+    """Of the files that define the classes of the model's modules, and of the program itself."""
+    names = sorted({type(module).__module__ for module in model.modules()} | {"__main__"})
+    digest = hashlib.sha256()
+    for name in names:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        with contextlib.suppress(OSError):
+            digest.update(Path(path).read_bytes() if path else name.encode())
+    return digest.hexdigest()[:16]
