@@ -108,7 +108,7 @@ class Session:
             if self._cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._reserve_host()
-            stack.callback(self._meter.step_is_over)
+            stack.callback(self._meter.close)
             if self._is_metered:
                 gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
             self._device.start_peaks()

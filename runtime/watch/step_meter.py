@@ -91,6 +91,11 @@ class StepMeter:
             self._open = False
             self.mode.switch_off()
 
+    def close(self) -> None:
+        """No step is metered any more. In a backward its mode could only be muted: it is taken off here."""
+        self.step_is_over()
+        self.mode.switch_off()
+
     def settled(self, is_settled: bool) -> None:
         """Whether steps are as those before: then few of them are metered by their ops."""
         self._is_settled = is_settled

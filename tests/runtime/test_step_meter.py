@@ -15,7 +15,7 @@ from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.referrers import name_of
 from poochplan.runtime.watch.users_line import Place
-from poochplan.tensors.torch_private import storage_identity
+from poochplan.tensors.torch_private import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, profiled, tight
 
 pytestmark = pytest.mark.cpu_device
@@ -138,3 +138,17 @@ def test_a_place_is_left_when_its_function_has_ended() -> None:
     here = Place.of_caller()
     assert [place.is_left for place in places] == [True, True]
     assert not here.is_left
+
+
+def test_an_optimizer_that_steps_in_backward_leaves_no_mode_of_ours_behind(plan: Plan) -> None:
+    """Within a backward no mode can be taken off the stack: only once it is over."""
+    model = fresh()
+    last = next(model.parameters())
+    optimizer = torch.optim.SGD([last], lr=0.1)
+    last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = mode_stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with poochplan.apply(plan, model, meter="always"):
+            step(model)
+    assert mode_stack() == before

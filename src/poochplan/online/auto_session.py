@@ -110,6 +110,7 @@ class AutoSession:
     def __enter__(self) -> AutoSession:
         with ExitStack() as stack:
             stack.callback(self._end)
+            stack.callback(self._meter.close)
             stack.enter_context(self.loop)
             self._ranks = Ranks.of(self.loop.attachment.models.values())
             self._teller.is_quiet |= not self._is_planner
