@@ -19,6 +19,8 @@ import torch
 import poochplan
 from poochplan.errors import InfeasibleError
 from poochplan.integrations.calls import Call
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.tensors.torch_private import has_topmost_hooks
 from tests.online.runs import Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS, Training, dropout_and_batch_norm, two_optimizers
@@ -265,3 +267,25 @@ def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp
 
 def test_every_kind_of_loop_is_tried() -> None:
     assert len(TRAININGS) == 17
+
+
+class Telling(CpuDevice):
+    """A device with an allocator that tells, of the steps behind the first 20, of one more than any budget."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(choose_spill_dir(None))
+        self.begun = 0
+
+    def start_step_peak(self) -> None:
+        self.begun += 1
+
+    def step_peak_bytes(self) -> int:  # type: ignore[override]
+        return 1 << 40 if self.begun > 5 else 0
+
+
+def test_an_allocator_that_tells_is_asked_in_every_step_that_follows(
+    first: Path, expected: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poochplan.online.auto.open_device", Telling)
+    with pytest.warns(RuntimeWarning, match=f"took {1 << 40} bytes, more than its budget"):
+        again(expected, first)

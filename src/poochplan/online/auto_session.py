@@ -76,7 +76,7 @@ class AutoSession:
         self._policy = OverBudget(on_over_budget)
         self._watch = BudgetWatch(OverBudget.ERROR if self._policy is OverBudget.ERROR else OverBudget.WARN)
         self._teller = Teller(is_quiet=is_quiet)
-        self._meter = StepMeter(where.type, "always")
+        self._meter = StepMeter(where.type, "first-steps")
         self._pending = Plannings()
         self._hopeless: set[Key] = set()
         """No plan fits these."""
@@ -209,9 +209,11 @@ class AutoSession:
         self._current = self._following = way
         self._followed[way.key] = times + 1
         driver = Follow(course, SwapEach())
-        return (
-            Metered(self.loop.scene, driver, self._meter, self.loop.engine, way.plan) if is_metered(times) else driver
-        )
+        is_due = is_metered(times)
+        if not is_due and self.loop.engine.device.step_peak_bytes() is None:  # no allocator tells: ops would have to
+            return driver
+        self._meter.settled(not is_due)
+        return Metered(self.loop.scene, driver, self._meter, self.loop.engine, way.plan)
 
     def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
