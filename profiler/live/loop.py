@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ class Loop:
     open_device: called as the block is entered.
     link: called once, before the first study needs it.
     fits: whether a step may run in-core, by a profile without times.
+    room: most bytes that a segment may take that is studied.
     follower: takes the segments that are not watched.
     """
 
@@ -83,6 +85,7 @@ class Loop:
         spill_dir: str | Path | None,
         link: Callable[[], Link],
         fits: Callable[[Profile], bool],
+        room: Callable[[Profile], float] = lambda _: math.inf,
         follower: Follower,
         workload: str = "",
         observers: Sequence[ToggledMode] = (),
@@ -99,7 +102,7 @@ class Loop:
         self._compared: tuple[Key, Line, int] | None = None
         self._told = 0
         self._segments = 0
-        self._link, self._fits, self._follower = link, fits, follower
+        self._link, self._fits, self._room, self._follower = link, fits, room, follower
         self._workload = workload
         self._stack = ExitStack()
         self.attachment = Attachment(
@@ -192,7 +195,7 @@ class Loop:
         return self.lines[key]
 
     def _new_line(self, key: Key) -> Line:
-        line = Line(key, study(self.scene, self._link, self._fits, self._workload))
+        line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room))
         if self.lines.are_too_many:
             line.give_up(TOO_MANY)
             self._follower.profiled(line)

@@ -4,11 +4,16 @@ after another: CAPTURE (1), TIME (whole, then op by op), VERIFY (1 or 2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
+from poochplan.formats.queries import saved_values
+from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, page_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
@@ -38,6 +43,9 @@ SWAPPED = (
 HURRIED = "its inputs did not come again: times are of one captured step, and no replay was tried, so none is planned"
 
 
+NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
+
+
 class Hurry(Exception):  # noqa: N818 - a word to the study
     """No more segments of this kind come: it is to make do with what it knows."""
 
@@ -46,10 +54,17 @@ NewWatch = Callable[[], Watch]
 Studied = Generator[NewWatch, Any, Profile]
 
 
-def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool], workload: str) -> Studied:
+def study(
+    scene: Scene,
+    link: Callable[[], Link],
+    fits: Callable[[Profile], bool],
+    workload: str,
+    room: Callable[[Profile], float] = lambda _: math.inf,
+) -> Studied:
     """Asks for watches, is sent each back when its segment has told something, and gives the profile.
 
-    ``fits``: whether the step may run in-core, by a profile without times; otherwise every segment swaps.
+    ``fits``: whether the step may run in-core, by a profile without times; otherwise every segment swaps. ``room``:
+    most bytes that a segment may take; where it leaves none to compare in, no replay is tried and none is planned.
     """
     seen: Capturing = yield lambda: Capturing(scene)
     draft = _drafts(seen, scene, aside(link), workload)
@@ -65,11 +80,22 @@ def study(scene: Scene, link: Callable[[], Link], fits: Callable[[Profile], bool
         runs, differing = yield from _timed_ops(scene, keep_all, seen.capture.ops)
         swapped = [SWAPPED] if mode == "swap-all" else []
         profile = draft(mode, durations if runs is None else runs, measured, [*notes, *differing, *swapped])
-        profile = yield from _verified(scene, profile)
+        if mode == "swap-all" and _verifying_bytes(profile) > room(profile):
+            profile = without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
+        else:
+            profile = yield from _verified(scene, profile)
     except Hurry:
         once = {phase: _seconds_of(phase, seen.capture.ops) for phase in Phase}
         profile = without_replays(draft("swap-all", durations, [once], [*notes, HURRIED]))
     return with_handles(profile, aside(lambda: cached_cost(scene.where)), in_hooks if mode == "run" else [])
+
+
+def _verifying_bytes(profile: Profile) -> int:
+    """About what a segment takes that swaps, and compares values with their replays: two of the largest more."""
+    largest_bytes = max(
+        (profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0
+    )
+    return smallest_budget(profile) + 2 * largest_bytes
 
 
 def _seconds_of(phase: Phase, ops: list[CapturedOp]) -> float:

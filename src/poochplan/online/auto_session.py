@@ -102,6 +102,7 @@ class AutoSession:
             spill_dir=spill_dir,
             link=link,
             fits=lambda profile: profile.in_core_peak_bytes <= self._budget_of(profile),
+            room=self._budget_of,
             follower=self,
             observers=[self._meter.mode],
         )
