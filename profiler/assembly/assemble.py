@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from poochplan.formats.links import preset_link
-from poochplan.formats.occupancy import live_bytes
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, Value
+from poochplan.formats.occupancy import held_all_step, live_bytes
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
@@ -47,7 +47,9 @@ def assemble(
     last_tick = len(ops) + len(points) - 1
     values = build_values(capture, kinds, last_tick)
     fingerprint = ops_fingerprint(ops, points, values)
-    values += tuple(_held_value(name, size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes)
+    values += tuple(
+        held_all_step(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
+    )
     draft = Profile(
         workload=workload or type(model).__name__,
         mode=mode,
@@ -115,21 +117,6 @@ def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
         )
         for kind in kinds
     }
-
-
-def _held_value(name: str, size_bytes: int, last_tick: int) -> Value:
-    """What is there all step long, such as what cuBLAS holds: part of every peak, and nobody's to decide about."""
-    return Value(
-        name=f"before/{name}",
-        layer="",
-        kind=Kind.INPUT,
-        size_bytes=size_bytes,
-        dtype="uint8",
-        shape=(size_bytes,),
-        born=-1,
-        forward_death=last_tick,
-        freed=last_tick,
-    )
 
 
 def this_machine(where: torch.device) -> Device:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .profile_parts import Kind, ProfileData
+from .profile_parts import Kind, ProfileData, Value
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -65,3 +65,18 @@ def static_bytes(profile: ProfileData) -> dict[str, int]:
         for kind, size_bytes in profile.static_bytes.items()
         if size_bytes and (kind != Kind.GRADIENT or profile.gradients_live_through_forward)
     }
+
+
+def held_all_step(name: str, size_bytes: int, last_tick: int) -> Value:
+    """What is there before the step and behind it: part of every peak, and nobody's to decide about."""
+    return Value(
+        name=name,
+        layer="",
+        kind=Kind.INPUT,
+        size_bytes=size_bytes,
+        dtype="uint8",
+        shape=(size_bytes,),
+        born=-1,
+        forward_death=last_tick,
+        freed=last_tick,
+    )
