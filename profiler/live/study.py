@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,7 +31,6 @@ from .timing_watches import OpTiming, PhaseTiming
 from .verifying_watch import Verifying
 from .watch import Scene, Watch
 
-T = TypeVar("T")
 TIMED = 3
 """Segments that are timed whole, and as many op by op."""
 LIVE = "profiled inside a running training loop"

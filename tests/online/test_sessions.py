@@ -289,3 +289,11 @@ def test_an_allocator_that_tells_is_asked_in_every_step_that_follows(
     monkeypatch.setattr("poochplan.online.auto.open_device", Telling)
     with pytest.warns(RuntimeWarning, match=f"took {1 << 40} bytes, more than its budget"):
         again(expected, first)
+
+
+def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Run, tmp_path: Path) -> None:
+    """Neither while it is timed nor while its plan is made."""
+    found = run_auto(dropout_and_batch_norm, 2 * expected.peak_bytes, tmp_path, turns=11)
+    assert found.losses == expected.losses[:11]
+    assert found.session is not None
+    assert found.session.loop.engine.segment.report.out_bytes == 0

@@ -198,7 +198,7 @@ class AutoSession:
         self._look_up(key)
         self._following = None
         if key in self._pending or key in self._hopeless:
-            return SwapEach(at_once=True)
+            return self._without_plan(self.profiles[key])
         found = self.ways.choose(key)
         if found is None:
             return None if self._is_planner else SwapEach(at_once=True)
@@ -218,9 +218,12 @@ class AutoSession:
 
     def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
-        if line is not None and line.profile is not None and line.profile.mode == "run":
-            return KeepAll()
-        return SwapEach(at_once=True)
+        return self._without_plan(None if line is None else line.profile)
+
+    def _without_plan(self, profile: Profile | None) -> Driver:
+        """Keeps all where that is known to fit the budget."""
+        fits = profile is not None and profile.in_core_peak_bytes <= self._budget_of(profile)
+        return KeepAll() if fits else SwapEach(at_once=True)
 
     def profiled(self, line: Line) -> None:
         """Has the profile planned, or says why there is none."""
