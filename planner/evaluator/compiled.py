@@ -32,7 +32,7 @@ def _numba() -> Any:
     """numba, or None: everything works without, at the speed of plain Python."""
     try:
         import numba
-    except (ImportError, OSError):  # the latter where address space is limited
+    except (ImportError, OSError, MemoryError):  # the latter two where address space is limited
         return None
     return numba
 

@@ -13,7 +13,6 @@ import msgspec
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
-from poochplan.planner.planning import smallest_budget
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, page_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
@@ -91,6 +90,8 @@ def study(
 
 def _verifying_bytes(profile: Profile) -> int:
     """About what a segment takes that swaps, and compares values with their replays: two of the largest more."""
+    from poochplan.planner.planning import smallest_budget  # with numba, which takes memory that other steps may need
+
     largest_bytes = max(
         (profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0
     )
