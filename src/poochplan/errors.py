@@ -56,6 +56,10 @@ class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
 
+class AllocatorError(PoochError):
+    """The compiled allocator cannot be built, loaded or used; everything else works without it."""
+
+
 class SolverError(PoochError):
     """An ILP solver died; the message names it and what to do."""
 

@@ -1,0 +1,196 @@
+"""Arena: one stretch of memory from which a step's blocks are served at their planned places."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from poochplan.errors import AllocatorError
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+
+from .library import library
+
+Ints = npt.NDArray[np.int64]
+
+SMALLEST_BYTES = 4096
+"""Blocks below this are nobody's concern: a page holds several, and the ordinary allocator keeps them at hand."""
+OUTSIDE = -1
+"""The offset of a block that is to lie outside, as one that outlives the step."""
+_FATES = "served", "outside", "unplanned", "taken", "unmet"
+_MOST_MISSES = 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a step allocates, in order of birth; arrays of one length.
+
+    A block's place is ``offsets`` to ``offsets + sizes_bytes``, rounded up to the allocation unit.
+    """
+
+    sizes_bytes: Ints
+    """As they are asked for."""
+    offsets: Ints
+    """Multiples of the allocation unit, or :data:`OUTSIDE`."""
+    points: Ints
+    """Per block, the point of the clock behind which it is born; never falling."""
+
+
+class Tally(NamedTuple):
+    """Blocks, and the bytes that were asked for."""
+
+    blocks: int
+    size_bytes: int
+
+
+class Fates(NamedTuple):
+    """What became of the blocks of at least the arena's smallest size."""
+
+    served: Tally
+    outside: Tally
+    """By the ordinary allocator, as planned."""
+    unplanned: Tally
+    """By the ordinary allocator, since nothing of this size was expected here."""
+    taken: Tally
+    """By the ordinary allocator, since bytes of their place were in use."""
+    unmet: Tally
+    """Expected, and not asked for."""
+
+
+class Miss(NamedTuple):
+    """A block that the ordinary allocator served against the plan."""
+
+    fate: str
+    """``unplanned`` or ``taken``."""
+    size_bytes: int
+    point: int
+    """Where the clock was."""
+    place: int
+    """The index of the place that was expected next."""
+
+
+@dataclass(frozen=True)
+class ArenaCounts:
+    """The fates in the step that runs or ran last, and in all steps."""
+
+    step: Fates
+    total: Fates
+
+
+class Arena:
+    """``size_bytes`` of memory, and the places in it. State: open or closed; serving a step or not.
+
+    Bytes in use are never handed out, whatever the step does. Its memory goes when it is closed, or nobody holds it,
+    and the last tensor in it has died.
+
+    Raises
+    ------
+    ValueError
+        The places are not of one length, lie beyond ``size_bytes``, or their points fall.
+    AllocatorError
+        There is no address space for it, or no library.
+    """
+
+    def __init__(self, places: Places, size_bytes: int, smallest_bytes: int = SMALLEST_BYTES) -> None:
+        sizes, offsets, points = _checked(places, size_bytes)
+        self._library = library()
+        at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
+        handle = self._library.arena_new(len(sizes), *at, size_bytes, smallest_bytes)
+        if handle is None:
+            raise AllocatorError(
+                f"expected {size_bytes} bytes of address space for the arena, found less; raise ulimit -v"
+            )
+        self._handle: int = handle
+        self._drop = weakref.finalize(self, self._library.arena_drop, handle)
+        self._drop.atexit = False
+
+    def begin(self, point: int = 0) -> None:
+        """Serves this thread from here on, as a new step whose clock is at ``point``.
+
+        Raises
+        ------
+        RuntimeError
+            The arena is closed.
+        """
+        if not self._library.arena_begin(self._handle, point):
+            raise RuntimeError("expected an open arena, found one that was closed; make another")
+
+    def join(self) -> None:
+        """Serves this thread too, in the step that another has begun; nothing happens where none has."""
+        self._library.arena_join(self._handle)
+
+    def leave(self) -> None:
+        """Serves this thread no longer."""
+        self._library.arena_leave(self._handle)
+
+    def at(self, point: int) -> None:
+        """The clock is at ``point``: the sequence goes on at what is born behind it, wherever it was."""
+        self._library.arena_at(self._handle, point)
+
+    def end(self) -> None:
+        """The step is over: no thread is served, and what did not come counts as unmet."""
+        self._library.arena_end(self._handle)
+
+    @contextlib.contextmanager
+    def serving(self, point: int = 0) -> Iterator[None]:
+        """A block in which this thread is served, from :meth:`begin` to :meth:`end`."""
+        self.begin(point)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def close(self) -> None:
+        """Nobody is served again; the memory goes with the last tensor in it. Closing twice is no error."""
+        self._drop()
+
+    def counts(self) -> ArenaCounts:
+        """What became of the blocks so far."""
+        numbers = np.zeros(4 * len(_FATES), np.int64)
+        self._library.arena_counts(self._handle, numbers.ctypes.data)
+        step, total = (Fates(*(Tally(*row) for row in half)) for half in numbers.reshape(2, -1, 2).tolist())
+        return ArenaCounts(step, total)
+
+    def misses(self) -> list[Miss]:
+        """The first 64 blocks of the step that were not served as planned, in order."""
+        rows = np.zeros((_MOST_MISSES, 4), np.int64)
+        count = self._library.arena_misses(self._handle, rows.ctypes.data, _MOST_MISSES)
+        return [Miss(_FATES[fate], *numbers) for fate, *numbers in rows[:count].tolist()]
+
+    @property
+    def live_blocks(self) -> int:
+        """How many blocks lie in it now."""
+        return self._library.arena_live_blocks(self._handle)
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """How much of it the machine holds in memory now, in whole pages; None where the kernel does not tell."""
+        found = self._library.arena_resident_bytes(self._handle)
+        return None if found < 0 else found
+
+
+def _checked(places: Places, size_bytes: int) -> tuple[Ints, Ints, Ints]:
+    given = places.sizes_bytes, places.offsets, places.points
+    sizes, offsets, points = (np.ascontiguousarray(array, dtype=np.int64) for array in given)
+    if not len(sizes) == len(offsets) == len(points):
+        raise ValueError(
+            f"expected arrays of one length, found {len(sizes)} sizes, {len(offsets)} offsets, {len(points)} points"
+        )
+    inside = offsets != OUTSIDE
+    ends = offsets + -(-sizes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+    wrong = (sizes < 1) | (inside & ((offsets < 0) | (offsets % ALLOCATION_UNIT_BYTES != 0) | (ends > size_bytes)))
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(
+            f"place {at}: expected bytes at a multiple of {ALLOCATION_UNIT_BYTES} within {size_bytes}, "
+            f"found {sizes[at]} at {offsets[at]}"
+        )
+    if len(points) and (np.diff(points) < 0).any():
+        at = int((np.diff(points) < 0).argmax()) + 1
+        raise ValueError(f"place {at}: expected points that never fall, found {points[at]} behind {points[at - 1]}")
+    return sizes, offsets, points

@@ -1,0 +1,284 @@
+// The allocator that torch asks for CPU memory: it wraps the one that was in force, counts and records what it hands
+// out, and serves threads that say so from an arena. Python reaches it through the C functions at the end.
+//
+// Every block has `data == context` and one deleter, as raw_allocate asks. What is counted, recorded or served is told
+// by thread: other threads, and everything while nothing is asked for, get the wrapped allocator's own blocks.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <new>
+#include <utility>
+
+#include "arena.h"
+#include "blocks.h"
+#include "scopes.h"
+
+namespace {
+
+using pooch::Arena;
+using pooch::Block;
+using pooch::Scope;
+
+// A list that only grows; what is on it is never freed.
+template <class Item>
+class Register {
+ public:
+  void add(Item* item) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    item->following = first_;
+    first_ = item;
+  }
+  template <class Visit>
+  void for_each(Visit visit) noexcept {
+    for (Item* item = first_; item != nullptr; item = item->following) visit(*item);
+  }
+  std::mutex mutex;
+
+ private:
+  Item* first_ = nullptr;
+};
+
+// Never destroyed: tensors die after the process has begun to leave.
+struct State {
+  pooch::LiveBlocks blocks;
+  pooch::ActiveScopes active;
+  Register<Scope> scopes;
+  Register<Arena> arenas;
+  std::atomic<int64_t> next_id{0};
+  std::atomic<uint32_t> threads{0}, serials{0};
+  c10::Allocator* inner = nullptr;
+  c10::DeleterFnPtr give_back = nullptr;
+};
+State& state = *new State;
+
+// What this thread has asked for. Without a destructor, since tensors die while threads end.
+struct Here {
+  uint32_t thread;
+  Scope* scope;
+  Arena* arena;
+  int64_t step_number;
+};
+thread_local Here here{};
+
+uint32_t this_thread() noexcept {
+  if (here.thread == 0) here.thread = state.threads.fetch_add(1) + 1;
+  return here.thread;
+}
+
+// False where there is no memory to remember the block: then nobody hears of it.
+bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
+  Scope* scope = here.scope;
+  const Block block{address,       size_bytes, state.next_id.fetch_add(1, std::memory_order_relaxed),
+                    this_thread(), scope ? scope->serial : 0, arena};
+  if (!state.blocks.insert(block)) return false;
+  if (scope != nullptr) scope->born(block);
+  return true;
+}
+
+// The deleter of every block. It forgets the address before anybody can be given it again.
+void release(void* address) {
+  if (address == nullptr) return;
+  Block block;
+  if (!state.blocks.remove(address, block)) { // from before this allocator, by raw_deallocate
+    state.give_back(address);
+    return;
+  }
+  state.active.died(block, here.scope);
+  if (block.arena == nullptr) {
+    state.give_back(address);
+    return;
+  }
+  c10::profiledCPUMemoryReporter().Delete(address);
+  block.arena->give_back(address);
+}
+
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t size_bytes) override {
+    if (size_bytes == 0) return owned(nullptr);
+    if (here.arena != nullptr) {
+      if (c10::DataPtr served = from_arena(size_bytes)) return served;
+    }
+    c10::DataPtr block = state.inner->allocate(size_bytes);
+    // What is no plain block cannot be given back by its address: its own deleter keeps it.
+    if (block.get() != block.get_context() || block.get_deleter() != state.give_back) return block;
+    void* address = block.release_context();
+    note_birth(address, size_bytes, nullptr);
+    return owned(address);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t count) const override { state.inner->copy_data(to, from, count); }
+
+ private:
+  static c10::DataPtr owned(void* address) noexcept {
+    return {address, address, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  static c10::DataPtr from_arena(size_t size_bytes) {
+    Arena* arena = here.arena;
+    void* address = arena->take(size_bytes, here.step_number);
+    if (address == nullptr) return {};
+    if (!note_birth(address, size_bytes, arena)) {
+      arena->give_back(address);
+      return {};
+    }
+    c10::DataPtr block = owned(address);
+    c10::profiledCPUMemoryReporter().New(address, size_bytes); // the wrapped allocator does so for its own
+    return block;
+  }
+};
+Allocator& allocator = *new Allocator;
+
+// No lock is held in a child that was forked while another thread held one, and nothing goes on there that was asked
+// for in the parent. What lies in an arena stays as readable and writable as any memory.
+void before_fork() noexcept {
+  state.scopes.mutex.lock();
+  state.arenas.mutex.lock();
+  state.active.mutex.lock();
+  state.scopes.for_each([](Scope& scope) { scope.mutex.lock(); });
+  state.arenas.for_each([](Arena& arena) { arena.mutex.lock(); });
+  state.blocks.lock();
+}
+
+void after_fork() noexcept {
+  state.blocks.unlock();
+  state.arenas.for_each([](Arena& arena) { arena.mutex.unlock(); });
+  state.scopes.for_each([](Scope& scope) { scope.mutex.unlock(); });
+  state.active.mutex.unlock();
+  state.arenas.mutex.unlock();
+  state.scopes.mutex.unlock();
+}
+
+void in_child() noexcept {
+  state.active.clear();
+  state.scopes.for_each([](Scope& scope) { scope.stop(); });
+  state.arenas.for_each([](Arena& arena) { arena.stop(); });
+  here.scope = nullptr;
+  here.arena = nullptr;
+  after_fork();
+}
+
+enum Installed { kDone = 0, kNotPlain = 1, kOutranked = 2, kFailed = 3 };
+
+Installed install() {
+  if (state.inner != nullptr) return c10::GetCPUAllocator() == &allocator ? kDone : kOutranked;
+  c10::Allocator* inner = c10::GetCPUAllocator();
+  if (inner == nullptr || inner->raw_deleter() == nullptr) return kNotPlain;
+  state.inner = inner;
+  state.give_back = inner->raw_deleter();
+  if (pthread_atfork(&before_fork, &after_fork, &in_child) != 0) return kFailed;
+  c10::SetCPUAllocator(&allocator, 200);
+  return c10::GetCPUAllocator() == &allocator ? kDone : kOutranked;
+}
+
+void stop_scope(Scope* scope, void (*stop)(Scope*)) noexcept {
+  stop(scope);
+  state.active.remove_if_idle(scope);
+}
+
+} // namespace
+
+// ---- The C functions. None raises; handles are addresses of what is never freed. ------------------------------------
+
+#define POOCH extern "C" __attribute__((visibility("default")))
+
+POOCH int pooch_install() noexcept {
+  try {
+    return install();
+  } catch (...) {
+    return kFailed;
+  }
+}
+POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
+POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
+
+POOCH Scope* pooch_scope_new() noexcept {
+  auto* scope = new (std::nothrow) Scope(state.serials.fetch_add(1) + 1);
+  if (scope != nullptr) state.scopes.add(scope);
+  return scope;
+}
+// The scope that this thread was in, to be joined again; null is none.
+POOCH Scope* pooch_scope_join(Scope* scope) noexcept { return std::exchange(here.scope, scope); }
+
+POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
+  if (!state.active.add(scope)) return 0;
+  scope->begin_count(unit_bytes, this_thread(), state.next_id.load());
+  return 1;
+}
+POOCH int64_t pooch_count_live(const Scope* scope) noexcept { return scope->live(); }
+POOCH int64_t pooch_count_most(const Scope* scope) noexcept { return scope->most(); }
+POOCH void pooch_count_set_most(Scope* scope, int64_t bytes) noexcept { scope->set_most(bytes); }
+POOCH int64_t pooch_count_mark(Scope* scope) noexcept { return scope->mark_most(); }
+POOCH void pooch_count_end(Scope* scope) noexcept {
+  stop_scope(scope, [](Scope* one) { one->end_count(); });
+}
+
+POOCH int pooch_record_begin(Scope* scope) noexcept {
+  if (!state.active.add(scope)) return 0;
+  scope->begin_record(this_thread(), state.next_id.load());
+  return 1;
+}
+POOCH void pooch_record_mark(Scope* scope, int64_t value) noexcept { scope->mark(value); }
+POOCH int64_t pooch_record_end(Scope* scope) noexcept {
+  const int64_t count = scope->end_record();
+  state.active.remove_if_idle(scope);
+  return count;
+}
+POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noexcept { scope->take_events(out, count); }
+
+// Null where there is no memory or no address space.
+POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
+                             int64_t size_bytes, int64_t smallest_bytes) noexcept {
+  try {
+    pooch::Places places{{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
+    auto* arena = new Arena(std::move(places), size_bytes, smallest_bytes);
+    state.arenas.add(arena);
+    if (arena->map()) return arena;
+    arena->drop();
+  } catch (const std::bad_alloc&) {
+  }
+  return nullptr;
+}
+// 0 where the arena was dropped.
+POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {
+  const int64_t step_number = arena->begin(point);
+  if (step_number < 0) return 0;
+  here.arena = arena;
+  here.step_number = step_number;
+  return 1;
+}
+// Has this thread served too, in the step that another thread has begun; 0 where there is none.
+POOCH int pooch_arena_join(Arena* arena) noexcept {
+  const int64_t step_number = arena->current_step();
+  if (step_number < 0) return 0;
+  here.arena = arena;
+  here.step_number = step_number;
+  return 1;
+}
+POOCH void pooch_arena_leave(Arena* arena) noexcept {
+  if (here.arena == arena) here.arena = nullptr;
+}
+POOCH void pooch_arena_at(Arena* arena, int64_t point) noexcept { arena->at(point); }
+POOCH void pooch_arena_end(Arena* arena) noexcept {
+  arena->end();
+  pooch_arena_leave(arena);
+}
+POOCH void pooch_arena_drop(Arena* arena) noexcept {
+  pooch_arena_leave(arena);
+  arena->drop();
+}
+POOCH void pooch_arena_counts(Arena* arena, int64_t* out) noexcept { arena->counts(out); }
+POOCH int64_t pooch_arena_misses(Arena* arena, pooch::Miss* out, int64_t most) noexcept { return arena->misses(out, most); }
+POOCH int64_t pooch_arena_live_blocks(Arena* arena) noexcept { return arena->live_blocks(); }
+POOCH int64_t pooch_arena_resident_bytes(Arena* arena) noexcept {
+  try {
+    return arena->resident_bytes();
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+POOCH int64_t pooch_arenas_mapped() noexcept { return Arena::mapped_count().load(); }

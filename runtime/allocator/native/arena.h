@@ -1,0 +1,277 @@
+// Arena: one mapping from which a step's blocks are served at planned places.
+//
+// The live set decides, never the sequence. Births come in the recorded order; deaths do not, since the collector runs
+// when it likes, on any thread. So a place is handed out only if no byte of it belongs to a block that is alive, and
+// whatever the plan does not expect goes to the ordinary allocator. A wrong plan costs time and bytes, never contents.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace pooch {
+
+// The places in order of birth. Points never fall; an offset of -1 is a block that is to lie outside.
+struct Places {
+  std::vector<int64_t> sizes, offsets, points;
+};
+
+// What became of a block, in the order in which `counts` writes it.
+enum Fate { kServed, kOutside, kUnplanned, kTaken, kUnmet, kFates };
+
+struct Tally {
+  int64_t blocks = 0, bytes = 0;
+};
+using Tallies = std::array<Tally, kFates>;
+
+struct Miss {
+  int64_t fate, size_bytes, point, place; // `place`: the one that was expected next
+};
+
+// The blocks that are alive, by their bytes. No two overlap and each lies at a place, so that there are never more than
+// places: the room is made once, and neither a birth nor a death allocates.
+class LiveSet {
+ public:
+  void make_room(size_t count) { spans_.reserve(count); }
+  bool insert(int64_t begin, int64_t end) noexcept {
+    const auto after = above(begin);
+    if (after != spans_.end() && after->begin < end) return false;
+    if (after != spans_.begin() && std::prev(after)->end > begin) return false;
+    if (spans_.size() == spans_.capacity()) return false;
+    spans_.insert(after, {begin, end});
+    return true;
+  }
+  void erase(int64_t begin) noexcept {
+    const auto found = above(begin);
+    if (found != spans_.begin() && std::prev(found)->begin == begin) spans_.erase(std::prev(found));
+  }
+  size_t size() const noexcept { return spans_.size(); }
+
+ private:
+  struct Span {
+    int64_t begin, end;
+  };
+  std::vector<Span>::iterator above(int64_t begin) noexcept {
+    return std::upper_bound(spans_.begin(), spans_.end(), begin,
+                            [](int64_t value, const Span& span) { return value < span.begin; });
+  }
+  std::vector<Span> spans_; // sorted
+};
+
+// Never freed, only unmapped: a thread that was served may still point to it. It is small without its places.
+class Arena {
+ public:
+  Arena(Places places, int64_t size_bytes, int64_t smallest_bytes)
+      : places_(std::move(places)), size_bytes_(size_bytes), smallest_bytes_(smallest_bytes) {
+    met_.assign(places_.sizes.size(), 0);
+    live_.make_room(places_.sizes.size());
+    misses_.reserve(kMostMisses);
+  }
+
+  // False where there is no address space.
+  bool map() noexcept {
+    mapped_bytes_ = static_cast<size_t>(size_bytes_) + kHugePage;
+    void* mapping = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED) return false;
+    mapping_ = static_cast<char*>(mapping);
+    const auto address = reinterpret_cast<uintptr_t>(mapping);
+    base_ = reinterpret_cast<char*>((address + kHugePage - 1) / kHugePage * kHugePage);
+    madvise(base_, static_cast<size_t>(size_bytes_), MADV_HUGEPAGE);
+    mapped_count().fetch_add(1);
+    return true;
+  }
+
+  // The number of the step that begins, or -1 where the arena was dropped. Only threads that know it are served.
+  int64_t begin(int64_t point) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (is_dropped_) return -1;
+    is_serving_ = true;
+    step_ = {};
+    misses_.clear();
+    range_begin_ = 0;
+    go_to(point);
+    return ++step_number_;
+  }
+
+  int64_t current_step() noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    return is_serving_ ? step_number_ : -1;
+  }
+
+  void at(int64_t point) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!is_serving_ || point == point_) return;
+    count_unmet(first_of(point));
+    go_to(point);
+  }
+
+  void end() noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!is_serving_) return;
+    count_unmet(places_.sizes.size());
+    is_serving_ = false;
+  }
+
+  // The memory goes when the last block that lies here dies.
+  void drop() noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    is_serving_ = false;
+    is_dropped_ = true;
+    unmap_if_unused();
+  }
+
+  // A place for a block, or null for the ordinary allocator.
+  void* take(size_t size, int64_t step_number) noexcept {
+    const auto size_bytes = static_cast<int64_t>(size);
+    if (size_bytes < smallest_bytes_) return nullptr;
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!is_serving_ || step_number != step_number_) return nullptr;
+    const size_t place = next_of(size_bytes);
+    if (place == kNone) return missed(kUnplanned, size_bytes);
+    met_[place] = step_number_;
+    const size_t expected = next_;
+    if (place >= next_) next_ = place + 1;
+    const int64_t offset = places_.offsets[place];
+    if (offset < 0) return tell(kOutside, size_bytes);
+    if (!live_.insert(offset, offset + (size_bytes + kUnit - 1) / kUnit * kUnit)) {
+      return missed(kTaken, size_bytes, expected);
+    }
+    tell(kServed, size_bytes);
+    return base_ + offset;
+  }
+
+  void give_back(void* address) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    live_.erase(static_cast<char*>(address) - base_);
+    unmap_if_unused();
+  }
+
+  // Blocks and bytes of each fate, of this step and then of all.
+  void counts(int64_t* out) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    for (const Tallies* tallies : {&step_, &total_}) {
+      for (const Tally& tally : *tallies) {
+        *out++ = tally.blocks;
+        *out++ = tally.bytes;
+      }
+    }
+  }
+
+  int64_t misses(Miss* out, int64_t most) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    const auto count = std::min<int64_t>(most, static_cast<int64_t>(misses_.size()));
+    std::copy_n(misses_.begin(), count, out);
+    return count;
+  }
+
+  int64_t live_blocks() noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    return static_cast<int64_t>(live_.size());
+  }
+
+  // -1 where the kernel does not tell.
+  int64_t resident_bytes() {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (mapping_ == nullptr || size_bytes_ == 0) return 0;
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    std::vector<unsigned char> pages(static_cast<size_t>((size_bytes_ + page - 1) / page));
+    if (mincore(base_, static_cast<size_t>(size_bytes_), pages.data()) != 0) return -1;
+    return page * std::count_if(pages.begin(), pages.end(), [](unsigned char page_bits) { return page_bits & 1; });
+  }
+
+  // In a forked child: the step goes on in the parent alone.
+  void stop() noexcept { is_serving_ = false; }
+
+  // How many arenas still have their memory.
+  static std::atomic<int64_t>& mapped_count() noexcept {
+    static std::atomic<int64_t> count{0};
+    return count;
+  }
+
+  std::mutex mutex;
+  Arena* following = nullptr; // in the list of all arenas
+
+ private:
+  static constexpr size_t kNone = static_cast<size_t>(-1), kHugePage = size_t{2} << 20;
+  static constexpr int64_t kUnit = 512;
+  static constexpr size_t kLookAhead = 32, kMostMisses = 64;
+
+  size_t first_of(int64_t point) const noexcept {
+    const auto& points = places_.points;
+    return static_cast<size_t>(std::lower_bound(points.begin(), points.end(), point) - points.begin());
+  }
+
+  void go_to(int64_t point) noexcept {
+    point_ = point;
+    range_begin_ = next_ = first_of(point);
+    range_end_ = first_of(point + 1);
+  }
+
+  // The next place of that size from where the sequence is; else one that was passed over: two that changed places.
+  size_t next_of(int64_t size_bytes) const noexcept {
+    const size_t ahead = std::min(range_end_, next_ + kLookAhead);
+    for (size_t at = next_; at < ahead; ++at) {
+      if (is_open(at, size_bytes)) return at;
+    }
+    const size_t behind = next_ - std::min(next_ - range_begin_, kLookAhead);
+    for (size_t at = behind; at < next_; ++at) {
+      if (is_open(at, size_bytes)) return at;
+    }
+    return kNone;
+  }
+
+  bool is_open(size_t place, int64_t size_bytes) const noexcept {
+    return places_.sizes[place] == size_bytes && met_[place] != step_number_;
+  }
+
+  // What was expected from here up to `place` and did not come.
+  void count_unmet(size_t place) noexcept {
+    for (size_t at = range_begin_; at < place; ++at) {
+      if (met_[at] != step_number_) tell(kUnmet, places_.sizes[at]);
+    }
+  }
+
+  void* missed(Fate fate, int64_t size_bytes) noexcept { return missed(fate, size_bytes, next_); }
+  void* missed(Fate fate, int64_t size_bytes, size_t expected) noexcept {
+    if (misses_.size() < kMostMisses) misses_.push_back({fate, size_bytes, point_, static_cast<int64_t>(expected)});
+    return tell(fate, size_bytes);
+  }
+
+  void* tell(Fate fate, int64_t size_bytes) noexcept {
+    for (Tallies* tallies : {&step_, &total_}) {
+      ++(*tallies)[fate].blocks;
+      (*tallies)[fate].bytes += size_bytes;
+    }
+    return nullptr;
+  }
+
+  void unmap_if_unused() noexcept {
+    if (!is_dropped_ || live_.size() != 0 || mapping_ == nullptr) return;
+    munmap(mapping_, mapped_bytes_);
+    mapping_ = base_ = nullptr;
+    places_ = {};
+    met_ = {};
+    live_ = {};
+    mapped_count().fetch_sub(1);
+  }
+
+  Places places_;
+  std::vector<int64_t> met_; // the step in which each place was last asked for
+  LiveSet live_;
+  const int64_t size_bytes_, smallest_bytes_;
+  char *mapping_ = nullptr, *base_ = nullptr;
+  size_t mapped_bytes_ = 0;
+  bool is_serving_ = false, is_dropped_ = false;
+  int64_t step_number_ = 0, point_ = 0;
+  size_t range_begin_ = 0, range_end_ = 0, next_ = 0; // the places of the current point; the next one of them
+  Tallies step_, total_;
+  std::vector<Miss> misses_; // of this step, the first of them
+};
+
+} // namespace pooch

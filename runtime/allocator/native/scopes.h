@@ -1,0 +1,177 @@
+// Scopes: whose blocks are counted and recorded. Threads join a scope; a block belongs to the scope of the thread that
+// gave birth to it, and its death, on whichever thread, is told to that scope.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "blocks.h"
+
+namespace pooch {
+
+enum class EventKind : int64_t { kBirth = 0, kDeath = 1, kMark = 2 };
+
+struct Event {
+  int64_t kind, block, size_bytes;
+  int64_t value; // of a birth: 1 in an arena; of a death: 1 on a thread that is not of the scope; of a mark: its own
+};
+
+// Which deaths are a scope's: of its own blocks, and of what the beginning thread had given birth to before, when
+// nothing was counted yet. What other threads give birth to meanwhile never is.
+struct Since {
+  std::atomic<bool> is_on{false};
+  std::atomic<uint32_t> thread{0};
+  std::atomic<int64_t> first_id{0};
+
+  void begin(uint32_t of_thread, int64_t next_id) noexcept {
+    thread.store(of_thread);
+    first_id.store(next_id);
+    is_on.store(true);
+  }
+  bool has(const Block& block, uint32_t serial) const noexcept {
+    if (!is_on.load(std::memory_order_acquire)) return false;
+    return block.scope == serial || (block.thread == thread.load() && block.id < first_id.load());
+  }
+};
+
+// Never freed: a thread may still have joined it.
+class Scope {
+ public:
+  explicit Scope(uint32_t serial_number) : serial(serial_number) {}
+
+  const uint32_t serial;
+
+  void begin_count(int64_t unit_bytes, uint32_t thread, int64_t next_id) noexcept {
+    counts_.is_on.store(false);
+    unit_bytes_.store(unit_bytes);
+    live_.store(0);
+    most_.store(0);
+    window_most_.store(0);
+    counts_.begin(thread, next_id);
+  }
+  void end_count() noexcept { counts_.is_on.store(false); }
+  int64_t live() const noexcept { return live_.load(); }
+  int64_t most() const noexcept { return most_.load(); }
+  void set_most(int64_t bytes) noexcept { most_.store(bytes); }
+  int64_t mark_most() noexcept { return window_most_.exchange(live_.load()); }
+
+  void begin_record(uint32_t thread, int64_t next_id) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    events_.clear();
+    has_lost_ = false;
+    records_.begin(thread, next_id);
+  }
+  void mark(int64_t value) noexcept { append({static_cast<int64_t>(EventKind::kMark), -1, 0, value}); }
+  // How many events there are; -1 where there was no memory for all of them.
+  int64_t end_record() noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    records_.is_on.store(false);
+    return has_lost_ ? -1 : static_cast<int64_t>(events_.size());
+  }
+  void take_events(Event* out, int64_t count) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    std::copy_n(events_.begin(), std::min<int64_t>(count, static_cast<int64_t>(events_.size())), out);
+    std::vector<Event>().swap(events_);
+  }
+
+  bool is_needed() const noexcept { return counts_.is_on.load() || records_.is_on.load(); }
+  void stop() noexcept {
+    counts_.is_on.store(false);
+    records_.is_on.store(false);
+  }
+
+  void born(const Block& block) noexcept {
+    if (counts_.is_on.load(std::memory_order_acquire)) {
+      const int64_t size_bytes = rounded(block.size_bytes);
+      raise_to(live_.fetch_add(size_bytes) + size_bytes);
+    }
+    if (records_.is_on.load(std::memory_order_acquire)) {
+      append({static_cast<int64_t>(EventKind::kBirth), block.id, static_cast<int64_t>(block.size_bytes),
+              block.arena != nullptr});
+    }
+  }
+  void died(const Block& block, bool is_on_its_thread) noexcept {
+    if (counts_.has(block, serial)) live_.fetch_sub(rounded(block.size_bytes));
+    if (records_.has(block, serial)) {
+      append({static_cast<int64_t>(EventKind::kDeath), block.id, static_cast<int64_t>(block.size_bytes),
+              !is_on_its_thread});
+    }
+  }
+
+  std::mutex mutex; // of the events
+  Scope* following = nullptr; // in the list of all scopes
+
+ private:
+  int64_t rounded(size_t size_bytes) const noexcept {
+    const int64_t unit = unit_bytes_.load(std::memory_order_relaxed);
+    return (static_cast<int64_t>(size_bytes) + unit - 1) / unit * unit;
+  }
+  void raise_to(int64_t bytes) noexcept {
+    for (std::atomic<int64_t>* most : {&most_, &window_most_}) {
+      int64_t before = most->load(std::memory_order_relaxed);
+      while (before < bytes && !most->compare_exchange_weak(before, bytes)) {
+      }
+    }
+  }
+  void append(const Event& event) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!records_.is_on.load()) return;
+    try {
+      events_.push_back(event);
+    } catch (const std::bad_alloc&) {
+      has_lost_ = true;
+    }
+  }
+
+  Since counts_, records_;
+  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, window_most_{0};
+  std::vector<Event> events_;
+  bool has_lost_ = false;
+};
+
+// The scopes that count or record now: each death is told to all of them.
+class ActiveScopes {
+ public:
+  // False where too many are active.
+  bool add(Scope* scope) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto place = std::find(scopes_.begin(), scopes_.end(), scope);
+    if (place != scopes_.end()) return true;
+    place = std::find(scopes_.begin(), scopes_.end(), nullptr);
+    if (place == scopes_.end()) return false;
+    place->store(scope);
+    count_.fetch_add(1);
+    return true;
+  }
+  void remove_if_idle(Scope* scope) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto place = std::find(scopes_.begin(), scopes_.end(), scope);
+    if (place == scopes_.end() || scope->is_needed()) return;
+    place->store(nullptr);
+    count_.fetch_sub(1);
+  }
+  void died(const Block& block, const Scope* here) noexcept {
+    if (count_.load(std::memory_order_acquire) == 0) return;
+    for (std::atomic<Scope*>& place : scopes_) {
+      if (Scope* scope = place.load(std::memory_order_acquire)) scope->died(block, scope == here);
+    }
+  }
+  void clear() noexcept {
+    for (std::atomic<Scope*>& place : scopes_) place.store(nullptr);
+    count_.store(0);
+  }
+
+  std::mutex mutex; // of additions and removals
+
+ private:
+  static constexpr size_t kMost = 16;
+  std::array<std::atomic<Scope*>, kMost> scopes_{};
+  std::atomic<int> count_{0};
+};
+
+} // namespace pooch
