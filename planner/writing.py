@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.arena.blocks import arena_of
+from poochplan.planner.arena.layout import Laid, layout_of
 from poochplan.planner.judge.candidate import Candidate, try_decisions
+from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
 
@@ -42,6 +45,7 @@ def write_plan(
     """The Plan of an outcome; ``wall_s`` is how long it took to find."""
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
+    laid = layout_of(profile, problem, best.schedule)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -55,7 +59,7 @@ def write_plan(
         gradients_live_through_forward=profile.gradients_live_through_forward,
         static_bytes=dict(profile.static_bytes),
         solve=_solve_record(problem, found, wall_s),
-        prediction=_prediction(profile, problem, best, host_bytes),
+        prediction=_prediction(profile, problem, best, host_bytes, laid),
         link=profile.link,
         notes=found.notes,
         record_from_start=best.schedule.record_from_start,
@@ -65,6 +69,7 @@ def write_plan(
         handles=problem.handles,
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
         schedule=best.schedule.actions,
+        layout=laid.layout if laid else None,
     )
 
 
@@ -129,11 +134,12 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
     )
 
 
-def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int) -> Prediction:
+def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     simulation = best.simulation
-    arena = arena_of(profile, problem, best.schedule)
     return Prediction(
         peak_bytes=simulation.peak_bytes,
+        live_peak_bytes=_live_peak(profile, best),
+        memory=profile.memory,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_step_s=problem.in_core_s,
@@ -146,9 +152,18 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         out_bytes=simulation.out_bytes,
         in_bytes=simulation.in_bytes,
         host_bytes=host_bytes,
-        arena_bytes=arena.arena_bytes if arena else None,
-        arena_live_bytes=arena.lower_bound_bytes if arena else None,
+        arena_bytes=laid.layout.arena_bytes if laid else None,
+        arena_live_bytes=laid.live_bytes if laid else None,
+        arena_peak_bytes=laid.peak_bytes if laid else None,
     )
+
+
+def _live_peak(profile: Profile, best: Candidate) -> int:
+    """The peak of the same schedule without what ops take and give back inside."""
+    if not any(op.workspace_bytes for op in profile.ops):
+        return best.simulation.peak_bytes
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in profile.ops)
+    return simulate(build_problem(msgspec.structs.replace(profile, ops=ops)), best.schedule).peak_bytes
 
 
 def _planned_values(

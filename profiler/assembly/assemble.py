@@ -62,6 +62,7 @@ def assemble(
         times=seconds.times,
         layer_times=seconds.layer_times,
         in_core_peak_bytes=0,
+        memory=capture.memory,
         in_core_peak_layer="",
         static_bytes=_static_bytes(values),
         gradients_live_through_forward=accumulate,
@@ -105,7 +106,10 @@ def _with_peak(draft: Profile) -> Profile:
     peak_tick = int(np.argmax(curve))
     peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
     return msgspec.structs.replace(
-        draft, in_core_peak_bytes=int(curve[peak_tick]), in_core_peak_layer=draft.ops[peak_op].layer
+        draft,
+        in_core_peak_bytes=int(curve[peak_tick]),
+        in_core_live_peak_bytes=int(live_bytes(draft, workspace=False).max()),
+        in_core_peak_layer=draft.ops[peak_op].layer,
     )
 
 

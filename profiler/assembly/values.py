@@ -30,6 +30,7 @@ def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]
             random=op.random,
             opaque=opaque(op),
             workspace_bytes=op.workspace_bytes,
+            blocks=op.blocks,
         )
         for op, duration_s, spread_s in zip(capture.ops, durations_s, spreads_s, strict=True)
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase, PointKind
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory, Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import ToggledMode
@@ -32,8 +32,9 @@ from poochplan.tensors.torch_private import in_backward, pytree, storage_identit
 from poochplan.tensors.writes import writes_of
 
 from .captured import CapturedOp, CapturedValue, shapes_of
-from .clock import clock_of, workspace_of
+from .clock import clock_of
 from .regions import Regions
+from .workspace import Workspace, workspace_of
 
 
 class Capture(ToggledMode):
@@ -66,17 +67,25 @@ class Capture(ToggledMode):
         self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
-        self._workspace = workspace_of(torch.device(device_type))
+        self._workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Any, Any]] = []
         """Each op, between its two marks."""
         self.regions = Regions(self)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
 
+    def _new_workspace(self) -> Workspace:
+        return workspace_of(torch.device(self.device_type))
+
+    @property
+    def memory(self) -> Memory:
+        """What peaks of this step count."""
+        return self._workspace.memory
+
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
-        with self.tracker.on(model):
+        with self.tracker.on(model), self._workspace.running():
             self.switch_on()
             try:
                 yield self
@@ -171,7 +180,7 @@ class Capture(ToggledMode):
         begin = self._clock.begin()
         outputs = func(*args, **kwargs)
         self._marks.append((op, begin, self._clock.end()))
-        op.workspace_bytes = self._workspace.taken_bytes()
+        self._workspace.end(op)
         return outputs
 
     def written(self, tensors: list[torch.Tensor]) -> list[int]:
@@ -186,6 +195,7 @@ class Capture(ToggledMode):
         """What is new among the leaves is borne by the op, the ``born``-th."""
         for part in self.ordinary(leaves):
             if storage_key(part) not in self._by_key:
+                self._workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:

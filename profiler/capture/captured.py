@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from poochplan.formats.profile import Phase
+from poochplan.formats.profile import OpBlock, Phase
 from poochplan.tensors.storages import Geometry, storage_key
 
 Shapes = tuple[Any, ...]
@@ -24,6 +24,7 @@ class CapturedOp:
     """One op under way to becoming a ``formats.profile.Op``."""
 
     __slots__ = (
+        "blocks",
         "duration_s",
         "inputs",
         "layer",
@@ -46,6 +47,7 @@ class CapturedOp:
         self.phase = phase
         self.duration_s = 0.0
         self.workspace_bytes = 0
+        self.blocks: tuple[OpBlock, ...] = ()
         self.shapes: Shapes = ()
         """Of what it returns."""
         self.inputs: list[int] = []

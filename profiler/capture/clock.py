@@ -1,4 +1,4 @@
-"""How an op is measured: its seconds, and the workspace it takes. One way for each kind of device.
+"""How seconds are measured, and the bytes of compiled regions. One way for each kind of device.
 
 On the CPU an op has ended when its call returns. On CUDA the call only queues it: events before and after it tell its
 time on the device, read once for the whole step, so that no op is followed by a wait.
@@ -94,40 +94,6 @@ def clock_of(where: torch.device) -> Clock:
     return CudaClock(where) if where.type == "cuda" else CpuClock()
 
 
-class Workspace(Protocol):
-    """Bytes that an op takes and gives back."""
-
-    def begin(self) -> None:
-        """Before the op."""
-
-    def taken_bytes(self) -> int:
-        """Behind it, while its outputs live."""
-
-
-class NoWorkspace:
-    """The CPU's allocator keeps no peaks."""
-
-    def begin(self) -> None:
-        """Nothing to do."""
-
-    def taken_bytes(self) -> int:
-        return 0
-
-
-class CudaWorkspace:
-    """The caching allocator's peak during the op, less what is allocated behind it."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
-
-    def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._where)
-
-    def taken_bytes(self) -> int:
-        taken = torch.cuda.memory_stats(self._where)
-        return int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
-
-
 class Region(Protocol):
     """Bytes that a compiled region takes, what the capture copies meanwhile set aside."""
 
@@ -180,11 +146,6 @@ class CudaRegion:
 def region_of(where: torch.device) -> Region:
     """The meter of compiled regions of that device."""
     return CudaRegion(where) if where.type == "cuda" else CpuRegion()
-
-
-def workspace_of(where: torch.device) -> Workspace:
-    """The meter of workspaces of that device."""
-    return CudaWorkspace(where) if where.type == "cuda" else NoWorkspace()
 
 
 def library_bytes(where: torch.device) -> int:

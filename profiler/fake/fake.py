@@ -24,6 +24,7 @@ import torch
 from poochplan.errors import StepError
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.cloned import ClonedCapture
+from poochplan.profiler.capture.workspace import NoWorkspace, Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
@@ -121,6 +122,9 @@ class FakeCapture(ClonedCapture):
         self._recency = Recency(cache_bytes())
         self._uncounted = ""
         """The first op with a sparse tensor: how many elements that has, only data can tell."""
+
+    def _new_workspace(self) -> Workspace:
+        return NoWorkspace()
 
     def notes(self) -> list[str]:
         """What data would have decided and nothing here has."""

@@ -18,7 +18,7 @@ class ByteCount:
     def __init__(self, scope: ThreadScope, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> None:
         if unit_bytes < 1:
             raise ValueError(f"expected a unit of 1 byte or more, found {unit_bytes}")
-        self._library, self._handle = scope.library, scope.handle
+        self.library, self._handle = scope.library, scope.handle
         self._unit_bytes = unit_bytes
 
     def begin(self) -> None:
@@ -29,30 +29,30 @@ class ByteCount:
         AllocatorError
             Sixteen scopes count or record already.
         """
-        if not self._library.count_begin(self._handle, self._unit_bytes):
+        if not self.library.count_begin(self._handle, self._unit_bytes):
             raise too_many()
 
     def end(self) -> None:
         """Stops; what was counted can still be read."""
-        self._library.count_end(self._handle)
+        self.library.count_end(self._handle)
 
     @property
     def live_bytes(self) -> int:
         """Live now, above what was at the begin."""
-        return self._library.count_live(self._handle)
+        return self.library.count_live(self._handle)
 
     @property
     def peak_bytes(self) -> int:
         """Most that was live at any time since the begin, or since :meth:`reset_peak`; at least 0 after a begin."""
-        return self._library.count_most(self._handle)
+        return self.library.count_most(self._handle)
 
     def reset_peak(self) -> None:
         """The peak begins anew at what is live."""
-        self._library.count_set_most(self._handle, self.live_bytes)
+        self.library.count_set_most(self._handle, self.live_bytes)
 
     def mark_peak(self) -> int:
         """Most that was live since the last mark (or the begin), in bytes; the next begins at what is live now.
 
         Apart from :attr:`peak_bytes`, and cheap enough to be called after each op.
         """
-        return self._library.count_mark(self._handle)
+        return self.library.count_mark(self._handle)

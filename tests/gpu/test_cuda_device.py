@@ -202,14 +202,17 @@ def test_without_cupy_a_plan_trains_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_ops_workspace_is_in_the_profile() -> None:
-    from poochplan.profiler.capture.clock import CudaWorkspace
+    from poochplan.formats.profile import Phase
+    from poochplan.profiler.capture.captured import CapturedOp
+    from poochplan.profiler.capture.workspace import CudaWorkspace
 
-    meter = CudaWorkspace(WHERE)
+    meter, op = CudaWorkspace(WHERE), CapturedOp("op", "", Phase.FORWARD)
     meter.begin()
     held = torch.empty(4 * MIB, dtype=torch.uint8, device=WHERE)
     del held
     kept = torch.empty(MIB, dtype=torch.uint8, device=WHERE)
-    assert 2 * MIB <= meter.taken_bytes() <= 4 * MIB
+    meter.end(op)
+    assert 2 * MIB <= op.workspace_bytes <= 4 * MIB
     del kept
 
 

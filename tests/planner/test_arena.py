@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
-from poochplan.planner.arena import blocks as arena
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Profile
+from poochplan.planner.arena import layout as arena
 from poochplan.planner.arena.blocks import blocks_of
+from poochplan.planner.arena.layout import layout_of
 from poochplan.planner.arena.packing import Block, live_peak
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan
@@ -33,8 +37,38 @@ QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:
     live = np.zeros(end, dtype=np.int64)
     for block in blocks:
-        live[block.start : block.end] += block.size_bytes
+        live[block.start : block.end] += rounded(block.size_bytes)
     return live
+
+
+def rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+
+
+def with_blocks(profile: Profile, seed: int) -> Profile:
+    """The profile of a step whose ops take what they give back in blocks, before, between and behind their outputs."""
+    rng = random.Random(seed)
+    ops = tuple(_with_blocks(profile, op, rng) for op in profile.ops)
+    return msgspec.structs.replace(profile, ops=ops)
+
+
+def _with_blocks(profile: Profile, op: Op, rng: random.Random) -> Op:
+    taken = [*range(len(op.outputs)), *(-1 for _ in range(rng.randint(0, 4)))]
+    rng.shuffle(taken)
+    blocks = []
+    for at, output in enumerate(taken):
+        until = -1 if output >= 0 else rng.randint(at + 1, len(taken))
+        blocks.append(
+            OpBlock(
+                profile.values[op.outputs[output]].size_bytes if output >= 0 else rng.randint(1, 9000), output, until
+            )
+        )
+    most = behind = 0
+    for at in range(len(blocks)):
+        alive = [one for one in blocks[: at + 1] if one.until < 0 or one.until > at]
+        most = max(most, sum(rounded(one.size_bytes) for one in alive))
+    behind = sum(rounded(one.size_bytes) for one in blocks if one.until < 0)
+    return msgspec.structs.replace(op, blocks=tuple(blocks), workspace_bytes=most - behind)
 
 
 @settings(QUICK, max_examples=tries(20, 200))
@@ -42,17 +76,49 @@ def live_at_each_time(blocks: tuple[Block, ...], end: int) -> np.ndarray:
 def test_the_blocks_of_any_schedule_are_live_as_the_checker_and_the_simulator_say(
     profile: Profile, seed: int, share: float
 ) -> None:
+    profile = with_blocks(profile, seed) if seed % 2 else profile
     problem = build_problem(profile)
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), Style())
     blocks = blocks_of(profile, problem, schedule)
     live = live_at_each_time(blocks.before + blocks.of_step, blocks.end)
     assert live.max() == live_peak(blocks.before + blocks.of_step)
     assert live.max() == check(profile, plan_with(profile, schedule)).peak_bytes
-    # Tick by tick: what is most live while the tick lasts. A tick without a replay lasts one time.
-    memory = simulate(problem, schedule).memory_bytes
-    assert len(live) >= len(memory)
-    if len(live) == len(memory):
-        assert (live == memory).all()
+    # Point by point: what is most live until the next one.
+    memory, ticks = simulate(problem, schedule).memory_bytes, profile.point_ticks
+    for times, of_memory in zip(pairwise([0, *blocks.point_times, blocks.end]), pairwise([0, *ticks, len(memory)])):
+        assert live[slice(*times)].max(initial=0) == memory[slice(*of_memory)].max(initial=0)
+
+
+@settings(QUICK, max_examples=tries(20, 200))
+@given(profile=profiles(30), seed=st.integers(0, 2**32), share=st.floats(0.4, 1.0))
+def test_in_a_layout_nothing_overlaps_that_is_taken_before_the_other_is_given_back(
+    profile: Profile, seed: int, share: float
+) -> None:
+    profile = with_blocks(profile, seed)
+    problem = build_problem(profile)
+    schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), Style())
+    laid = layout_of(profile, problem, schedule)
+    assert laid is not None
+    blocks = blocks_of(profile, problem, schedule)
+    inside = [
+        block
+        for block in blocks.of_step
+        if block.size_bytes >= laid.layout.least_bytes
+        and block.start >= blocks.point_times[0]
+        and block.end < blocks.end
+    ]
+    assert [block.size_bytes for block in inside] == [place.size_bytes for place in laid.layout.places]
+    placed = list(zip(inside, laid.layout.places, strict=True))
+    for at, (block, place) in enumerate(placed):
+        assert place.offset + place.size_bytes <= laid.layout.arena_bytes
+        assert sum(time <= block.start for time in blocks.point_times) == place.point
+        for other, beside in placed[:at]:
+            apart = (
+                place.offset >= beside.offset + beside.size_bytes or beside.offset >= place.offset + place.size_bytes
+            )
+            assert apart or block.start >= other.end or other.start >= block.end
+    live = live_at_each_time(blocks.before + blocks.of_step, blocks.end)
+    assert laid.peak_bytes >= live.max()
 
 
 @pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
@@ -66,10 +132,10 @@ def test_every_value_that_comes_back_has_a_second_block(make) -> None:
     sizes = {"swap": Counter(), "recompute": Counter()}  # type: dict[str, Counter[int]]
     for value, planned in enumerate(found.values):
         if planned.decision.value in sizes and problem.first_use_point[value] >= 0:
-            sizes[planned.decision.value][profile.rounded_bytes(planned.size_bytes)] += 1
+            sizes[planned.decision.value][planned.size_bytes] += 1
     assert fetched + replayed == sizes["swap"] + sizes["recompute"]
     assert fetched == sizes["swap"]
-    before = sum(profile.rounded_bytes(value.size_bytes) for value in profile.values if value.born < 0)
+    before = sum(value.size_bytes for value in profile.values if value.born < 0)
     assert sum(block.size_bytes for block in blocks.before) == before
 
 

@@ -52,6 +52,14 @@ class Shard {
     return true;
   }
 
+  // The number of the block that begins there, or -1.
+  int64_t id_at(const void* address, size_t hash) const noexcept {
+    if (count_ == 0) return -1;
+    size_t at = hash & (capacity_ - 1);
+    while (entries_[at].address != nullptr && entries_[at].address != address) at = (at + 1) & (capacity_ - 1);
+    return entries_[at].address == nullptr ? -1 : entries_[at].id;
+  }
+
   size_t count() const noexcept { return count_; }
 
   static size_t hash_of(const void* address) noexcept {
@@ -111,6 +119,13 @@ class LiveBlocks {
     Shard& shard = shard_of(hash);
     std::lock_guard<std::mutex> guard(shard.mutex);
     return shard.remove(address, hash >> Shard::kShardBits, found);
+  }
+
+  int64_t id_at(const void* address) noexcept {
+    const size_t hash = Shard::hash_of(address);
+    Shard& shard = shard_of(hash);
+    std::lock_guard<std::mutex> guard(shard.mutex);
+    return shard.id_at(address, hash >> Shard::kShardBits);
   }
 
   int64_t count() noexcept {

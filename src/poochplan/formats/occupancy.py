@@ -30,15 +30,16 @@ def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:
     return live
 
 
-def live_bytes(profile: ProfileData, values: Sequence[int] | None = None) -> Ints:
+def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, workspace: bool = True) -> Ints:
     """Bytes live at each tick of the in-core step, rounded up as the allocator does; int64, (tick_count,).
 
-    At an op's tick its outputs and its workspace are part of them. With ``values``, only these count beside workspace.
+    At an op's tick its outputs are part of them, and its ``workspace`` if that is wanted. With ``values``, only these
+    count beside workspace.
     """
     counted = range(len(profile.values)) if values is None else values
     freed = ints(profile.values[value].freed for value in counted)
     size_bytes = ints(profile.rounded_bytes(profile.values[value].size_bytes) for value in counted)
-    workspace_bytes = ints(profile.rounded_bytes(op.workspace_bytes) for op in profile.ops)
+    workspace_bytes = ints(profile.rounded_bytes(op.workspace_bytes) * workspace for op in profile.ops)
     op_ticks = ints(profile.op_ticks)
     return occupancy(
         profile.tick_count,

@@ -6,7 +6,7 @@ import hashlib
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,10 +14,11 @@ from poochplan.units import format_bytes, format_seconds
 
 from .display.shown_table import html_table
 from .files import read_struct, write_struct
-from .profile_parts import Host, Link, ModelSignature
+from .profile_parts import Host, Link, Memory, ModelSignature
 
-SCHEMA_VERSION = 3
-"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds."""
+SCHEMA_VERSION = 4
+"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 has the
+layout of an arena."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 HOST_ALIGNMENT_BYTES = 4096
@@ -71,11 +72,40 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Recording of ops for replay is switched from the next op on."""
 
 
+OUTSIDE = -1
+"""The offset of a block that does not lie in the arena."""
+
+
+class Place(NamedTuple):
+    """Where one block of a planned step lies in the arena."""
+
+    point: int
+    """Points of the runtime's clock that have been passed when it is taken."""
+    size_bytes: int
+    """As asked for."""
+    offset: int
+    """In the arena, or ``OUTSIDE``."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """One arena for what a planned step takes and gives back."""
+
+    arena_bytes: int
+    least_bytes: int
+    """Smaller blocks lie outside; so do those from before the first point."""
+    places: tuple[Place, ...]
+    """Of all blocks of that size or more behind the first point, in the order in which they are taken."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulator says this plan will do."""
 
     peak_bytes: int
-    """Most live bytes at any moment, from the second step on."""
+    """Most bytes at any moment, from the second step on: live ones, or allocated ones where ``memory`` says so."""
+    live_peak_bytes: int | None = None
+    """The most that storages alone take; None in files that do not say."""
+    memory: Memory = Memory.LIVE
+    """What the peaks count."""
     first_step_peak_bytes: int
     """The same in the first step, before the optimizer has state."""
     in_core_peak_bytes: int
@@ -101,6 +131,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     where it was not worked out."""
     arena_live_bytes: int | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
+    arena_peak_bytes: int | None = None
+    """The arena, and the most that lies outside at any moment; what was there before the step included."""
 
 
 class SolveStatus(StrEnum):
@@ -200,6 +232,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
+    layout: Layout | None = None
+    """Where its blocks lie in an arena; None where that was not worked out."""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from .facts.step_facts import StepFacts
 
-SCHEMA_VERSION = 3
-"""2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``)."""
+SCHEMA_VERSION = 4
+"""2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
+blocks each op takes (``OpBlock``).
+"""
 ALLOCATION_UNIT_BYTES = 512
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
@@ -52,6 +54,23 @@ class PointKind(StrEnum):
     USE = "use"  # first unpack of a handle
 
 
+class Memory(StrEnum):
+    """What peaks count."""
+
+    LIVE = "live"  # storages alone
+    ALLOCATED = "allocated"  # all that the device's allocator hands out, what ops take and give back inside among it
+
+
+class OpBlock(NamedTuple):
+    """One block that the device's allocator hands out to an op."""
+
+    size_bytes: int
+    output: int
+    """Which of the op's outputs lies in it; -1 for none of them."""
+    until: int
+    """How many blocks the op has taken by the time this one is given back; -1 where the op leaves it behind."""
+
+
 class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One dispatched operator that creates or writes a value, or takes time. Pure views are not listed."""
 
@@ -76,7 +95,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     opaque: bool = False
     """Cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
     workspace_bytes: int = 0
-    """Bytes taken and given back inside the op; on the CPU of compiled regions only, else 0."""
+    """Bytes taken and given back inside the op. On the CPU they need the compiled allocator; without it only those of
+    compiled regions are known, and all others 0."""
+    blocks: tuple[OpBlock, ...] = ()
+    """What it takes of the allocator, in the order of the taking; empty where that is its outputs in their order and
+    nothing else, or is not known."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -281,7 +304,12 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     layer_times: tuple[LayerTimes, ...] = ()
     """Of each layer; empty where the ops were not timed in several steps."""
     in_core_peak_bytes: int
-    """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit."""
+    """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit, workspace
+    included."""
+    in_core_live_peak_bytes: int | None = None
+    """The same without workspace; None in profiles of schema 3 and before."""
+    memory: Memory = Memory.LIVE
+    """Whether workspace is known, and so what peaks and budgets count."""
     in_core_peak_layer: str
     static_bytes: dict[str, int]
     """Bytes that live through the step, by kind."""

@@ -1,0 +1,54 @@
+"""The layout of a planned step: which of its blocks lies where in one arena, and what lies outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poochplan.formats.plan import OUTSIDE, Layout, Place
+from poochplan.formats.profile import Profile
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import Schedule
+
+from .blocks import blocks_of
+from .packing import live_peak, pack
+
+MOST_BLOCKS = 20_000
+"""With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
+LEAST_BYTES = 4096
+"""Smaller blocks lie outside: they are many, and together they are little."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A layout, and the bytes that are taken with it."""
+
+    layout: Layout
+    live_bytes: int
+    """Most bytes of the arena's blocks that are live at any moment: no arena is smaller."""
+    peak_bytes: int
+    """The arena, and the most that lies outside at any moment, what was there before the step included."""
+
+
+def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | None:
+    """Where the blocks of a step under ``schedule`` lie; None when there are more than ``MOST_BLOCKS``.
+
+    Outside lie those of less than ``LEAST_BYTES``, those from before the first point of the clock, where a step is not
+    yet told from another, and those that outlive the step. Gradients that are gone by the next forward do not.
+    """
+    blocks = blocks_of(profile, problem, schedule)
+    if len(blocks.of_step) > MOST_BLOCKS:
+        return None
+    gone = set() if profile.gradients_live_through_forward else set(blocks.gradients)
+    large = [block for block in blocks.of_step if block.size_bytes >= LEAST_BYTES and blocks.points_before(block) > 0]
+    inside = [block for block in large if block.end < blocks.end or block in gone]
+    packing = pack(inside)
+    is_inside = set(inside)
+    offsets = iter(packing.offsets)
+    places = tuple(
+        Place(blocks.points_before(block), block.size_bytes, next(offsets) if block in is_inside else OUTSIDE)
+        for block in large
+    )
+    outside = [block for block in blocks.of_step if block not in is_inside]
+    layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_BYTES, places=places)
+    outside_bytes = live_peak([*blocks.before, *outside])
+    return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)

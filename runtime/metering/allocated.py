@@ -1,0 +1,108 @@
+"""Bytes that the CPU's allocator hands out: what a step takes, all that its ops take and give back inside among it.
+
+It needs the compiled allocator, which counts by thread. A thread that has joined stays: what it makes between steps
+and lets go of in one has to be counted in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from poochplan.errors import AllocatorError
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.allocator.counting import ByteCount
+from poochplan.runtime.allocator.scope import ThreadScope
+
+
+@functools.cache
+def step_scope() -> ThreadScope | None:
+    """That of all threads that run steps; None where there is no compiled allocator."""
+    try:
+        return ThreadScope()
+    except AllocatorError:
+        return None
+
+
+@functools.cache
+def _counted() -> ByteCount | None:
+    scope = step_scope()
+    if scope is None:
+        return None
+    count = ByteCount(scope)
+    count.begin()
+    return count
+
+
+def joined_count() -> ByteCount | None:
+    """The count of this process, which never ends; the calling thread's allocations are in it from here on."""
+    scope, count = step_scope(), _counted()
+    if scope is not None:
+        scope.join()
+    return count
+
+
+class AllocatedPeak:
+    """Most bytes allocated in a step: what was there as it began, as a census has it, and what the allocator counts.
+
+    Steps without a census go on from the last one. What was there before the allocator dies unseen by it: such storages
+    of a census are watched.
+    """
+
+    def __init__(self) -> None:
+        self._count = joined_count()
+        self._beside_bytes: int | None = None
+        """What is to be added to the count: all that lived at the last census."""
+        self._most_bytes = 0
+        self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether :attr:`peak_bytes` can be told."""
+        return self._count is not None and self._beside_bytes is not None
+
+    def step_begins(self) -> None:
+        """On the thread of the step."""
+        if self._count is not None:
+            joined_count()
+            self._count.reset_peak()
+            self._most_bytes = 0
+
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """These, and no others, are there now."""
+        if self._count is None:
+            return
+        self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
+        self._unknown.clear()
+        library = self._count.library
+        for key, storage in storages.items():
+            if library.block_at(storage.data_ptr()) < 0:
+                self._watch(key, storage)
+
+    def met(self, size_bytes: int) -> None:
+        """A storage of that size was there too, and no census has seen it."""
+        if self._beside_bytes is not None:
+            self._beside_bytes += size_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Since the step began."""
+        assert self._count is not None
+        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+
+    def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
+        size_bytes = _rounded_bytes(storage)
+        self._unknown[key] = weakref.ref(storage, lambda _: self._died(key, size_bytes))
+
+    def _died(self, key: int, size_bytes: int) -> None:
+        if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
+            self._most_bytes = self.peak_bytes
+            self._beside_bytes -= size_bytes
+            self._count.reset_peak()
+
+
+def _rounded_bytes(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
