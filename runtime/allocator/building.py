@@ -24,7 +24,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.formats.files import cache_folder
 
-from .owned_folder import check_file, check_folder, make_folder
+from .owned_folder import check_file, check_folder, check_makeable, make_folder
 
 SOURCES = Path(__file__).parent / "native"
 LIBRARY_NAME = "allocator.so"
@@ -63,7 +63,7 @@ def why_unavailable() -> str:
             return ""
         _compiler()
         _torch_folder()
-        make_folder(library_file().parent)
+        check_makeable(library_file().parent)
     except (AllocatorError, RuntimeError) as error:
         return str(error)
     return ""

@@ -101,14 +101,7 @@ class Library:
             setattr(self, name, function)
 
 
-def _make_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-_make_lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_lock)  # another thread may have held it
+_lock = threading.Lock()
 _library: Library | None = None
 _failure: str | None = None
 
@@ -135,6 +128,15 @@ def library() -> Library:
                 _failure = str(error)
                 raise
         return _library
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
 
 
 def loaded_library() -> Library | None:

@@ -27,9 +27,24 @@ def make_folder(folder: Path) -> None:
         raise AllocatorError(
             f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder you own"
         ) from None
-    check_folder(folder)
-    if not os.access(folder, os.W_OK):
-        raise AllocatorError(f"{folder}: expected a folder that can be written, found one that cannot; chmod u+w it")
+    check_makeable(folder)
+
+
+def check_makeable(folder: Path) -> None:
+    """That ``folder`` is this user's alone, or can be made. Makes nothing.
+
+    Raises
+    ------
+    AllocatorError
+        What :func:`check_folder` raises, or it cannot be written or made.
+    """
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if there == folder:
+        check_folder(folder)
+    if not os.access(there, os.W_OK):
+        raise AllocatorError(
+            f"{there}: expected a folder that can be written, found one that cannot; set XDG_CACHE_HOME to another"
+        )
 
 
 def check_folder(folder: Path) -> None:

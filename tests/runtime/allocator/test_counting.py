@@ -1,0 +1,174 @@
+"""Live bytes of a scope, against tensors of known sizes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from poochplan.runtime.allocator.counting import ByteCount
+from poochplan.runtime.allocator.scope import ThreadScope
+
+
+def empty(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def on_another_thread(run: object) -> None:
+    thread = threading.Thread(target=run)  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def count(scope: ThreadScope) -> ByteCount:
+    return ByteCount(scope)
+
+
+def test_each_block_counts_rounded_up_to_the_unit(scope: ThreadScope) -> None:
+    for unit_bytes, expected in ((512, 512 + 1024 + 5120), (1, 1 + 513 + 5000), (4096, 4096 + 4096 + 8192)):
+        count = ByteCount(scope, unit_bytes)
+        with scope.joined():
+            count.begin()
+            held = [empty(1), empty(513), empty(5000), empty(0)]
+            assert count.live_bytes == count.peak_bytes == expected
+            del held
+            assert (count.live_bytes, count.peak_bytes) == (0, expected)
+        count.end()
+
+
+def test_what_an_op_takes_inside_is_in_the_peak_and_not_in_what_lives(count: ByteCount, scope: ThreadScope) -> None:
+    x = torch.randn(8192)
+    with scope.joined():
+        count.begin()
+        y = x.exp().neg()  # the first result dies when the second is there
+        assert (count.live_bytes, count.peak_bytes) == (32768, 65536)
+        assert torch.equal(y, x.exp().neg())
+    count.end()
+
+
+def test_a_mark_gives_the_most_since_the_last_one(count: ByteCount, scope: ThreadScope) -> None:
+    with scope.joined():
+        count.begin()
+        first = empty(4096)
+        assert count.mark_peak() == 4096
+        del first
+        assert count.mark_peak() == 4096  # live as the last mark was made
+        assert count.mark_peak() == 0
+        second, third = empty(1024), empty(2048)
+        del third
+        assert count.mark_peak() == 3072
+        assert count.mark_peak() == second.nbytes
+        assert count.peak_bytes == 4096
+        count.reset_peak()
+        assert count.peak_bytes == 1024
+    count.end()
+
+
+def test_other_threads_births_and_deaths_never_count(count: ByteCount, scope: ThreadScope) -> None:
+    held: list[torch.Tensor] = []
+    with scope.joined():
+        count.begin()
+        on_another_thread(lambda: held.append(empty(1 << 20)))
+        assert (count.live_bytes, count.peak_bytes) == (0, 0)
+        held.clear()
+        assert count.live_bytes == 0
+    count.end()
+
+
+def test_a_block_of_the_scope_may_die_on_any_thread(count: ByteCount, scope: ThreadScope) -> None:
+    with scope.joined():
+        count.begin()
+        held = [empty(1 << 20)]
+        on_another_thread(held.clear)
+        assert (count.live_bytes, count.peak_bytes) == (0, 1 << 20)
+    count.end()
+
+
+def test_deaths_of_what_this_thread_made_before_the_begin_count_down(count: ByteCount, scope: ThreadScope) -> None:
+    before, others = [empty(4096)], []
+    on_another_thread(lambda: others.append(empty(8192)))
+    with scope.joined():
+        count.begin()
+        others.clear()
+        assert count.live_bytes == 0
+        on_another_thread(before.clear)
+        assert (count.live_bytes, count.peak_bytes) == (-4096, 0)
+    count.end()
+
+
+def test_a_thread_that_has_joined_counts_and_what_is_set_aside_does_not(count: ByteCount, scope: ThreadScope) -> None:
+    held: list[torch.Tensor] = []
+
+    def joined() -> None:
+        with scope.joined():
+            held.append(empty(4096))
+            with scope.set_aside():
+                held.append(empty(1 << 20))
+
+    with scope.joined():
+        count.begin()
+        on_another_thread(joined)
+        assert count.live_bytes == 4096
+        with scope.set_aside():
+            aside = empty(1 << 20)
+        assert count.live_bytes == 4096
+        del aside
+        held.clear()
+        assert (count.live_bytes, count.peak_bytes) == (0, 4096)
+    count.end()
+
+
+def test_two_scopes_count_beside_each_other(native: object) -> None:
+    one, other = ThreadScope(), ThreadScope()
+    counts = ByteCount(one), ByteCount(other)
+    held: dict[str, torch.Tensor] = {}
+
+    def run() -> None:
+        with other.joined():
+            counts[1].begin()
+            held["other"] = empty(2048)
+
+    with one.joined():
+        counts[0].begin()
+        held["one"] = empty(1024)
+        on_another_thread(run)
+        assert [count.live_bytes for count in counts] == [1024, 2048]
+        held.clear()
+        assert [count.live_bytes for count in counts] == [0, 0]
+    for count in counts:
+        count.end()
+
+
+def test_a_count_is_exact_while_many_threads_allocate(count: ByteCount, scope: ThreadScope) -> None:
+    def churn(joins: bool) -> None:
+        if joins:
+            scope.join()
+        for number in range(2000):
+            empty(512 * (1 + number % 7))
+
+    count.begin()
+    threads = [threading.Thread(target=churn, args=(joins,)) for joins in (True, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count.end()
+    assert count.live_bytes == 0
+    assert 7 * 512 <= count.peak_bytes <= 2 * 7 * 512
+
+
+def test_after_the_end_nothing_changes(count: ByteCount, scope: ThreadScope) -> None:
+    with scope.joined():
+        count.begin()
+        held = empty(4096)
+        count.end()
+        del held
+        empty(1 << 20)
+    assert (count.live_bytes, count.peak_bytes) == (4096, 4096)
+
+
+def test_a_unit_below_one_byte_is_refused(scope: ThreadScope) -> None:
+    with pytest.raises(ValueError, match="expected a unit of 1 byte or more, found 0"):
+        ByteCount(scope, 0)
