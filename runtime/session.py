@@ -65,7 +65,7 @@ class Session:
         """Device and link are the same for all of them."""
         self._models = models
         self._cap_bytes = cap_bytes
-        self._meter = StepMeter(self._first.device, meter)
+        self._meter = StepMeter(self._first.device, meter, self._first.prediction.memory)
         self._is_metered = meter != "never"
         self._keeper = keeper
         self._tally = Tally(models)

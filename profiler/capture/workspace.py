@@ -17,7 +17,6 @@ from poochplan.runtime.metering.allocated import joined_count, step_scope
 
 from .captured import CapturedOp
 
-
 LEAST_BYTES = 4096
 """What an op takes that is smaller, and none of its outputs, is in no list of blocks: a scalar that became a tensor."""
 

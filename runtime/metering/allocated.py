@@ -56,6 +56,7 @@ class AllocatedPeak:
         self._count = joined_count()
         self._beside_bytes: int | None = None
         """What is to be added to the count: all that lived at the last census."""
+        self._met_bytes = 0
         self._most_bytes = 0
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -76,22 +77,23 @@ class AllocatedPeak:
         if self._count is None:
             return
         self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
+        self._met_bytes = 0
         self._unknown.clear()
         library = self._count.library
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
 
-    def met(self, size_bytes: int) -> None:
-        """A storage of that size was there too, and no census has seen it."""
-        if self._beside_bytes is not None:
-            self._beside_bytes += size_bytes
+    def also_there(self, size_bytes: int) -> None:
+        """So much was there too, in storages that the census had not found and ops of the step have met."""
+        self._met_bytes = size_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Since the step began."""
         assert self._count is not None
-        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+        beside_bytes = (self._beside_bytes or 0) + self._met_bytes
+        return max(self._most_bytes, beside_bytes + self._count.peak_bytes)
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
         size_bytes = _rounded_bytes(storage)

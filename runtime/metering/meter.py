@@ -37,6 +37,8 @@ class LiveBytesMeter(ToggledMode):
         self.live_bytes = 0
         self.began_bytes = 0
         """What was live at the begin."""
+        self.met_bytes = 0
+        """What was live at the begin too, and was met only later."""
         self.peak_bytes = 0
         self._region = CpuRegion()
         self._in_region = False
@@ -48,11 +50,20 @@ class LiveBytesMeter(ToggledMode):
         for key, storage in storages.items():
             self._count_storage(key, storage)
         self.peak_bytes = self.began_bytes = self.live_bytes
+        self.met_bytes = 0
         self.at_peak = None
+
+    @property
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """All that are known to be live now."""
+        found = {key: reference() for key, reference in self._alive.items()}
+        return {key: storage for key, storage in found.items() if storage is not None}
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that was there before."""
-        self.peak_bytes += self._count(tensor)
+        met_bytes = self._count(tensor)
+        self.met_bytes += met_bytes
+        self.peak_bytes += met_bytes
 
     def around_region(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable while the meter is on."""

@@ -1,4 +1,4 @@
-"""StepMeter: what each step took at most, and where in it; by the allocator where there is one, by ops now and then."""
+"""StepMeter: what each step took at most, and where in it; by the allocator where that tells, by ops now and then."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from poochplan.formats.plan import Instructions
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.metering.meter import LiveBytesMeter
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.tensors.torch_private import in_backward, storage_identity
@@ -55,12 +56,16 @@ class StepMeter:
     ----------
     kind: of the device.
     when: ``"first-steps"`` meters ops while :meth:`settled` was not called, and then in one step of :data:`EVERY`.
+    memory: what is told where both are known. On the CPU the compiled allocator tells what is allocated, from the first
+        step on whose ops are metered.
 
     ``mode`` has to be among the engine's observers.
     """
 
-    def __init__(self, kind: str, when: When) -> None:
+    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
         self.mode = LiveBytesMeter(kind, ALLOCATION_UNIT_BYTES, self._where)
+        by_allocator = kind == "cpu" and when != "never" and memory is Memory.ALLOCATED
+        self._of_cpu = AllocatedPeak() if by_allocator else None
         self._kind = kind
         self._when = when
         self._is_settled = False
@@ -78,10 +83,15 @@ class StepMeter:
         if self._when == "never":
             return
         device.start_step_peak()
+        if self._of_cpu is not None:
+            self._of_cpu.step_begins()
         is_due = self._when == "always" or not self._is_settled or self._steps % EVERY == 0
         engine.mechanism.timed = is_due
         if is_due:
-            self.mode.begin(self._live(engine))
+            storages = self._live(engine)
+            self.mode.begin(storages)
+            if self._of_cpu is not None:
+                self._of_cpu.looked_around(self.mode.storages)
             self.mode.switch_on()
 
     def step_is_over(self) -> None:
@@ -117,6 +127,10 @@ class StepMeter:
             self._allocated = self._device.step_peak_bytes()
             if self.mode.is_on:
                 self._counted = self.mode.peak_bytes
+                if self._of_cpu is not None:
+                    self._of_cpu.also_there(self.mode.met_bytes)
+            if self._of_cpu is not None and self._of_cpu.is_known:
+                self._allocated = self._of_cpu.peak_bytes
 
     def _where(self) -> Moment:
         assert self._engine is not None

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Profile
 from poochplan.planner.arena import layout as arena
 from poochplan.planner.arena.blocks import blocks_of
@@ -85,7 +85,8 @@ def test_the_blocks_of_any_schedule_are_live_as_the_checker_and_the_simulator_sa
     assert live.max() == check(profile, plan_with(profile, schedule)).peak_bytes
     # Point by point: what is most live until the next one.
     memory, ticks = simulate(problem, schedule).memory_bytes, profile.point_ticks
-    for times, of_memory in zip(pairwise([0, *blocks.point_times, blocks.end]), pairwise([0, *ticks, len(memory)])):
+    windows = pairwise([0, *blocks.point_times, blocks.end]), pairwise([0, *ticks, len(memory)])
+    for times, of_memory in zip(*windows, strict=True):
         assert live[slice(*times)].max(initial=0) == memory[slice(*of_memory)].max(initial=0)
 
 
@@ -100,22 +101,17 @@ def test_in_a_layout_nothing_overlaps_that_is_taken_before_the_other_is_given_ba
     laid = layout_of(profile, problem, schedule)
     assert laid is not None
     blocks = blocks_of(profile, problem, schedule)
-    inside = [
-        block
-        for block in blocks.of_step
-        if block.size_bytes >= laid.layout.least_bytes
-        and block.start >= blocks.point_times[0]
-        and block.end < blocks.end
-    ]
-    assert [block.size_bytes for block in inside] == [place.size_bytes for place in laid.layout.places]
-    placed = list(zip(inside, laid.layout.places, strict=True))
+    least_bytes, begin = laid.layout.least_bytes, blocks.point_times[0]
+    large = [block for block in blocks.of_step if block.size_bytes >= least_bytes and block.start >= begin]
+    assert [block.size_bytes for block in large] == [place.size_bytes for place in laid.layout.places]
+    placed = [both for both in zip(large, laid.layout.places, strict=True) if both[1].offset != OUTSIDE]
+    assert all(block in blocks.gradients or block.end < blocks.end for block, _ in placed)
     for at, (block, place) in enumerate(placed):
-        assert place.offset + place.size_bytes <= laid.layout.arena_bytes
+        end = place.offset + place.size_bytes
+        assert end <= laid.layout.arena_bytes
         assert sum(time <= block.start for time in blocks.point_times) == place.point
         for other, beside in placed[:at]:
-            apart = (
-                place.offset >= beside.offset + beside.size_bytes or beside.offset >= place.offset + place.size_bytes
-            )
+            apart = place.offset >= beside.offset + beside.size_bytes or beside.offset >= end
             assert apart or block.start >= other.end or other.start >= block.end
     live = live_at_each_time(blocks.before + blocks.of_step, blocks.end)
     assert laid.peak_bytes >= live.max()

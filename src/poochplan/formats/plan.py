@@ -17,8 +17,8 @@ from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
 
 SCHEMA_VERSION = 4
-"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 has the
-layout of an arena."""
+"""2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
+what the peaks count, and has the layout of an arena."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 HOST_ALIGNMENT_BYTES = 4096
