@@ -30,7 +30,7 @@ SOURCES = Path(__file__).parent / "native"
 LIBRARY_NAME = "allocator.so"
 COMPILERS = "c++", "g++", "clang++"
 FLAGS = "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"
-INSTALL_ADVICE = "install g++ or clang++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX"
+INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX"
 TIMEOUT_S = 300
 _MOST_LETTERS = 200
 """Of what a compiler says, in one line."""
@@ -125,9 +125,7 @@ def _abi() -> tuple[str, ...]:
 
 def _compiler() -> list[str]:
     if not sys.platform.startswith("linux"):
-        raise AllocatorError(
-            f"the compiled allocator is for Linux, found {sys.platform}; everything else works without"
-        )
+        raise AllocatorError(f"expected Linux for the compiled allocator, found {sys.platform}; use it there")
     asked = os.environ.get("CXX", "")
     if asked.strip():
         command = shlex.split(asked)

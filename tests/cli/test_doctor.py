@@ -17,6 +17,7 @@ from poochplan.doctor.finding import Finding, Status
 from poochplan.doctor.machine_checks import huge_pages, noise, spill_disk, threads
 from poochplan.doctor.software_checks import TESTED_TORCH, cupy, numba, solvers, torch_version
 from poochplan.doctor.workload_checks import CheckpointCalls, memory, workload_findings
+from poochplan.runtime.allocator.building import compiler_name
 
 Pooch = Any
 OK, WARNING, MISSING = Status
@@ -31,7 +32,18 @@ def only(**there: str) -> Any:
 def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, workloads: Path) -> None:
     result = pooch("doctor", f"{workloads}:small")
     assert (result.code, result.err) == (0, "")
-    for name in ("torch", "CuPy", "numba", "solvers", "threads", "huge pages", "spill disk", "noise", "model"):
+    for name in (
+        "torch",
+        "CuPy",
+        "numba",
+        "solvers",
+        "allocator",
+        "threads",
+        "huge pages",
+        "spill disk",
+        "noise",
+        "model",
+    ):
         assert re.search(rf"^(ok|warning|missing) +{name} +\S", result.out, re.MULTILINE), name
     data = json.loads(pooch("doctor", "--json").out)
     assert sum(data["counts"].values()) == len(data["findings"])
@@ -109,6 +121,53 @@ def test_what_is_not_installed_is_named_with_how_to_install_it() -> None:
     assert solvers(only(pulp="3.3", highspy="1.10")).status is OK
     assert "pip install highspy" in solvers(only(pulp="3.3")).advice
     assert solvers(only()).status is MISSING
+
+
+def fails(folder: Path) -> str:
+    compiler = folder / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'allocator.cpp:1:1: error: no such header' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+def test_the_allocator_is_a_line_that_builds_nothing_unless_asked(
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", fails(tmp_path))
+    result = pooch("doctor", "--json")
+    assert result.code == 0
+    found = {one["name"]: one for one in json.loads(result.out)["findings"]}["allocator"]
+    assert found["status"] == "ok"
+    assert found["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
+    assert not (tmp_path / "cache" / "poochplan" / "native").exists()
+    result = pooch("doctor", "--build", "--json")
+    assert result.code == 1
+    found = {one["name"]: one for one in json.loads(result.out)["findings"]}["allocator"]
+    assert found["status"] == "missing"
+    line = f"{fails(tmp_path)} could not build the allocator: allocator.cpp:1:1: error: no such header"
+    assert found["found"] == line
+
+
+def test_without_a_compiler_the_allocator_says_what_to_install(
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    result = pooch("doctor")
+    assert result.code == 0
+    found = " ".join(result.out.split())
+    assert "warning allocator expected a C++ compiler, found none of c++, g++, clang++ -> install g++" in found
+
+
+@pytest.mark.skipif(not compiler_name(), reason="there is no compiler")
+def test_the_doctor_builds_the_allocator_when_asked(
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert re.search(r"^ok +allocator +built for torch", pooch("doctor", "--build").out, re.MULTILINE)
+    assert len(list(tmp_path.rglob("allocator.so"))) == 1
 
 
 # -- workloads -----------------------------------------------------------------------------------------------------

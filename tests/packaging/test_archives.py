@@ -16,13 +16,15 @@ from tests.packaging.folders import ROOT, listed_packages, package_folders
 
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 
+NATIVE = "poochplan/runtime/allocator/native/allocator.cpp"
+
 
 def shipped_files() -> dict[str, bytes]:
     """Every module and every data file by its place in a wheel, found by its ending: no list of packages is asked."""
     found = {}
     for package, home in HOMES.items():
         for path in (ROOT / home).rglob("*"):
-            if path.suffix in (".py", ".toml", ".typed") and path.is_file():
+            if path.suffix in (".py", ".toml", ".typed", ".cpp", ".h") and path.is_file():
                 found["/".join([*package.split("."), *path.relative_to(ROOT / home).parts]).lstrip("/")] = path
     return {name: path.read_bytes() for name, path in found.items()}
 
@@ -46,7 +48,8 @@ def test_every_link_beside_the_list_leads_where_the_list_says() -> None:
 def test_a_wheel_holds_every_module_and_config(builds: Builds, source: str) -> None:
     held = files_of(builds.wheels[source])
     expected = shipped_files()
-    assert {"poochplan/py.typed", "poochplan/configs/unet3d.toml", "poochplan/planner/planning.py"} <= set(expected)
+    one_of_each = {"poochplan/py.typed", "poochplan/configs/unet3d.toml", "poochplan/planner/planning.py", NATIVE}
+    assert one_of_each <= set(expected)
     assert held.keys() == expected.keys()
     assert held == expected
 

@@ -1,4 +1,4 @@
-"""Checks of the software: torch and its CUDA, CuPy, what compiles the planner, and the solvers."""
+"""Checks of the software: torch and its CUDA, CuPy, what compiles the planner, the solvers, the allocator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from poochplan.errors import AllocatorError
 from poochplan.formats.files import package_version
+from poochplan.runtime.allocator.building import build, compiler_name, is_built, why_unavailable
 
 from .finding import Finding, Status, judged
 
@@ -19,8 +21,8 @@ Versions = Callable[[str], str | None]
 """The installed version of a package by its name on the index; None where there is none."""
 
 
-def software_findings() -> Iterator[Finding]:
-    """All of them."""
+def software_findings(*, builds: bool = False) -> Iterator[Finding]:
+    """All of them; with ``builds`` the allocator is built first, which takes seconds."""
     yield Finding(
         name="poochplan", status=Status.OK, found=f"{package_version()} on Python {platform.python_version()}"
     )
@@ -29,6 +31,7 @@ def software_findings() -> Iterator[Finding]:
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
     yield numba(installed)
     yield solvers(installed)
+    yield built_allocator() if builds else allocator()
 
 
 def installed(package: str) -> str | None:
@@ -90,3 +93,25 @@ def solvers(versions: Versions) -> Finding:
     return Finding(
         name="solvers", status=Status.MISSING, found=found, advice="pip install pulp highspy: planning needs them"
     )
+
+
+def allocator() -> Finding:
+    """The optional compiled part: whether it is built, or what would build it. Builds nothing."""
+    if is_built():
+        return Finding(name="allocator", status=Status.OK, found=f"built for torch {torch.__version__}")
+    reason = why_unavailable()
+    if not reason:
+        found = f"not built yet; {compiler_name()} will do it on first use, or pooch doctor --build now"
+        return Finding(name="allocator", status=Status.OK, found=found)
+    found, _, advice = reason.partition("; ")
+    return judged("allocator", False, found, f"{advice}; without it everything else works")
+
+
+def built_allocator() -> Finding:
+    """The same once it was asked for: it is built here, and where that fails it is missing."""
+    try:
+        build()
+    except AllocatorError as error:
+        advice = "see that line; without the allocator everything else works"
+        return Finding(name="allocator", status=Status.MISSING, found=str(error), advice=advice)
+    return allocator()

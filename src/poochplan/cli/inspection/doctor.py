@@ -21,13 +21,15 @@ class DoctorVerb(Verb):
     summary = "look at the machine, the software and a workload: what is fine, what to change, what to install"
     description = (
         "Looks at threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
-        "machine, torch, CUDA and CuPy, numba and the solvers; each line is ok, warning or missing, and says what to "
-        "do. With WORKLOAD it is built, and its model is looked at: train mode, compiled parts, activation "
-        "checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed is missing."
+        "machine, torch, CUDA and CuPy, numba, the solvers and the compiled allocator; each line is ok, warning or "
+        "missing, and says what to do. With WORKLOAD it is built, and its model is looked at: train mode, compiled "
+        "parts, activation checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed "
+        "is missing."
     )
     examples = """\
   pooch doctor unet3d --spill-dir /scratch
   pooch doctor
+  pooch doctor --build
   pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | select(.status != "ok")'
 """
 
@@ -37,6 +39,9 @@ class DoctorVerb(Verb):
         add_workload_arguments(parser)
         parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as of pooch profile")
         parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
+        parser.add_argument(
+            "--build", action="store_true", help="build the compiled allocator now (default: on its first use)"
+        )
 
     def run(self) -> dict[str, Any]:
         import msgspec
@@ -48,7 +53,7 @@ class DoctorVerb(Verb):
 
         options = self.options
         with self.progress("looking at the machine"):
-            findings = [*software_findings(), *machine_findings(options.spill_dir)]
+            findings = [*software_findings(builds=options.build), *machine_findings(options.spill_dir)]
         if options.workload is not None:
             with self.progress(f"looking at {options.workload}"):
                 findings += workload_findings(load(options).workload)
