@@ -24,6 +24,7 @@ from poochplan.runtime.watch.users_line import users_line
 from .attachment import together
 from .budget_watch import OverBudget
 from .model_check import by_name, check_alike, check_model, profiles_for
+from .serving import ArenaMode, Pack, serving_for
 from .session import Session
 
 
@@ -42,6 +43,8 @@ def apply(
     device: Callable[[], Device] | None = None,
     force: bool = False,
     replanner: Replan | None = None,
+    arena: ArenaMode = "auto",
+    pack: Pack | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -73,9 +76,11 @@ def apply(
         fit are kept. The spill file of the CPU device is limited by its disk.
     nvtx: on CUDA, name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
     device: opens the device to run on, in place of the one on which the model lies; the session closes it.
+    arena: on the CPU, whether the blocks of steps that follow the plan lie in one arena, as the plan has laid them out;
+        it needs the compiled allocator. ``"auto"``: where it can be built; ``"on"``: or an error; ``"off"``.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
-    replanner: makes the new plan; ``poochplan.apply`` fills it in.
+    replanner, pack: make the new plan, and the new layout; ``poochplan.apply`` fills them in.
 
     Warns when the plan was made for another machine (``plan.assumed``), once when a metered step that followed the plan
     has taken more than its budget, and at the end of the block when no step was seen or followed.
@@ -96,6 +101,7 @@ def apply(
         ("on_divergence", on_divergence, tuple(DivergencePolicy)),
         ("on_over_budget", on_over_budget, tuple(OverBudget)),
         ("meter", meter, ("first-steps", "always", "never")),
+        ("arena", arena, ("auto", "on", "off")),
     ):
         if value not in choices:
             wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
@@ -126,6 +132,7 @@ def apply(
         meter=meter,
         cap_bytes=cap_bytes,
         keeper=BudgetKeeper(OverBudget(on_over_budget), replanner, profiles),
+        serving=serving_for(arena, where.type, every, pack),
     )
 
 

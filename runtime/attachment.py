@@ -65,6 +65,8 @@ class Attachment:
     hooks: what autograd is to call; by default the engine's own.
     gives_up: whether anything may leave the device.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
+    point, departed: the engine's ``on_point`` and ``on_departure``.
+    optimizing: told an optimizer of the models' that is about to step.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class Attachment:
         hooks: Callable[[Engine], Hooks] = own_hooks,
         gives_up: bool = True,
         apart: bool = True,
+        point: Callable[[int], None] | None = None,
+        departed: Callable[[], None] = lambda: None,
+        optimizing: Callable[[torch.optim.Optimizer], None] = lambda _: None,
     ) -> None:
         self.models = models
         self.whole = together(models)
@@ -99,6 +104,7 @@ class Attachment:
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
+        self._point, self._departed, self._optimizing = point, departed, optimizing
         self._parts = models if apart and self.whole is not models.get("") else {}
         self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         """Gives what is called in the place of a compiled callable; None for that itself."""
@@ -137,12 +143,14 @@ class Attachment:
                 on_segment_over=self._over,
                 on_segment_end=self._ended,
                 on_idle=self._idle,
+                on_point=self._point,
+                on_departure=self._departed,
             )
             stack.enter_context(around_compiled(self.whole, self._without_modes))
             for name, model in self.models.items():
                 stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
-            stack.enter_context(around_optimizer_steps(self.whole, lambda _: None, self._optimizer_stepped))
+            stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
             self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(self._hooked())
@@ -252,6 +260,10 @@ class Attachment:
     def _forward_raised(self) -> None:
         if self._is_ours() and not in_backward():
             self.engine.forward_raised()
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_ours():
+            self._optimizing(optimizer)
 
     def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
         if self._is_ours():

@@ -96,6 +96,31 @@ class StepReport(msgspec.Struct, kw_only=True):
         self.departures += other.departures[: MOST_REASONS - len(self.departures)]
 
 
+class Unserved(msgspec.Struct, frozen=True, kw_only=True):
+    """A block that lay outside the arena against the plan."""
+
+    size_bytes: int
+    layer: str
+    """That saved or used something last."""
+    why: str
+    """``unplanned``: nothing of this size was expected there; ``taken``: its place was in use."""
+
+
+class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the blocks of the last step that an arena served."""
+
+    size_bytes: int
+    served: int
+    served_bytes: int
+    """Over the step, each block anew."""
+    unplanned: int
+    unplanned_bytes: int
+    taken: int
+    taken_bytes: int
+    unserved: list[Unserved] = msgspec.field(default_factory=list)
+    """The first of the unplanned and taken ones."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """``session.report()``: the last step that ended, the sum over all of them, and what was promised.
 
@@ -114,6 +139,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     status: SessionStatus = SessionStatus.NO_STEPS
     memory: MemoryPeaks | None = None
     """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""
+    arena: ArenaReport | None = None
+    """Of the arena that serves the steps; None where none does."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)
@@ -147,6 +174,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.memory is not None:
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
+        if self.arena is not None:
+            rows.append(("arena", f"{format_bytes(self.arena.size_bytes)}", ""))
+            rows.append(("served from it", f"{self.arena.served} blocks, {format_bytes(self.arena.served_bytes)}", ""))
+            rows += [
+                ("not served", f"{format_bytes(one.size_bytes)} in {one.layer}: {one.why}", "")
+                for one in self.arena.unserved
+            ]
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
 
     def _peak(self, step: StepReport) -> str:

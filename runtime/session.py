@@ -34,6 +34,7 @@ from poochplan.tensors.modes import compiled_modules
 from .attachment import Attachment, Hooks, own_hooks
 from .metering.meter import LiveBytesMeter
 from .run_report import MemoryPeaks, Report, StepReport
+from .serving import Serving
 
 
 class Session:
@@ -46,6 +47,7 @@ class Session:
     ----------
     plans, models: by the names of the models; a lone one has the name "".
     keeper: what is done about steps that take more than their budgets.
+    serving: from where the blocks of steps come; None for the ordinary allocator.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Session:
         meter: When,
         cap_bytes: int | None,
         keeper: BudgetKeeper,
+        serving: Serving | None = None,
     ) -> None:
         self._plans = {name: plan.plans if isinstance(plan, PlanSet) else (plan,) for name, plan in plans.items()}
         every = [one for plans_of in self._plans.values() for one in plans_of]
@@ -68,6 +71,7 @@ class Session:
         self._meter = StepMeter(self._first.device, meter, self._first.prediction.memory)
         self._is_metered = meter != "never"
         self._keeper = keeper
+        self._serving = serving
         self._tally = Tally(models)
         self._total = StepReport()
         self._memory: MemoryPeaks | None = None
@@ -96,6 +100,9 @@ class Session:
             observers=[self._meter.mode],
             hooks=_metered_hooks(self._meter.mode, models),
             gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
+            point=weakly(self, Session._point) if serving is not None else None,
+            departed=weakly(self, Session._departed),
+            optimizing=weakly(self, Session._optimizing),
         )
 
         self._attachment.around_region = _metered_regions(self._meter.mode)
@@ -109,6 +116,8 @@ class Session:
                 stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
             self._reserve_host()
             stack.callback(self._meter.close)
+            if self._serving is not None:
+                stack.callback(self._serving.close)
             if self._is_metered:
                 gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
             self._device.start_peaks()
@@ -230,6 +239,7 @@ class Session:
             steps_followed=tally.steps_followed,
             status=tally.status,
             memory=self._device.peaks() if self._state == "open" else self._memory,
+            arena=self._serving.report(self.plan) if self._serving is not None else None,
         )
 
     def _name(self, segment: Segment) -> str:
@@ -241,7 +251,24 @@ class Session:
     def _step_begins(self, segment: Segment) -> None:
         self._meter.step_begins(self.engine, self._device)
 
+    def _point(self, passed: int) -> None:
+        assert self._serving is not None
+        if passed > 1:
+            self._serving.at(passed)
+        elif self.engine.follows is not None:
+            self._serving.begin(self.plan, is_observed=self._meter.mode.is_on)
+
+    def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._serving is not None:
+            self._serving.optimizer_steps(optimizer)
+
+    def _departed(self) -> None:
+        if self._serving is not None:
+            self._serving.departed()
+
     def _step_is_over(self, segment: Segment) -> None:
+        if self._serving is not None:
+            self._serving.step_is_over()
         self._meter.step_is_over()
         self._take_peak(segment)
         self._look(segment)

@@ -32,7 +32,7 @@ import msgspec
 import torch
 
 from poochplan.errors import DivergenceError
-from poochplan.formats.plan import Decision
+from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
@@ -71,6 +71,8 @@ class Engine:
     on_segment_over: told each segment when the step is over, before other things run.
     on_segment_end: told each segment when all is known of it, as the next begins.
     on_idle: told when the last handle is gone.
+    on_point: told at each planned point, before anything is done there, how many of the segment have been passed.
+    on_departure: told when a segment leaves its plan.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Engine:
         on_segment_over: Callable[[Segment], None] = lambda _: None,
         on_segment_end: Callable[[Segment], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
+        on_point: Callable[[int], None] | None = None,
+        on_departure: Callable[[], None] = lambda: None,
     ) -> None:
         self.device = device
         self._index = -1 if device.where.index is None else device.where.index  # as tensors say it
@@ -104,6 +108,8 @@ class Engine:
         self._on_segment_begin = on_segment_begin
         self._on_segment_over = on_segment_over
         self._on_segment_end = on_segment_end
+        self._on_point = on_point
+        self._on_departure = on_departure
         self.fallbacks = Fallbacks()
         self._lock = threading.RLock()
 
@@ -115,6 +121,11 @@ class Engine:
     def model_of(self, segment: Segment) -> torch.nn.Module:
         """The model that a segment is of; all of them where that is not known yet."""
         return self._parts.get(segment.model or "", self.model)
+
+    @property
+    def follows(self) -> Instructions | None:
+        """Those of the plan that the open segment follows; None where it follows none."""
+        return self._driver.instructions if self._driver is not None else None
 
     @property
     def awaits_inputs(self) -> bool:
@@ -286,6 +297,8 @@ class Engine:
             decision = self._decision(index, tensor, record, ordinal)
             if index is not None:
                 segment.saves += 1
+                if self._on_point is not None:
+                    self._on_point(segment.saves + segment.uses)
         except Diverged as reason:
             self._diverge(reason)
             index = None
@@ -362,6 +375,8 @@ class Engine:
             self._diverge(reason)
             return
         segment.uses += 1
+        if self._on_point is not None:
+            self._on_point(segment.saves + segment.uses)
         if actions is not NOTHING:
             self._carry_out(actions)
 
@@ -389,6 +404,7 @@ class Engine:
             self.end()
             raise
         self.segment.diverged = True
+        self._on_departure()
         self.recorder.switch_off()
         if reason.departure is not None:
             departure = msgspec.structs.replace(reason.departure, step=self.segment.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from poochplan.formats.plan import Plan
@@ -16,7 +17,15 @@ REPLAN_S = 10.0
 
 @functools.wraps(runtime_apply)
 def apply(*args: Any, **kwargs: Any) -> Session:
-    return runtime_apply(*args, **({"replanner": replanned} | kwargs))
+    return runtime_apply(*args, **({"replanner": replanned, "pack": packed} | kwargs))
+
+
+def packed(blocks: Sequence[tuple[int, int, int]]) -> tuple[Sequence[int], int]:
+    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes."""
+    from poochplan.planner.arena.packing import Block, pack
+
+    found = pack([Block(*block) for block in blocks])
+    return found.offsets, found.arena_bytes
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:

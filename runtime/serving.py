@@ -1,0 +1,207 @@
+"""Serving: the blocks of the steps that follow a plan, from one arena in which the plan has laid them out.
+
+It begins at a segment's first save, where a step is told from what is none, and ends with the step: at the optimizer's
+end, at a forward without gradients, where the plan is left. The order of what a step takes is found again at each point
+of the runtime's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from poochplan.errors import AllocatorError, UsageError
+from poochplan.formats.plan import OUTSIDE, Layout, Place, Plan
+from poochplan.runtime.allocator.allocation_log import AllocationLog
+from poochplan.runtime.allocator.arena import Arena, Places
+from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.observed import STEP_END, observed_blocks
+from poochplan.runtime.metering.allocated import step_scope
+
+from .run_report import ArenaReport, Unserved
+
+ArenaMode = Literal["auto", "on", "off"]
+_MOST_TOLD = 8
+_MOST_LESSONS = 3
+"""So many times what a step has taken is laid out anew."""
+
+
+class Pack(Protocol):
+    """Finds places; the runtime does not know how."""
+
+    def __call__(self, blocks: Sequence[tuple[int, int, int]]) -> tuple[Sequence[int], int]:
+        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes."""
+
+
+class Serving:
+    """State: the arena of the plan that was followed last; whether it serves the step that runs; and, until a step is
+    served as planned, the log of the step that runs or ran last.
+
+    One arena at a time: that of another plan takes its place, and goes with the last tensor in it.
+
+    Parameters
+    ----------
+    pack: lays out anew what a step has taken, where that was not as planned. Autograd adds gradients up in place when
+        no dispatch mode looks on, as one did when the step was profiled; other differences are the workload's own.
+    """
+
+    def __init__(self, pack: Pack | None = None) -> None:
+        self._pack = pack
+        self._plan: Plan | None = None
+        self._layout: Layout | None = None
+        self._arena: Arena | None = None
+        self._is_on = False
+        self._is_whole = False
+        """Whether the step is served to its end."""
+        self._log: AllocationLog | None = None
+        self._lessons = 0
+        self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """Of each optimizer before its last step."""
+
+    def begin(self, plan: Plan, *, is_observed: bool) -> None:
+        """A segment that follows ``plan`` has passed the first point of the clock; ``is_observed``: by dispatch modes,
+        so that what it takes is no example.
+        """
+        self._learn()
+        if plan.layout is None:
+            return
+        if plan is not self._plan:
+            self._plan, self._lessons = plan, 0
+            self._follow(plan.layout)
+        assert self._arena is not None
+        self._arena.begin(1)
+        self._is_on = self._is_whole = True
+        scope = step_scope()
+        if self._pack is not None and not is_observed and self._lessons < _MOST_LESSONS and scope is not None:
+            scope.join()
+            self._log = AllocationLog(scope)
+            self._log.__enter__()
+            self._log.mark(1)
+
+    def at(self, point: int) -> None:
+        """The segment has passed so many points."""
+        if self._is_on and self._arena is not None:
+            self._arena.at(point)
+            if self._log is not None:
+                self._log.mark(point)
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to: what it makes to keep must not lie in the arena, so it is served once it makes no more."""
+        entries = sum(map(len, optimizer.state.values()))
+        if self._state_entries.get(optimizer) != entries:
+            self._state_entries[optimizer] = entries
+            self._is_whole = False
+            self.step_is_over()
+
+    def departed(self) -> None:
+        """The segment has left its plan."""
+        self._is_whole = False
+        self.step_is_over()
+
+    def step_is_over(self) -> None:
+        """What is allocated from here on is not of the step. Idempotent."""
+        if self._is_on and self._arena is not None:
+            self._arena.end()
+            self._is_on = False
+            if self._log is not None:
+                self._log.mark(STEP_END)
+
+    def close(self) -> None:
+        """Nothing is served any more; what lies in the arena stays as it is."""
+        self.step_is_over()
+        if self._log is not None:
+            self._log.__exit__(None, None, None)
+            self._log = None
+        if self._arena is not None:
+            self._arena.close()
+
+    def _learn(self) -> None:
+        """From the log of the step before, which has ended by now, where that was not served as planned."""
+        log, self._log = self._log, None
+        if log is None:
+            return
+        log.__exit__(None, None, None)
+        assert self._pack is not None
+        assert self._arena is not None
+        assert self._layout is not None
+        if not self._is_whole:
+            return
+        fates = self._arena.counts().step
+        if not fates.taken.blocks + fates.unplanned.blocks + fates.unmet.blocks:
+            self._lessons = _MOST_LESSONS
+            return
+        self._lessons += 1
+        observed = observed_blocks(log.events, self._layout.least_bytes)
+        inside = [block for block in observed if block.end]
+        offsets, arena_bytes = self._pack([(block.start, block.end, block.size_bytes) for block in inside])
+        found = iter(offsets)
+        places = tuple(
+            Place(block.point, block.size_bytes, next(found) if block.end else OUTSIDE) for block in observed
+        )
+        self._follow(Layout(arena_bytes=arena_bytes, least_bytes=self._layout.least_bytes, places=places))
+
+    def report(self, plan: Plan) -> ArenaReport | None:
+        """What became of the blocks so far; None where nothing has been served."""
+        if self._arena is None or self._layout is None:
+            return None
+        counts = self._arena.counts()
+        misses = [
+            Unserved(size_bytes=miss.size_bytes, layer=_layer(plan, miss.point), why=miss.fate)
+            for miss in self._arena.misses()[:_MOST_TOLD]
+        ]
+        return ArenaReport(
+            size_bytes=self._layout.arena_bytes,
+            served=counts.step.served.blocks,
+            served_bytes=counts.step.served.size_bytes,
+            unplanned=counts.step.unplanned.blocks,
+            unplanned_bytes=counts.step.unplanned.size_bytes,
+            taken=counts.step.taken.blocks,
+            taken_bytes=counts.step.taken.size_bytes,
+            unserved=misses,
+        )
+
+    def _follow(self, layout: Layout) -> None:
+        """The arena of this layout takes the place of what was there."""
+        if self._arena is not None:
+            self._arena.close()
+        table = np.array(layout.places, dtype=np.int64).reshape(-1, 3)
+        places = Places(sizes_bytes=table[:, 1], offsets=table[:, 2], points=table[:, 0])
+        self._arena, self._layout = Arena(places, layout.arena_bytes, layout.least_bytes), layout
+
+
+def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:
+    """What serves the steps of these plans; None where they are to go to the ordinary allocator.
+
+    Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
+    """
+    reason = _why_not(device, plans) if mode != "off" else "off"
+    if not reason:
+        return Serving(pack)
+    if mode == "on":
+        raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+    return None
+
+
+def _why_not(device: str, plans: list[Plan]) -> str:
+    if device != "cpu":
+        return f"a plan for {device}, whose allocator takes no arena; leave it to that"
+    if all(plan.layout is None for plan in plans):
+        return "a plan without a layout; plan again"
+    try:
+        return why_unavailable()
+    except AllocatorError as error:
+        return str(error)
+
+
+def _layer(plan: Plan, point: int) -> str:
+    """The layer that saves or uses at the point which was passed last."""
+    saves = len(plan.values)
+    if 0 < point <= saves:
+        return plan.values[point - 1].layer
+    if saves < point <= saves + len(plan.uses):
+        return plan.values[plan.handles[plan.uses[point - saves - 1]]].layer
+    return ""
