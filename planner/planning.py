@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
-from poochplan.errors import InfeasibleError
+from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.facts.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.arena.fitting import fitted, smallest_arena
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
@@ -45,6 +47,7 @@ def plan(
     policy: str = ILP,
     watch: Watch | None = None,
     keep_interrupted: bool = False,
+    arena: Literal["auto", "on", "off"] = "auto",
 ) -> Plan:
     """The plan with the least simulated step time that was found within ``budget``.
 
@@ -64,6 +67,9 @@ def plan(
     policy: any but ``"ilp"`` decides alone: no solver, no local search, no bound.
     watch: is told now and then how far the search is.
     keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, in place of an exception.
+    arena: whether the budget is on one arena for what the step takes, together with what lies outside it
+        (``Plan.prediction.arena_peak_bytes``), and not on live bytes alone. ``"auto"``: of a profile of a CPU whose
+        allocator told what ops take.
 
     Raises
     ------
@@ -83,16 +89,37 @@ def plan(
         if threads is None:
             threads = 2 if evaluations is None else 1
         effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted)
-        found = _optimal(profile, problem, budget_bytes, effort, watch, started_s)
+
+        def search(within_bytes: int, share: float) -> Outcome:
+            spent_s = time.perf_counter() - started_s
+            return _optimal(profile, problem, within_bytes, effort.part(share, spent_s), watch)
+
+        if in_arena(profile, arena):
+            found = fitted(profile, problem, budget_bytes, search)
+        else:
+            found = search(budget_bytes, 1.0)
     wall_s = time.perf_counter() - started_s - found.compiled_s
     return write_plan(profile, problem, found, budget_bytes, workload, wall_s)
 
 
-def smallest_budget(profile: Profile) -> int:
+def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
     """Bytes of the smallest budget that has a plan: what some moment of the step needs at once, with every value away
-    that can be. ``pooch plan --min`` plans for it, and the error about a smaller budget names it.
+    that can be; and its arena, where that is what the budget is on (see :func:`plan`). ``pooch plan --min`` plans for
+    it, and the error about a smaller budget names it.
     """
-    return swap_all_on_demand(build_problem(profile)).peak_bytes
+    problem = build_problem(profile)
+    if in_arena(profile, arena):
+        return smallest_arena(profile, problem)
+    return swap_all_on_demand(problem).peak_bytes
+
+
+def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
+    """Whether budgets are on an arena; see :func:`plan`."""
+    choices = ("auto", "on", "off")
+    if arena not in choices:
+        raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
+    is_known = profile.device.kind == "cpu" and profile.memory is Memory.ALLOCATED
+    return arena == "on" or (arena == "auto" and is_known)
 
 
 def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> None:
@@ -124,10 +151,9 @@ def _also(profile: Profile) -> str:
     return "".join(f"; {line}" for line in limits(profile))
 
 
-def _optimal(
-    profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None, started_s: float
-) -> Outcome:
+def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None) -> Outcome:
     """The plan that keeps everything where that fits, else the best that was found."""
+    started_s = time.perf_counter()
     schedule = keep_all(problem)
     in_core = Candidate(KEEP_ALL, schedule.decisions, schedule, simulate(problem, schedule))
     if in_core.peak_bytes <= budget_bytes:

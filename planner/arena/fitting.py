@@ -1,0 +1,75 @@
+"""Fitting: plans whose arena, with what lies outside it, is within the budget, not only what is live.
+
+A search knows live bytes alone. What packing adds is found out afterwards, and the next search has as much less as was
+missing. The bound stays that of the first: no plan within the budget has a shorter step, laid out or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from poochplan.errors import InfeasibleError
+from poochplan.formats.profile import Profile
+from poochplan.planner.judge.candidate import swap_all_on_demand
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.writing import Outcome
+from poochplan.units import format_bytes
+
+from .layout import layout_of
+
+MOST_ROUNDS = 4
+"""Further searches at most."""
+_SHARE = 0.5
+"""Of what is left of the effort, for each of the searches."""
+
+
+def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome]) -> Outcome:
+    """The first outcome of ``search`` (a budget, and the share of the effort) whose arena fits the budget; where none
+    does, swapping all, if that does.
+
+    Raises ``InfeasibleError`` where the search does at the budget itself, or where nothing was found that fits.
+    """
+    inner_bytes, first = budget_bytes, search(budget_bytes, _SHARE)
+    found = first
+    for _ in range(MOST_ROUNDS):
+        more_bytes = arena_peak(profile, problem, found.best.schedule) - budget_bytes
+        if more_bytes <= 0:
+            return _with_bound_of(first, found)
+        inner_bytes = min(inner_bytes, found.best.peak_bytes) - more_bytes
+        try:
+            found = search(inner_bytes, _SHARE)
+        except InfeasibleError:
+            break
+    smallest = swap_all_on_demand(problem)
+    if arena_peak(profile, problem, smallest.schedule) > budget_bytes:
+        raise _too_small(profile, problem, budget_bytes)
+    return _with_bound_of(first, replace(found, best=smallest))
+
+
+def arena_peak(profile: Profile, problem: Problem, schedule: Schedule) -> int:
+    """Bytes of the arena and of what lies outside; 0 where a step has too many blocks for one."""
+    laid = layout_of(profile, problem, schedule)
+    return laid.peak_bytes if laid is not None else 0
+
+
+def smallest_arena(profile: Profile, problem: Problem) -> int:
+    """Bytes of the smallest budget that is sure to have a plan whose arena fits."""
+    smallest = swap_all_on_demand(problem)
+    return max(smallest.peak_bytes, arena_peak(profile, problem, smallest.schedule))
+
+
+def _with_bound_of(first: Outcome, found: Outcome) -> Outcome:
+    if first.optimum is None or found.optimum is None or first is found:
+        return found
+    return replace(found, optimum=replace(found.optimum, bound_s=min(first.optimum.bound_s, found.optimum.bound_s)))
+
+
+def _too_small(profile: Profile, problem: Problem, budget_bytes: int) -> InfeasibleError:
+    smallest_bytes = smallest_arena(profile, problem)
+    return InfeasibleError(
+        f"no plan was found whose arena fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected "
+        f"at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}); raise the budget, or plan without an arena",
+        smallest_budget_bytes=smallest_bytes,
+    )

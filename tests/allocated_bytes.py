@@ -1,0 +1,58 @@
+"""A meter of allocated bytes that shares no code with the package: a hook around torch's own CPU allocator.
+
+It has to be there before the package's allocator, which then asks it for all that lies in no arena; an arena's memory
+is added whole. It counts what every thread allocates, within ops too, and what was made before it not at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).parent / "allocator_hook.cpp"
+
+
+class AllocatedBytes:
+    """``live`` and ``peak`` bytes of all that torch has allocated on the CPU since :func:`allocated_bytes`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name in ("hook_live", "hook_peak"):
+            getattr(library, name).restype = ctypes.c_long
+        library.hook_install()
+
+    @property
+    def live(self) -> int:
+        return int(self._library.hook_live())
+
+    @property
+    def peak(self) -> int:
+        """Since the last :meth:`restart`."""
+        return int(self._library.hook_peak())
+
+    def restart(self) -> None:
+        self._library.hook_restart()
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None."""
+    return shutil.which("c++") or shutil.which("g++")
+
+
+@functools.cache
+def allocated_bytes() -> AllocatedBytes:
+    """The meter of this process; to be called before anything is allocated that it is to know of."""
+    found = compiler()
+    assert found is not None, "expected a C++ compiler"
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "hook.so"
+        options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+        subprocess.run([found, *options, str(SOURCE), "-o", str(library)], check=True)
+        return AllocatedBytes(ctypes.CDLL(str(library)))
