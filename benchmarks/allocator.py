@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.facts import facts_of_run, write_results
 from poochplan.runtime.allocator.allocation_log import AllocationLog
 from poochplan.runtime.allocator.arena import Arena, Places
 from poochplan.runtime.allocator.building import FLAGS, build, compiler_name, is_built
@@ -140,12 +141,11 @@ def _each_ns(call: Callable[[int], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("-o", dest="output", type=Path)
+    parser.add_argument("-o", dest="output")
     options = parser.parse_args()
-    text = json.dumps(measure(options.rounds), indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    found = facts_of_run(options) | measure(options.rounds)
+    print(json.dumps(found, indent=1))
+    write_results(options.output, found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 import poochplan
+from benchmarks.facts import facts_of_run, write_results
 from poochplan.planner.arena.packing import Block, Packing, pack
 from poochplan.runtime.allocator.allocation_log import MARK, AllocationLog, lifetimes
 from poochplan.runtime.allocator.arena import OUTSIDE, SMALLEST_BYTES, Arena, Places
@@ -191,12 +191,11 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--budget", default="60%")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("-o", dest="output", type=Path)
+    parser.add_argument("-o", dest="output")
     options = parser.parse_args()
-    text = json.dumps(measure(options.model, options.budget, options.pairs), indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    found = facts_of_run(options) | measure(options.model, options.budget, options.pairs)
+    print(json.dumps(found, indent=1))
+    write_results(options.output, found)
 
 
 if __name__ == "__main__":

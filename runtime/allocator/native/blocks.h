@@ -95,7 +95,7 @@ class Shard {
   }
 
  public:
-  static constexpr size_t kShardBits = 6;
+  static constexpr size_t kShardBits = 5;
 
  private:
   static constexpr size_t kLeast = 64;

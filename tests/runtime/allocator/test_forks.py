@@ -40,6 +40,7 @@ def test_a_fork_in_mid_step_leaves_the_parent_served_and_the_child_not(native: L
         first = filled(8 * KIB, 1)
 
         def claim() -> bool:
+            arena.join()  # the step is the parent's
             own = filled(8 * KIB, 9)
             is_outside = not 0 <= own.data_ptr() - first.data_ptr() < 64 * KIB
             first.fill_(8)
@@ -64,7 +65,12 @@ def test_in_the_child_nothing_is_counted_or_recorded_and_blocks_may_die(scope: T
             held.append(filled(1 << 20, 2))
             held.clear()
             arena.close()
-            return count.live_bytes == before
+            with scope.joined():
+                held.append(filled(1 << 20, 3))
+            unchanged = count.live_bytes == before
+            count.begin()  # of a thread that has not joined
+            held.append(filled(1 << 20, 4))
+            return unchanged and count.live_bytes == 0
 
         assert in_child(claim) == 0
         held.clear()

@@ -139,6 +139,15 @@ def test_one_that_is_missing_does_not_move_those_behind_it(native: object) -> No
     arena.close()
 
 
+def test_one_that_comes_late_does_not_lead_the_sequence_back(native: object) -> None:
+    rows = (8 * KIB, 0, 0), (12 * KIB, 8 * KIB, 0), (16 * KIB, 20 * KIB, 0), (12 * KIB, 36 * KIB, 0)
+    arena = Arena(places(*rows), 48 * KIB)
+    with arena.serving():
+        held = [filled(16 * KIB, 1), filled(8 * KIB, 2), filled(12 * KIB, 3)]
+        assert held[2].data_ptr() - held[1].data_ptr() == 36 * KIB
+    arena.close()
+
+
 def test_torchs_own_log_of_memory_hears_of_served_blocks(native: object) -> None:
     arena = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
     with arena.serving():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -121,6 +122,19 @@ def test_memory_is_aligned_as_torchs_own(native: Library) -> None:
         assert arena.live_blocks == 4
         assert [block.data_ptr() % 64 for block in blocks] == [0] * 4
     arena.close()
+
+
+def test_many_blocks_that_die_in_any_order_are_all_forgotten(native: Library) -> None:
+    before = native.live_blocks()
+    chance = random.Random(0)
+    held = [torch.empty(chance.randrange(1, 3000), dtype=torch.uint8) for _ in range(30_000)]
+    assert native.live_blocks() == before + 30_000
+    for _ in range(60_000):
+        held[chance.randrange(30_000)] = torch.empty(chance.randrange(1, 3000), dtype=torch.uint8)
+    assert native.live_blocks() == before + 30_000
+    chance.shuffle(held)
+    held.clear()
+    assert native.live_blocks() == before
 
 
 def test_tensors_from_before_the_allocator_die_in_peace(native: Library) -> None:
