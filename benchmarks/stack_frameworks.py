@@ -13,7 +13,7 @@ import torch
 import poochplan
 from tests.examples.ranks import no_session
 from tests.online.census import outside_meter
-from tests.online.runs import Run
+from tests.online.runs import Run, bytes_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Trained = tuple[list[float], torch.nn.Module, Any]
@@ -30,7 +30,7 @@ def run_library(name: str, options: dict[str, Any] | None) -> Run:
     with tempfile.TemporaryDirectory() as folder, outside_meter() as meter:
         losses, model, session = LIBRARIES[name](options, folder)
         peak_bytes = meter.peak
-    state = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+    state = bytes_of((*model.parameters(), *model.buffers()))
     planned = 0 if session is not None and session.plan is not None else None
     return Run([losses], state, [peak_bytes], session, planned)
 

@@ -20,7 +20,7 @@ from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.watch.census import census, census_bytes
+from poochplan.runtime.watch.census import census
 from poochplan.tensors.storages import static_keys
 from poochplan.tensors.torch_private import storage_identity
 
@@ -97,7 +97,7 @@ class Capturing(Watch):
         kinds.note(others[:NAMED], Kind.INPUT)
         rest = (-(-one.nbytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for one in others[NAMED:])
         self.beside_bytes = segment.left_over_bytes + sum(rest)
-        self.base_bytes = census_bytes(self.scene.where.type)
+        self.look_around()
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)

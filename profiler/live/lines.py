@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.watch.growth import Growth
 
 from .study import Hurry, NewWatch, Studied
 from .watch import Watch
@@ -46,19 +47,23 @@ class Key(NamedTuple):
 class Line:
     """One kind of segment. States: *studied* (``next_watch``), then *profiled* (``profile``) or *refused*."""
 
-    def __init__(self, key: Key, study: Studied) -> None:
+    def __init__(self, key: Key, study: Studied, most_bytes: int = 0) -> None:
         self.key = key
         self.profile: Profile | None = None
         self.refused = ""
         """Why there will be no profile."""
         self.segments = 0
         """So many have been watched."""
+        self.growth = Growth()
+        """Of what lives beside its segments."""
+        self.foreseen_bytes = 0
+        """How much more than the profile has will live beside them one day, as far as optimizers say."""
         self._lost = self._waited = 0
         self.shape: tuple[int, ...] | None = None
         """See :func:`shape_of`, of the first one that told something."""
         self.base_bytes = 0
-        """What was alive as that one began."""
-        self._growth_bytes = 0
+        """What was alive as that one began, and what was foreseen then: growth that is foreseen does not change it."""
+        self._most_bytes = most_bytes
         self._study = study
         self.next_watch: NewWatch | None = next(study)
         """Makes the watch of the next segment; None when the study is over."""
@@ -73,9 +78,12 @@ class Line:
                 self.give_up(why_not)
             return
         self._lost = self._waited = 0
+        if watch.base_bytes is not None:
+            self.growth.saw(segment.number, watch.base_bytes)
+            self.stands_beside(watch.base_bytes + watch.foreseen_bytes)
         if self.shape is None:
-            self.shape, self.base_bytes = shape_of(segment), watch.base_bytes or 0
-        self.stands_beside(watch.base_bytes or 0)
+            self.shape, self.foreseen_bytes = shape_of(segment), watch.foreseen_bytes
+            self.base_bytes = (watch.base_bytes or 0) + watch.foreseen_bytes
         self._go_on(lambda: self._study.send(watch))
 
     @property
@@ -97,17 +105,26 @@ class Line:
         except StopIteration as studied:
             self.next_watch = None
             self.profile = studied.value
-            if self._growth_bytes > 0:
-                self.profile = with_bytes_beside(studied.value, self._growth_bytes)
+            if self._most_bytes > self.base_bytes:
+                self.profile = with_bytes_beside(studied.value, self._most_bytes - self.base_bytes)
 
     def stands_beside(self, base_bytes: int) -> None:
-        """So much was alive as another segment of the kind began: the profile is to hold where that is more."""
-        self._growth_bytes = max(self._growth_bytes, base_bytes - self.base_bytes)
+        """So much was alive or foreseen as another segment of the kind began: the profile is to hold where that is
+        more.
+        """
+        self._most_bytes = max(self._most_bytes, base_bytes)
 
     def give_up(self, why: str) -> None:
         """There will be no profile."""
         self.next_watch, self.refused = None, why
         self._study.close()
+
+
+class _Stood(NamedTuple):
+    """What is known of a segment: its shape, and what was alive or foreseen as it began."""
+
+    shape: tuple[int, ...]
+    base_bytes: int
 
 
 class Lines(dict[Key, Line]):
@@ -118,26 +135,48 @@ class Lines(dict[Key, Line]):
     def __init__(self) -> None:
         super().__init__()
         self._alike: dict[Key, Key] = {}
-        self._apart: set[Key] = set()
+        self._apart: dict[Key, _Stood | None] = {}
+        """With what was seen of one segment; None where that tells nothing."""
+        self._most_bytes: dict[Key, int] = {}
 
     def kind_of(self, key: Key) -> Key:
         """The kind that segments of this key are of."""
         return self._alike.get(key, key)
 
-    def like(self, key: Key) -> Line | None:
-        """A kind that a segment of a new key may be of, as far as can be told before it has run."""
-        if key in self or key in self._apart:
-            return None
-        return next((line for line in self.values() if line.shape is not None and _may_be(line.key, key)), None)
+    def may_be_known(self, key: Key) -> bool:
+        """Whether a segment of a new key may be of a known kind, as far as can be told before it has run."""
+        return key not in self and key not in self._apart and any(self._seen(key))
 
-    def compared(self, key: Key, line: Line, segment: Segment, base_bytes: int) -> None:
-        """A segment of a new key is over: it is like those of the line, or it is not."""
-        is_like = segment.outcome is Outcome.USED and shape_of(segment) == line.shape
-        if is_like and base_bytes <= line.base_bytes * (1 + SLACK):
-            line.stands_beside(base_bytes)
-            self._alike[key] = line.key
-        elif segment.outcome is not Outcome.RAISED:
-            self._apart.add(key)
+    def compared(self, key: Key, segment: Segment, base_bytes: int) -> None:
+        """A segment of a new key is over: it is like those of a known kind, or it is not."""
+        shape = shape_of(segment)
+        if segment.outcome is Outcome.USED:
+            for other, seen in self._seen(key):
+                if shape == seen.shape and base_bytes <= seen.base_bytes * (1 + SLACK):
+                    self._alike[key] = other
+                    self._stands_beside(other, base_bytes)
+                    return
+        if segment.outcome is not Outcome.RAISED:
+            self._apart[key] = _Stood(shape, base_bytes) if segment.outcome is Outcome.USED else None
+
+    def _seen(self, key: Key) -> Iterator[tuple[Key, _Stood]]:
+        """Kinds that a segment of that key may be of; such as have no study yet among them."""
+        for other, line in self.items():
+            if line.shape is not None and _may_be(other, key):
+                yield other, _Stood(line.shape, line.base_bytes)
+        for other, stood in self._apart.items():
+            if stood is not None and other not in self and _may_be(other, key):
+                yield other, stood
+
+    def _stands_beside(self, key: Key, base_bytes: int) -> None:
+        if key in self:
+            self[key].stands_beside(base_bytes)
+        else:
+            self._most_bytes[key] = max(self._most_bytes.get(key, 0), base_bytes)
+
+    def stood(self, key: Key) -> int:
+        """Most bytes that were alive or foreseen as a segment began of that kind, which has no line yet."""
+        return self._most_bytes.get(key, 0)
 
     @property
     def alike(self) -> list[tuple[Key, Key]]:
@@ -151,7 +190,7 @@ class Lines(dict[Key, Line]):
     def part(self, key: Key) -> None:
         """Segments of that key are of a kind of their own from now on."""
         if self._alike.pop(key, None) is not None:
-            self._apart.add(key)
+            self._apart[key] = None
 
     @property
     def are_too_many(self) -> bool:

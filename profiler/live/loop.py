@@ -27,6 +27,7 @@ from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
 from poochplan.runtime.watch.census import census_bytes
+from poochplan.runtime.watch.growth import foreseen_bytes
 from poochplan.tensors.modes import ToggledMode
 
 from .lines import Key, Line, Lines
@@ -99,7 +100,7 @@ class Loop:
         self._line: Line | None = None
         self._key: Key | None = None
         """Of the open segment, before it is known what it is like."""
-        self._compared: tuple[Key, Line, int] | None = None
+        self._compared: tuple[Key, int] | None = None
         self._told = 0
         self._segments = 0
         self._link, self._fits, self._room, self._follower = link, fits, room, follower
@@ -161,10 +162,10 @@ class Loop:
             return known
         if not self.optimizer_steps and self._segments < MOST_WARMUP:
             return SwapEach(at_once=True)
-        like = self.lines.like(key)
-        if like is not None:
+        if self.lines.may_be_known(key):
             gc.collect()  # as before a capture
-            self._compared = key, like, census_bytes(self.scene.where.type)
+            kind = self.scene.where.type
+            self._compared = key, census_bytes(kind) + foreseen_bytes(self._optimizers, kind)
             return SwapEach(at_once=True)
         line = self._line_of(key)
         if line is None or line.next_watch is None:
@@ -195,7 +196,7 @@ class Loop:
         return self.lines[key]
 
     def _new_line(self, key: Key) -> Line:
-        line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room))
+        line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room), self.lines.stood(key))
         if self.lines.are_too_many:
             line.give_up(TOO_MANY)
             self._follower.profiled(line)
@@ -268,9 +269,9 @@ class Loop:
         watch, line = self._take_off(stepped=False), self._line
         self._watch = self._line = None
         if self._compared is not None:
-            key, like, base_bytes = self._compared
+            key, base_bytes = self._compared
             self._compared = None
-            self.lines.compared(key, like, segment, base_bytes)
+            self.lines.compared(key, segment, base_bytes)
         elif segment.diverged and self._key is not None:
             self.lines.part(self._key)
         if watch is None or line is None:

@@ -13,6 +13,7 @@ import msgspec
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
+from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, page_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
@@ -23,10 +24,11 @@ from poochplan.profiler.trials.compare import verification, without_replays
 from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.profiler.trials.handle_cost import keeping, with_handles
 from poochplan.profiler.trials.paired import HookSeconds
+from poochplan.runtime.watch.census import census_bytes
 
 from .aside import aside
 from .capturing import Capturing
-from .timing_watches import OpTiming, PhaseTiming
+from .timing_watches import Keeping, OpTiming, PhaseTiming
 from .verifying_watch import Verifying
 from .watch import Scene, Watch
 
@@ -49,6 +51,8 @@ class Hurry(Exception):  # noqa: N818 - a word to the study
 
 
 NewWatch = Callable[[], Watch]
+Keep = Callable[[], Instructions | None]
+"""What keeps all in a segment that is about to begin; None where it has to swap."""
 Studied = Generator[NewWatch, Any, Profile]
 
 
@@ -68,8 +72,17 @@ def study(
     draft = _drafts(seen, scene, aside(link), workload)
     durations = seen.capture.durations()
     in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
-    mode: Literal["run", "swap-all"] = "run" if fits(in_core) else "swap-all"
-    keep_all = keeping(in_core) if mode == "run" else None
+
+    def grown_bytes() -> int:
+        """What lives beside the step by now, or will one day, and did not when it was captured."""
+        return max(seen.foreseen_bytes, census_bytes(scene.where.type) - (seen.base_bytes or 0))
+
+    def keep_all() -> Instructions | None:
+        more_bytes = grown_bytes()
+        fitting = fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core)
+        return keeping(in_core) if fitting else None
+
+    mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
     notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]
     notes += [*aside(lambda: page_notes(scene.where)), LIVE]
     in_hooks: list[HookSeconds] = []
@@ -78,54 +91,56 @@ def study(
         runs, differing = yield from _timed_ops(scene, keep_all, seen.capture.ops)
         swapped = [SWAPPED] if mode == "swap-all" else []
         profile = draft(mode, durations if runs is None else runs, measured, [*notes, *differing, *swapped])
-        if mode == "swap-all" and _verifying_bytes(profile) > room(profile):
+        room_bytes, replay_bytes = room(profile) - max(0, grown_bytes()), _replay_bytes(profile)
+        is_tight = mode == "swap-all" or profile.in_core_peak_bytes + replay_bytes > room_bytes
+        if is_tight and _smallest_bytes(profile) + replay_bytes > room_bytes:
             profile = without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
         else:
-            profile = yield from _verified(scene, profile)
+            profile = yield from _verified(scene, profile, is_tight=is_tight)
     except Hurry:
         once = {phase: _seconds_of(phase, seen.capture.ops) for phase in Phase}
         profile = without_replays(draft("swap-all", durations, [once], [*notes, HURRIED]))
     return with_handles(profile, aside(lambda: cached_cost(scene.where)), in_hooks if mode == "run" else [])
 
 
-def _verifying_bytes(profile: Profile) -> int:
-    """About what a segment takes that swaps, and compares values with their replays: two of the largest more."""
+def _replay_bytes(profile: Profile) -> int:
+    """About what a segment takes more that compares values with their replays: two of the largest."""
+    return 2 * max((profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0)
+
+
+def _smallest_bytes(profile: Profile) -> int:
+    """What a segment takes that swaps."""
     from poochplan.planner.planning import smallest_budget  # with numba, which takes memory that other steps may need
 
-    largest_bytes = max(
-        (profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0
-    )
-    return smallest_budget(profile) + 2 * largest_bytes
+    return smallest_budget(profile)
 
 
 def _seconds_of(phase: Phase, ops: list[CapturedOp]) -> float:
     return sum(op.duration_s for op in ops if op.phase is phase)
 
 
-def _timed(
-    scene: Scene, keep_all: Instructions | None
-) -> Generator[NewWatch, Any, tuple[list[PhaseSeconds], list[HookSeconds]]]:
+def _timed(scene: Scene, keep_all: Keep) -> Generator[NewWatch, Any, tuple[list[PhaseSeconds], list[HookSeconds]]]:
     measured, in_hooks = [], []
     for _ in range(TIMED):
-        watch: PhaseTiming = yield lambda: PhaseTiming(scene, keep_all)
+        watch: PhaseTiming = yield lambda: PhaseTiming(scene, keep_all())
         measured.append(watch.seconds)
-        in_hooks.append(watch.in_hooks)
+        in_hooks += [watch.in_hooks] if isinstance(watch.driver, Keeping) else []
     return measured, in_hooks
 
 
 def _timed_ops(
-    scene: Scene, keep_all: Instructions | None, ops: list[CapturedOp]
+    scene: Scene, keep_all: Keep, ops: list[CapturedOp]
 ) -> Generator[NewWatch, Any, tuple[Floats | None, list[str]]]:
     runs = OpRuns(ops)
     for _ in range(TIMED):
-        watch: OpTiming = yield lambda: OpTiming(scene, keep_all)
+        watch: OpTiming = yield lambda: OpTiming(scene, keep_all())
         runs.add(watch.timer, watch.seconds)
     times = runs.times()
     return times.runs, [times.note] if times.note else []
 
 
-def _verified(scene: Scene, profile: Profile) -> Studied:
-    trials = verification(profile)
+def _verified(scene: Scene, profile: Profile, *, is_tight: bool) -> Studied:
+    trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
     while True:
         wanted = trial

@@ -10,7 +10,6 @@ from poochplan.profiler.trials.compare import verifying
 from poochplan.profiler.trials.swap_all import HostStore
 from poochplan.profiler.trials.verify_replays import Verify
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.watch.census import census_bytes
 
 from .watch import Scene, Watch
 
@@ -26,7 +25,7 @@ class Verifying(Watch):
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        self.base_bytes = census_bytes(self.scene.where.type)
+        self.look_around()
         yield
 
     def _store(self, scene: Scene) -> HostStore:

@@ -17,6 +17,8 @@ from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.runtime.watch.census import census_bytes
+from poochplan.runtime.watch.growth import foreseen_bytes
 from poochplan.tensors.torch_private import intercept_autograd
 
 Pack = Callable[[torch.Tensor], Handle]
@@ -53,6 +55,8 @@ class Watch:
         """Whether that holds for every other segment of its kind."""
         self.base_bytes: int | None = None
         """What was alive as the segment began, where that was looked at."""
+        self.foreseen_bytes = 0
+        """How much more that will be one day, as far as optimizers say."""
         self.phase = Phase.FORWARD
         self._depth = 0
         self._stack = contextlib.ExitStack()
@@ -68,6 +72,12 @@ class Watch:
     def instruments(self, segment: Segment) -> Iterator[None]:
         """On for the length of the block."""
         yield
+
+    def look_around(self) -> None:
+        """The segment is about to begin: what is alive is counted."""
+        kind = self.scene.where.type
+        self.base_bytes = census_bytes(kind)
+        self.foreseen_bytes = foreseen_bytes(self.scene.optimizers, kind)
 
     def enter(self, phase: Phase) -> None:
         """The phase that begins."""

@@ -56,18 +56,19 @@ def verify(
         return cast(Profile, verified.value)
 
 
-def verification(profile: Profile) -> Generator[Instructions, Verify, Profile]:
+def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instructions, Verify, Profile]:
     """Asks for one step after another under :class:`Verify`, and gives the profile with ``unreplayable`` set on every
     value whose replay was tried and failed.
 
     One step; where a replay gives other bits, the earliest such value is marked and a step is run again, since
     later ones may differ only for being replayed from it. Memory is about that of the in-core step, as in the capture;
-    of a profile of mode ``swap-all`` two steps try a part of the values each, and memory is about that of swapping.
+    of a profile of mode ``swap-all``, or where it ``is_tight``, two steps try a part of the values each, and memory is
+    about that of swapping.
     A step that does not follow its own profile is tried again, for one that alternates. When none follows it, what no
     step has verified is not recomputed. A note says where they diverge, and one for each reason why values were marked.
     """
     unverified = profile
-    parts = 2 if profile.mode == "swap-all" else 1
+    parts = 2 if is_tight or profile.mode == "swap-all" else 1
     divergence = ""
     for remaining in reversed(range(MOST_ROUNDS)):
         verified: set[int] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ class Run:
     """``losses`` of each turn, ``state`` afterwards, most live bytes of each turn by the outside meter."""
 
     losses: list[list[float]]
-    state: list[torch.Tensor]
+    state: list[bytes]
+    """Of each tensor; as bytes, which do not live beside the run that this one is compared with."""
     peaks: list[int]
     session: AutoSession | None = None
     planned_at: int | None = None
@@ -40,11 +41,12 @@ class Run:
     def equals(self, other: Run) -> bool:
         """Bitwise; a NaN equals itself."""
         mine, theirs = (np.array([loss for turn in run.losses for loss in turn]) for run in (self, other))
-        return (
-            np.array_equal(mine, theirs, equal_nan=True)
-            and len(self.state) == len(other.state)
-            and all(torch.equal(a, b) for a, b in zip(self.state, other.state, strict=True))
-        )
+        return np.array_equal(mine, theirs, equal_nan=True) and self.state == other.state
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """What each holds."""
+    return [one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
 
 
 def run_plain(make: Callable[[], Training], turns: int = TURNS) -> Run:
@@ -57,7 +59,7 @@ def run_plain(make: Callable[[], Training], turns: int = TURNS) -> Run:
             meter.restart()
             losses.append(list(training.turn(number)))
             peaks.append(meter.peak)
-    return Run(losses, training.state(), peaks)
+    return Run(losses, bytes_of(training.state()), peaks)
 
 
 def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns: int = TURNS, **options: Any) -> Run:
@@ -79,5 +81,5 @@ def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns
                 run.planned_at = number
             if number >= WAITED_AT and session.plan is None:
                 session.wait_until_planned(120)
-    run.state = training.state()
+    run.state = bytes_of(training.state())
     return run

@@ -297,3 +297,19 @@ def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Ru
     assert found.losses == expected.losses[:11]
     assert found.session is not None
     assert found.session.loop.engine.segment.report.out_bytes == 0
+
+
+def test_a_link_that_is_measured_beside_the_loop_takes_no_random_numbers_from_it(
+    expected: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[torch.Tensor] = []
+
+    def drawing(*_: Any) -> Any:
+        measured.append(torch.rand(3))
+        return LINK
+
+    monkeypatch.setattr("poochplan.online.auto.known_link", lambda *_: None)
+    monkeypatch.setattr("poochplan.online.auto.measure_link", drawing)
+    found = run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), tmp_path, turns=6, link=None)
+    assert measured
+    assert found.losses == expected.losses[:6]

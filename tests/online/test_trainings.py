@@ -11,7 +11,7 @@ import pytest
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import TRAININGS
 
-SHARES = {"closure": 0.75, "checkpointing_inside": 0.8}
+SHARES = {"checkpointing_inside": 0.8}
 """Of the in-core peak; 60% for the others."""
 REFUSED = {
     "gan": "a later segment uses what it saves",

@@ -28,6 +28,7 @@ from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.run_report import StepReport
+from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from poochplan.runtime.watch.keeper import described as moment_in_words
 from poochplan.runtime.watch.keeper import held_beside
 from poochplan.runtime.watch.step_meter import StepMeter
@@ -35,7 +36,7 @@ from poochplan.runtime.watch.users_line import users_line
 from poochplan.units import parse_budget
 
 from .background import Background, Plannings
-from .following import Metered, is_metered, more_beside
+from .following import Beside, Metered, is_metered, left_free
 from .plan_cache import PlanCache
 from .ranks import Ranks, Shared
 from .telling import Teller, described, infeasible
@@ -83,6 +84,7 @@ class AutoSession:
         self._following: Way | None = None
         """Of the open segment."""
         self._followed: dict[Key, int] = {}
+        self._beside: dict[Key, Beside] = {}
         self._missed: dict[Key, int] = {}
         self._studies: dict[Key, int] = {}
         self._looked_up: set[Key] = set()
@@ -204,7 +206,8 @@ class AutoSession:
             return None if self._is_planner else SwapEach(at_once=True)
         way, course = found
         times = self._followed.get(way.key, 0)
-        if is_metered(times) and self._is_outgrown(way):
+        beside = self._beside.setdefault(way.key, Beside(Growth()))
+        if (is_metered(times) or beside.is_due(self._number)) and self._is_outgrown(way, beside):
             return SwapEach(at_once=True)
         self._make_room(way)
         self._current = self._following = way
@@ -233,9 +236,10 @@ class AutoSession:
                 self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
         self._teller.say(f"profiled in {line.segments} steps, planning")
-        self._want_plan(line.key, profile)
+        beside = self._beside[line.key] = Beside(line.growth)
+        self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes))
 
-    def _want_plan(self, key: Key, profile: Profile) -> None:
+    def _want_plan(self, key: Key, profile: Profile, ahead_bytes: int) -> None:
         self.profiles[key] = profile
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
@@ -248,6 +252,9 @@ class AutoSession:
                     raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
                 self._warn(text)
             return
+        if ahead_bytes:
+            profile = with_bytes_beside(profile, left_free(ahead_bytes, budget_bytes - smallest_bytes))
+            self.profiles[key] = profile
         try:
             self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
         except OSError as error:
@@ -339,16 +346,25 @@ class AutoSession:
             except OSError as error:
                 self._warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
 
-    def _is_outgrown(self, way: Way) -> bool:
+    @property
+    def _number(self) -> int:
+        """Of the segment that begins."""
+        return self.loop.engine.segment.number
+
+    def _is_outgrown(self, way: Way, beside: Beside) -> bool:
         """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
         profile = self.profiles.get(way.key) if self._policy is OverBudget.REPLAN else None
-        more_bytes = 0 if profile is None else more_beside(profile, way.plan, self.loop.scene.where.type)
-        if profile is None or not more_bytes:
+        if profile is None:
+            return False
+        scene = self.loop.scene
+        more_bytes = beside.outgrown(self._number, profile, way.plan, scene.where.type)
+        if not more_bytes:
             return False
         del self.ways[way.key]
         self._followed[way.key] = 0
         self._teller.say("more lives beside the step than when it was profiled: planning again")
-        self._want_plan(way.key, with_bytes_beside(profile, more_bytes))
+        ahead_bytes = beside.ahead_bytes(self._number, foreseen_bytes(scene.optimizers, scene.where.type))
+        self._want_plan(way.key, with_bytes_beside(profile, more_bytes), ahead_bytes)
         return True
 
     def _was_followed(self, way: Way, segment: Segment) -> None:

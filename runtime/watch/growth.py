@@ -1,0 +1,62 @@
+"""Growth: what lives beside the step and becomes more; how fast, and how much an optimizer will still add."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+
+SEEN = 3
+"""Growth counts where it was seen twice in a row: what has come once, such as a copy of the weights, does not grow."""
+
+
+class Growth:
+    """State: the last few sizes of what lives beside segments of one kind, with the segments' numbers."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, int]] = deque(maxlen=SEEN)
+
+    def saw(self, number: int, size_bytes: int) -> None:
+        """So many bytes were there as that segment began."""
+        if not self._seen or number > self._seen[-1][0]:
+            self._seen.append((number, size_bytes))
+
+    @property
+    def latest_bytes_per_segment(self) -> float:
+        """Between the last two looks; 0 where it did not become more."""
+        return max(0.0, self._rates()[-1]) if len(self._seen) > 1 else 0.0
+
+    @property
+    def steady_bytes_per_segment(self) -> float:
+        """What it has grown by each time; 0 where it did not each time."""
+        return max(0.0, min(self._rates())) if len(self._seen) == SEEN else 0.0
+
+    def _rates(self) -> list[float]:
+        return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._seen)]
+
+
+def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:
+    """Bytes that the states of these will take beyond what they take now, where that is known: LBFGS's history.
+
+    Of each of its iterations LBFGS keeps two flat vectors of all parameters and two numbers, up to ``history_size``.
+    """
+    return sum(_history_bytes(one, device_type) for one in optimizers if isinstance(one, torch.optim.LBFGS))
+
+
+def _history_bytes(optimizer: torch.optim.LBFGS, device_type: str) -> int:
+    (group,) = optimizer.param_groups
+    parameters = [one for one in group["params"] if one.device.type == device_type]
+    if not parameters:
+        return 0
+    state = optimizer.state.get(parameters[0], {})
+    left = group["history_size"] - len(state.get("old_dirs") or ())
+    vector_bytes = sum(one.numel() * one.element_size() for one in parameters)
+    return max(0, left) * 2 * (_rounded(vector_bytes) + ALLOCATION_UNIT_BYTES)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
