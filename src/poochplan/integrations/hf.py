@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from poochplan.online.auto import auto
+from poochplan.online.auto import auto, check_budget
 from poochplan.online.auto_session import AutoSession
+from poochplan.tensors.torch_private import is_compiled
 
-from .calls import Call
+from .calls import Call, check_only_one, owner_of_method
 from .wrapping import outermost
 
 
@@ -26,6 +27,7 @@ class PlanCallback(TrainerCallback):
     """
 
     def __init__(self, *, budget: str | int | float, **options: Any) -> None:
+        check_budget(budget)
         self.session: AutoSession | None = None
         self._options: dict[str, Any] = {"budget": budget, **options}
 
@@ -40,9 +42,11 @@ class PlanCallback(TrainerCallback):
     ) -> None:
         assert model is not None, "the Trainer gives its model to its callbacks"
         self.close()
-        session = auto(outermost(model), optimizer, **self._options)
+        trainer, call = owner_of_method(Trainer), Call.of_method(Trainer)
+        if trainer is not None:
+            check_only_one(self, trainer.callback_handler.callbacks)
+        session = auto(self._called(model, trainer), optimizer, **self._options)
         session.__enter__()
-        call = Call.of_method(Trainer)
         if call is not None:
             session.lasts_while(call.is_running)
         self.session = session
@@ -51,6 +55,12 @@ class PlanCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.close()
+
+    @staticmethod
+    def _called(model: torch.nn.Module, trainer: Trainer | None) -> torch.nn.Module:
+        """The one that the trainer calls, such as the compiled one of ``torch_compile=True``."""
+        wrapped = getattr(trainer, "model_wrapped", None)
+        return wrapped if wrapped is not None and is_compiled(wrapped) else outermost(model)
 
     def close(self) -> None:
         """Ends the session, if one is open."""

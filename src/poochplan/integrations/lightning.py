@@ -10,9 +10,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from poochplan.online.auto import auto
+from poochplan.online.auto import auto, check_budget
 from poochplan.online.auto_session import AutoSession
 
+from .calls import check_only_one
 from .wrapping import outermost
 
 
@@ -24,11 +25,13 @@ class PlanCallback(Callback):
     """
 
     def __init__(self, *, budget: str | int | float, **options: Any) -> None:
+        check_budget(budget)
         self.session: AutoSession | None = None
         self._options: dict[str, Any] = {"budget": budget, **options}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close()
+        check_only_one(self, trainer.callbacks)  # type: ignore[attr-defined]
         session = auto(outermost(pl_module), trainer.optimizers, **self._options)
         session.__enter__()
         self.session = session

@@ -25,6 +25,8 @@ from .auto_session import AutoSession
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+MOST_PERCENT = 100
+"""A number up to this is no amount of bytes that anybody means."""
 
 
 def auto(
@@ -76,7 +78,7 @@ def auto(
     where = checked_device(together(models), None, None, 1)
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
-    parse_budget(budget, 1 << 60)  # refused here, not in the middle of the loop
+    check_budget(budget)  # here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
@@ -96,6 +98,13 @@ def auto(
         on_over_budget=on_over_budget,
         is_quiet=quiet,
     )
+
+
+def check_budget(budget: str | int | float) -> None:
+    """Raises ``UsageError`` for a budget that cannot be read, and for a few bytes, which were meant as a share."""
+    parse_budget(budget, 1 << 60)
+    if not isinstance(budget, str) and 1 < budget <= MOST_PERCENT:
+        raise UsageError(f'budget: expected "60%", "8GiB" or bytes, found {budget}; did you mean "{budget}%"?')
 
 
 def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +139,25 @@ class AutoSession:
         self._stack.close()
 
     def _end(self) -> None:
+        self._keep_for_the_next_run()
+        if self._pending:
+            self._teller.say("the loop has ended while a plan was being made; the next run goes on from its profile")
+        elif not self.profiles and any(line.is_studied for line in self.loop.lines.values()):
+            self._teller.say(
+                "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
+            )
         self._pending.close()
         self._teller.end()
+
+    def _keep_for_the_next_run(self) -> None:
+        """Plans that nobody has followed yet, and which kinds are alike: it has nothing to compare them with."""
+        for key, pending in self._pending.take_done():
+            with contextlib.suppress(PoochError):
+                self._cache.keep(key, self.profiles[key], pending.plan())
+            pending.close()
+        for key, like in self.loop.lines.alike:
+            if like in self.ways and like in self.profiles:
+                self._cache.keep(key, self.profiles[like], self.ways[like].plan)
 
     # -- what a user asks -------------------------------------------------------------------------------------
 
@@ -235,11 +253,14 @@ class AutoSession:
             if line.refused != UNUSED:  # there is nothing to plan
                 self._warn(f"steps that save like this are swapped whole, for {line.refused}")
             return
-        self._teller.say(f"profiled in {line.segments} steps, planning")
         beside = self._beside[line.key] = Beside(line.growth)
-        self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes))
+        if self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
+            which = "" if len(self.profiles) == 1 else f" of kind {len(self.profiles)}"
+            self._teller.say(f"profiled in {line.segments} steps{which}; planning in another process")
+            self._cache.keep(line.key, profile)
 
-    def _want_plan(self, key: Key, profile: Profile, ahead_bytes: int) -> None:
+    def _want_plan(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
+        """Whether one is under way now; it is said why not."""
         self.profiles[key] = profile
         budget_bytes = self._budget_of(profile)
         smallest_bytes = smallest_budget(profile)
@@ -251,7 +272,7 @@ class AutoSession:
                 if self._policy is OverBudget.ERROR:
                     raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
                 self._warn(text)
-            return
+            return False
         if ahead_bytes:
             profile = with_bytes_beside(profile, left_free(ahead_bytes, budget_bytes - smallest_bytes))
             self.profiles[key] = profile
@@ -259,6 +280,7 @@ class AutoSession:
             self._pending[key] = Background(profile, budget_bytes, self._time_limit_s)
         except OSError as error:
             self._warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
+        return key in self._pending
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""
@@ -319,10 +341,12 @@ class AutoSession:
         if key in self._looked_up or key in self.ways or not self._is_planner:
             return
         self._looked_up.add(key)
-        found = self._cache.find(key)
-        if found is not None:
-            self.profiles[key] = found[0]
-            self._follow(key, found[1])
+        profile, plan = self._cache.find(key) or (None, None)
+        if profile is not None and plan is not None:
+            self.profiles[key] = profile
+            self._follow(key, plan)
+        elif profile is not None and self._want_plan(key, profile, self._foreseen_bytes):
+            self._teller.say("profiled in an earlier run; planning in another process")
 
     def _follow(self, key: Key, plan: Plan) -> None:
         if self._ranks is not None:
@@ -351,6 +375,11 @@ class AutoSession:
         """Of the segment that begins."""
         return self.loop.engine.segment.number
 
+    @property
+    def _foreseen_bytes(self) -> int:
+        """What the optimizers will come to hold."""
+        return foreseen_bytes(self.loop.scene.optimizers, self.loop.scene.where.type)
+
     def _is_outgrown(self, way: Way, beside: Beside) -> bool:
         """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
         profile = self.profiles.get(way.key) if self._policy is OverBudget.REPLAN else None
@@ -363,7 +392,7 @@ class AutoSession:
         del self.ways[way.key]
         self._followed[way.key] = 0
         self._teller.say("more lives beside the step than when it was profiled: planning again")
-        ahead_bytes = beside.ahead_bytes(self._number, foreseen_bytes(scene.optimizers, scene.where.type))
+        ahead_bytes = beside.ahead_bytes(self._number, self._foreseen_bytes)
         self._want_plan(way.key, with_bytes_beside(profile, more_bytes), ahead_bytes)
         return True
 

@@ -17,6 +17,7 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.model_check import model_signature
+from poochplan.tensors.torch_private import is_compiled
 
 VERSION = 1
 """Of the way that loops are profiled and planned; what another one has kept is made anew."""
@@ -26,7 +27,8 @@ class PlanCache:
     """What is wrong or missing there is no error: it is profiled and planned anew.
 
     A fingerprint is of the code that defines the model's classes and of the program that runs (a plan's replays were
-    tried with that code), of model, inputs, place in the loop, device, threads, host, budget, and the version of torch.
+    tried with that code), of model, its switches, inputs, place in the loop, device, threads, host, budget, and the
+    version of torch.
     """
 
     def __init__(self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float) -> None:
@@ -34,33 +36,41 @@ class PlanCache:
         machine = this_machine(where)
         self._model = model_signature(model)
         self._common = (
-            self._model.fingerprint,
+            *(self._model.fingerprint, code_digest(model), switches_digest(model)),
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node()),
             *(repr(budget), torch.__version__, VERSION),
         )
 
-    def find(self, key: Key) -> tuple[Profile, Plan] | None:
-        """Profile and plan for a kind of segment."""
+    def find(self, key: Key) -> tuple[Profile, Plan | None] | None:
+        """Profile and plan for a kind of segment; the profile alone where the loop ended before its plan was made."""
         folder = self._of(key)
         with contextlib.suppress(PoochError):
-            if (folder / "plan.json").exists():
-                profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
-                if (profile.model, profile.inputs, profile.ops_fingerprint) == (
-                    *(self._model, key.inputs, plan.profile_fingerprint),
-                ) and plan.model == self._model:
-                    return profile, plan
+            if (folder / "profile.json").exists():
+                profile = Profile.load(folder / "profile.json")
+                if (profile.model, profile.inputs) == (self._model, key.inputs):
+                    return profile, self._plan_of(folder, profile)
         return None
 
-    def keep(self, key: Key, profile: Profile, plan: Plan) -> None:
-        """Writes both, the plan last, so that one that is found has its profile."""
+    def _plan_of(self, folder: Path, profile: Profile) -> Plan | None:
+        with contextlib.suppress(PoochError):
+            if (folder / "plan.json").exists():
+                plan = Plan.load(folder / "plan.json")
+                if (plan.model, plan.profile_fingerprint) == (self._model, profile.ops_fingerprint):
+                    return plan
+        return None
+
+    def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
+        """Writes them, the plan last, so that one that is found has its profile."""
         folder = self._of(key)
         write_cache(folder / "profile.json", encode_readable(profile))
-        write_cache(folder / "plan.json", encode_readable(plan))
+        if plan is not None:
+            write_cache(folder / "plan.json", encode_readable(plan))
 
     def drop(self, key: Key) -> None:
         """What is kept for that kind is not right any more."""
-        with contextlib.suppress(OSError):
-            (self._of(key) / "plan.json").unlink(missing_ok=True)
+        for name in ("plan.json", "profile.json"):
+            with contextlib.suppress(OSError):
+                (self._of(key) / name).unlink(missing_ok=True)
 
     def _of(self, key: Key) -> Path:
         text = "\n".join(map(str, (*self._common, *key)))
@@ -75,4 +85,15 @@ def code_digest(model: torch.nn.Module) -> str:
         path = getattr(sys.modules.get(name), "__file__", None)
         with contextlib.suppress(OSError):
             digest.update(Path(path).read_bytes() if path else name.encode())
+    return digest.hexdigest()[:16]
+
+
+def switches_digest(model: torch.nn.Module) -> str:
+    """Of what changes steps and no code: flags of modules, such as gradient checkpointing; replaced, compiled calls."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        own = vars(module)
+        flags = sorted((key, value) for key, value in own.items() if isinstance(value, bool) and key != "training")
+        forward = getattr(own.get("forward"), "__qualname__", "")
+        digest.update(repr((name, flags, forward, is_compiled(module))).encode())
     return digest.hexdigest()[:16]

@@ -16,7 +16,7 @@ import sys
 from poochplan.cli import main
 
 PR_SET_PDEATHSIG = 1
-LEAST_PRIORITY = 19
+LEAST_PRIORITY = 5
 
 
 def ends_with_its_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from poochplan.formats.facts.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.units import format_bytes, format_seconds
@@ -41,8 +42,8 @@ def described(plan: Plan) -> str:
     )
     promise = plan.prediction
     return (
-        f"{format_bytes(promise.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
-        f"{format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}), {counts or 'everything kept'}"
+        f"at most {format_bytes(promise.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}, "
+        f"{format_seconds(promise.step_s)} a step ({promise.overhead:+.1%}) predicted, {counts or 'everything kept'}"
     )
 
 
@@ -52,5 +53,5 @@ def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
     return (
         f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
         f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
-        "kept"
+        f"kept{''.join(f'; {line}' for line in limits(profile))}"
     )
