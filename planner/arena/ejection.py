@@ -57,7 +57,7 @@ def place_all(spans: Ints, offsets: Ints, height: int, costs: Ints, allowance: i
         left -= 1
         near = _look_beside(spans, block, placed, there, beside)
         looks += there + left
-        place = _tightest_gap(beside, near, spans[2, block], height, cheapest)
+        place = _lowest_gap(beside, near, spans[2, block], height)
         if place == WAITS:
             looks += PER_EJECTION * near
             factors[block] += 1
@@ -117,18 +117,14 @@ def _look_beside(spans: Ints, block: int, placed: Ints, there: int, beside: Ints
 
 
 @part
-def _tightest_gap(beside: Ints, near: int, size: int, height: int, cheapest: Ints) -> int:
-    """The smallest gap with room for ``size``, its lower end or, by lot, its upper one; ``WAITS`` without one."""
-    place, tightest, top = WAITS, height + 1, 0
-    for k in range(near + 1):
-        low = beside[FROM, k] if k < near else height
-        if size <= low - top < tightest:
-            place, tightest = top, low - top
-        if k < near:
-            top = max(top, beside[TO, k])
-    if place >= 0 and tightest > size and _lot(cheapest) % 2 == 1:
-        place += tightest - size
-    return int(place)
+def _lowest_gap(beside: Ints, near: int, size: int, height: int) -> int:
+    """The lowest place with room for ``size``; ``WAITS`` without one."""
+    top = 0
+    for k in range(near):
+        if size <= beside[FROM, k] - top:
+            return int(top)
+        top = max(top, beside[TO, k])
+    return int(top) if top + size <= height else WAITS
 
 
 @part
@@ -195,9 +191,7 @@ def _lot(cheapest: Ints) -> int:
 
 
 @part
-def _eject(
-    spans: Ints, block: int, place: int, placed: Ints, there: int, waiting: Ints, left: int
-) -> tuple[int, int]:
+def _eject(spans: Ints, block: int, place: int, placed: Ints, there: int, waiting: Ints, left: int) -> tuple[int, int]:
     """Has all wait that lie where ``block`` is put; (how many are placed, how many wait) then."""
     start, end, top = spans[0, block], spans[1, block], place + spans[2, block]
     kept = 0

@@ -21,10 +21,10 @@ from poochplan.planner.problem.arrays import Ints
 from .first_fit import first_fit
 from .portfolio import Portfolio
 
-QUICK = 8_000_000
-"""Looks of searches that take a few hundredths of a second."""
+QUICK_PER_BLOCK = 10_000
+"""Looks for each block that take a few hundredths of a second at 1,000 blocks."""
 THOROUGH = 1_200_000_000
-"""Looks of searches that take a few seconds."""
+"""Looks that take a few seconds."""
 PER_PAIR = 3_000
 """Looks for each pair of blocks at most: a few blocks need no long search."""
 PLAIN = 100
@@ -50,12 +50,12 @@ class Packing:
     """Most bytes that are live at any time, each block rounded up to the allocation unit."""
 
 
-def pack(blocks: Sequence[Block], looks: int = QUICK) -> Packing:
+def pack(blocks: Sequence[Block], looks: int | None = None) -> Packing:
     """Places ``blocks`` in an arena as small as a search makes it; the same blocks and looks, the same places.
 
-    Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks at a block: ``QUICK``,
-    ``THOROUGH``, or any number. Without numba it takes ``PLAIN`` times fewer. Three first fits come before, which
-    no number limits.
+    Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks at a block, the unit of
+    work of ``ejection.py``: ``THOROUGH``, or any number. By default it is quick, ``QUICK_PER_BLOCK`` for each block.
+    Without numba it takes ``PLAIN`` times fewer. Three first fits come before, which no number limits.
 
     Raises
     ------
@@ -70,7 +70,8 @@ def pack(blocks: Sequence[Block], looks: int = QUICK) -> Packing:
         with one_at_a_time():
             fits = [first_fit(spans, order) for order in _orders(spans)]
         portfolio = Portfolio(spans, bound, min(fits, key=lambda places: int((places + spans[2]).max())))
-        portfolio.improve(min(looks // (1 if is_compiled() else PLAIN), PER_PAIR * len(taken) ** 2))
+        wanted = QUICK_PER_BLOCK * len(taken) if looks is None else looks
+        portfolio.improve(min(wanted // (1 if is_compiled() else PLAIN), PER_PAIR * len(taken) ** 2))
         offsets[taken] = portfolio.best
     top = int((offsets + units).max(initial=0))
     return Packing(

@@ -19,11 +19,11 @@ from .first_fit import first_fit
 
 COARSEST = 24
 """Blocks that a search begins with."""
-TURNS = 40_000
+TURNS = 50_000
 """Blocks that one search places at most, about."""
-FEWEST_SEARCHES = 6
+FEWEST_SEARCHES = 2
 """Searches that the allowance is split among at least."""
-LOWERED = (0.5, 0.75, 0.25, 0.9)
+LOWERED = (0.7, 0.85)
 """Of what the arena is above the bound, what the next search leaves; in turn while searches fail."""
 CLOSE = 0.001
 """This close to the bound, as a part of it, the bound itself is asked for."""
@@ -45,7 +45,9 @@ class Manner:
 WARM = Manner(0.4, 0.0, np.inf)
 """All at once, from the best places so far."""
 MANNERS = (
-    *(Manner(cost, life, growth) for growth, life, cost in product((1.4, 2.0, 1.15), (0.25, 0.0, 0.5), (0.4, 0.7))),
+    *(Manner(cost, life, 1.4) for life, cost in product((0.25, 0.5, 0.0), (0.4, 0.55))),
+    WARM,
+    *(Manner(cost, life, 2.0) for life, cost in product((0.25, 0.5, 0.0), (0.4, 0.3))),
     WARM,
 )
 

@@ -1,0 +1,130 @@
+"""The searches that make an arena smaller: known best arenas are found, work is limited, numba changes nothing."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+
+from poochplan.planner.arena.ejection import WAITS, place_all
+from poochplan.planner.arena.first_fit import first_fit
+from poochplan.planner.arena.packing import THOROUGH, Block, pack
+from poochplan.planner.arena.portfolio import settled
+from tests.planner.evaluator.test_evaluator import run_python
+
+UNIT = 512
+
+
+def cut_rectangle(pieces: int, time: int, units: int, seed: int) -> list[Block]:
+    """Blocks that fill an arena of ``units`` without a gap: a rectangle, cut in two again and again."""
+    rng = random.Random(seed)
+    rectangles = [(0, time, units)]
+    while len(rectangles) < pieces:
+        start, end, size = rectangles.pop(rng.randrange(len(rectangles)))
+        if rng.random() < 0.5 and end - start > 1:
+            at = rng.randrange(start + 1, end)
+            rectangles += [(start, at, size), (at, end, size)]
+        elif size > 1:
+            at = rng.randrange(1, size)
+            rectangles += [(start, end, at), (start, end, size - at)]
+        else:
+            rectangles.append((start, end, size))
+    rng.shuffle(rectangles)
+    return [Block(start, end, size * UNIT) for start, end, size in rectangles]
+
+
+def step_like(count: int, seed: int) -> list[Block]:
+    """Many tiny and short blocks, and larger ones that are freed in the order in which a backward pass frees them."""
+    rng = random.Random(seed)
+    blocks = []
+    for k in range(count):
+        if k % 4 == 0:
+            early, late = rng.randrange(k + 1), 2 * count - rng.randrange(k + 1)
+            blocks.append(Block(min(early, late), max(early, late) + 1, UNIT << rng.randrange(8, 14)))
+        else:
+            start = rng.randrange(2 * count)
+            blocks.append(Block(start, start + rng.randint(1, 4), rng.randint(1, 40 * UNIT)))
+    return blocks
+
+
+def spans_of(blocks: list[Block]) -> np.ndarray:
+    return np.array([(b.start, b.end, -(-b.size_bytes // UNIT)) for b in blocks], dtype=np.int64).T.copy()
+
+
+def overlaps(blocks: list[Block], offsets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Pairs that share bytes while both live, found by a sweep over times."""
+    moments = sorted([(b.start, 1, k) for k, b in enumerate(blocks)] + [(b.end, 0, k) for k, b in enumerate(blocks)])
+    live: set[int] = set()
+    found = []
+    for _, begins, k in moments:
+        if not begins:
+            live.remove(k)
+            continue
+        low, high = offsets[k], offsets[k] + blocks[k].size_bytes
+        found += [(j, k) for j in live if offsets[j] < high and low < offsets[j] + blocks[j].size_bytes]
+        live.add(k)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rectangle_that_was_cut_is_put_together_again(seed: int) -> None:
+    packing = pack(cut_rectangle(14, 40, 1000, seed), THOROUGH)
+    assert packing.lower_bound_bytes == 1000 * UNIT
+    assert packing.arena_bytes == packing.lower_bound_bytes
+
+
+@pytest.mark.parametrize("make", [partial(cut_rectangle, 200, 300, 5000), partial(step_like, 1500)])
+def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_arena(make) -> None:
+    blocks = make(1)
+    quick, longer, none = pack(blocks), pack(blocks, 60_000_000), pack(blocks, 0)
+    assert longer.lower_bound_bytes <= longer.arena_bytes <= none.arena_bytes
+    assert quick.arena_bytes <= none.arena_bytes
+    for packing in (quick, longer, none):
+        assert not overlaps(blocks, packing.offsets)
+        assert all(offset % UNIT == 0 and offset >= 0 for offset in packing.offsets)
+    assert min(quick.arena_bytes, longer.arena_bytes) < none.arena_bytes or none.arena_bytes == none.lower_bound_bytes
+
+
+def test_without_room_for_all_a_search_ends_with_its_allowance_and_says_who_waits() -> None:
+    spans = spans_of([Block(0, 4, 3 * UNIT), Block(1, 3, 3 * UNIT), Block(2, 6, 3 * UNIT), Block(4, 6, UNIT)])
+    offsets = np.full(4, WAITS, dtype=np.int64)
+    left, looks = place_all(spans, offsets, 8, np.ones(4, dtype=np.int64), 500, 0)
+    assert left == 1 == (offsets == WAITS).sum()
+    assert 500 <= looks < 600
+
+
+def test_what_is_settled_lies_no_higher_than_before() -> None:
+    blocks = step_like(400, 3)
+    spans = spans_of(blocks)
+    before = first_fit(spans, np.random.default_rng(0).permutation(400)) + 0
+    lifted = before + 7  # still without an overlap, and a gap below
+    after = settled(spans, lifted)
+    assert (after <= lifted).all()
+    assert (after < lifted).any()
+    assert not overlaps(blocks, tuple((after * UNIT).tolist()))
+
+
+def test_without_numba_plain_python_gives_the_same_places() -> None:
+    code = """
+        import sys
+        {}
+        import numpy as np
+        from poochplan.planner.arena.ejection import WAITS, place_all
+        from poochplan.planner.arena.first_fit import first_fit
+        from poochplan.planner.evaluator.compiled import is_compiled
+        from tests.planner.test_packing_search import cut_rectangle, spans_of, step_like
+        print(is_compiled(), file=sys.stderr)
+        for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5)):
+            spans = spans_of(blocks)
+            count = len(blocks)
+            fit = first_fit(spans, np.arange(count))
+            places = np.full(count, WAITS, dtype=np.int64)
+            height = (9 * int((fit + spans[2]).max())) // 10
+            said = place_all(spans, places, height, 1 + np.arange(count), 60_000, 3)
+            print(fit.tolist(), places.tolist(), *map(int, said))
+    """
+    plain = run_python(code.format('sys.modules["numba"] = None'))
+    assert plain == run_python(code.format(""))
+    assert plain.count("\n") == 2
