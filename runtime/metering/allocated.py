@@ -6,6 +6,7 @@ and lets go of in one has to be counted in both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from poochplan.errors import AllocatorError
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
 
@@ -43,6 +44,12 @@ def joined_count() -> ByteCount | None:
     if scope is not None:
         scope.join()
     return count
+
+
+def aside() -> contextlib.AbstractContextManager[None]:
+    """A block of which nothing that this thread allocates counts: the runtime's own notes."""
+    scope = step_scope() if step_scope.cache_info().currsize else None  # nobody counts before anybody has asked
+    return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 
 class AllocatedPeak:
@@ -107,4 +114,6 @@ class AllocatedPeak:
 
 
 def _rounded_bytes(storage: torch.UntypedStorage) -> int:
+    if storage.nbytes() < LEAST_COUNTED_BYTES:
+        return 0
     return -(-storage.nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
@@ -64,7 +65,8 @@ class Recorder(ToggledMode):
         op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
-            op.state = op.generator.get_state()
+            with aside():
+                op.state = op.generator.get_state()
         return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[StorageRecord]:

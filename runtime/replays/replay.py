@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.arguments import Flat, outputs_of, unflatten
 
 from .closure import NotReplayable, closure_of, storage_of
@@ -86,7 +87,8 @@ def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.Untype
         args, kwargs = unflatten(arguments, op.spec)
         return outputs_of(op.func(*args, **kwargs))
     args, kwargs = unflatten(arguments, op.spec)
-    now = op.generator.get_state()
+    with aside():
+        now = op.generator.get_state()
     op.generator.set_state(op.state)
     try:
         return outputs_of(op.func(*args, **kwargs))

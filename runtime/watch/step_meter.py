@@ -129,7 +129,7 @@ class StepMeter:
                 self._counted = self.mode.peak_bytes
                 if self._of_cpu is not None:
                     self._of_cpu.also_there(self.mode.met_bytes)
-            if self._of_cpu is not None and self._of_cpu.is_known:
+            if self._allocated is None and self._of_cpu is not None and self._of_cpu.is_known:
                 self._allocated = self._of_cpu.peak_bytes
 
     def _where(self) -> Moment:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.run_report import Report
 from poochplan.runtime.watch.census import leave_out
 
@@ -212,7 +213,7 @@ def snapshot(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
     A session's meter does not see them.
     """
-    with _disable_current_modes():
+    with _disable_current_modes(), aside():
         gradients = [
             p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None
         ]

@@ -107,7 +107,11 @@ class Scope {
   Scope* following = nullptr; // in the list of all scopes
 
  private:
+  // Python's numbers become blocks of 8 bytes on their way into ops: what is smaller than this does not count.
+  static constexpr size_t kLeastBytes = 64;
+
   int64_t rounded(size_t size_bytes) const noexcept {
+    if (size_bytes < kLeastBytes) return 0;
     const int64_t unit = unit_bytes_.load(std::memory_order_relaxed);
     return (static_cast<int64_t>(size_bytes) + unit - 1) / unit * unit;
   }

@@ -23,6 +23,8 @@ SCHEMA_VERSION = 4
 blocks each op takes (``OpBlock``).
 """
 ALLOCATION_UNIT_BYTES = 512
+LEAST_COUNTED_BYTES = 64
+"""Of allocated memory: smaller blocks count nothing, for Python's numbers become such on their way into ops."""
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
 
@@ -358,6 +360,8 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return len(self.ops) + len(self.points)
 
     def rounded_bytes(self, size_bytes: int) -> int:
-        """Bytes as the allocator takes them: rounded up to the allocation unit."""
+        """Bytes as they are counted: rounded up to the allocation unit."""
+        if self.memory is Memory.ALLOCATED and size_bytes < LEAST_COUNTED_BYTES:
+            return 0
         unit = self.allocation_unit_bytes
         return -(-size_bytes // unit) * unit
