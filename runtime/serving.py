@@ -178,7 +178,7 @@ def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | No
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
-    reason = _why_not(device, plans) if mode != "off" else "off"
+    reason = _why_not(mode, device, plans) if mode != "off" else "off"
     if not reason:
         return Serving(pack)
     if mode == "on":
@@ -186,11 +186,17 @@ def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | No
     return None
 
 
-def _why_not(device: str, plans: list[Plan]) -> str:
+def _is_within_budget(plan: Plan) -> bool:
+    return plan.prediction.arena_peak_bytes is None or plan.prediction.arena_peak_bytes <= plan.budget_bytes
+
+
+def _why_not(mode: ArenaMode, device: str, plans: list[Plan]) -> str:
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     if all(plan.layout is None for plan in plans):
         return "a plan without a layout; plan again"
+    if mode == "auto" and not all(_is_within_budget(plan) for plan in plans):
+        return "a plan whose arena is larger than its budget"
     try:
         return why_unavailable()
     except AllocatorError as error:

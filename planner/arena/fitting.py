@@ -14,7 +14,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
-from poochplan.planner.writing import Outcome
+from poochplan.planner.writing import KEEP_ALL, Outcome
 from poochplan.units import format_bytes
 
 from .layout import layout_of
@@ -27,12 +27,14 @@ _SHARE = 0.5
 
 def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome]) -> Outcome:
     """The first outcome of ``search`` (a budget, and the share of the effort) whose arena fits the budget; where none
-    does, swapping all, if that does.
+    does, swapping all, if that does. Where everything can be kept it is, in an arena or not.
 
     Raises ``InfeasibleError`` where the search does at the budget itself, or where nothing was found that fits.
     """
     inner_bytes, first = budget_bytes, search(budget_bytes, _SHARE)
     found = first
+    if first.policy == KEEP_ALL:
+        return first
     for _ in range(MOST_ROUNDS):
         more_bytes = arena_peak(profile, problem, found.best.schedule) - budget_bytes
         if more_bytes <= 0:

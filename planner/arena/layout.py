@@ -50,5 +50,5 @@ def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | 
     )
     outside = [block for block in blocks.of_step if block not in is_inside]
     layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_BYTES, places=places)
-    outside_bytes = live_peak([*blocks.before, *outside])
+    outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
     return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)

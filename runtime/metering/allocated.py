@@ -63,7 +63,8 @@ class AllocatedPeak:
         self._count = joined_count()
         self._beside_bytes: int | None = None
         """What is to be added to the count: all that lived at the last census."""
-        self._met_bytes = 0
+        self._first_block = 0
+        """Blocks with a lower number were there at the last census."""
         self._most_bytes = 0
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -84,23 +85,25 @@ class AllocatedPeak:
         if self._count is None:
             return
         self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
-        self._met_bytes = 0
         self._unknown.clear()
         library = self._count.library
+        self._first_block = library.block_at(torch.empty(LEAST_COUNTED_BYTES, dtype=torch.uint8).data_ptr())
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
 
-    def also_there(self, size_bytes: int) -> None:
-        """So much was there too, in storages that the census had not found and ops of the step have met."""
-        self._met_bytes = size_bytes
+    def met(self, storage: torch.UntypedStorage) -> None:
+        """An op of the step reads a storage that the census has not found: it may have been there before."""
+        if self._count is not None and self._beside_bytes is not None:
+            block = self._count.library.block_at(storage.data_ptr())
+            if block < self._first_block:
+                self._beside_bytes += _rounded_bytes(storage)
 
     @property
     def peak_bytes(self) -> int:
         """Since the step began."""
         assert self._count is not None
-        beside_bytes = (self._beside_bytes or 0) + self._met_bytes
-        return max(self._most_bytes, beside_bytes + self._count.peak_bytes)
+        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
         size_bytes = _rounded_bytes(storage)

@@ -37,20 +37,19 @@ class LiveBytesMeter(ToggledMode):
         self.live_bytes = 0
         self.began_bytes = 0
         """What was live at the begin."""
-        self.met_bytes = 0
-        """What was live at the begin too, and was met only later."""
         self.peak_bytes = 0
         self._region = CpuRegion()
         self._in_region = False
         self._live_before_bytes = 0
         self.at_peak: Any = None
+        self.met: Callable[[torch.UntypedStorage], None] = lambda _: None
+        """Told what is first met as an argument."""
 
     def begin(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
         """Begins a new peak at these, which are live now, and at what was met before and is."""
         for key, storage in storages.items():
             self._count_storage(key, storage)
         self.peak_bytes = self.began_bytes = self.live_bytes
-        self.met_bytes = 0
         self.at_peak = None
 
     @property
@@ -62,8 +61,9 @@ class LiveBytesMeter(ToggledMode):
     def watch(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that was there before."""
         met_bytes = self._count(tensor)
-        self.met_bytes += met_bytes
-        self.peak_bytes += met_bytes
+        if met_bytes:
+            self.peak_bytes += met_bytes
+            self.met(tensor.untyped_storage())
 
     def around_region(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable while the meter is on."""

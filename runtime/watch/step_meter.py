@@ -66,6 +66,8 @@ class StepMeter:
         self.mode = LiveBytesMeter(kind, ALLOCATION_UNIT_BYTES, self._where)
         by_allocator = kind == "cpu" and when != "never" and memory is Memory.ALLOCATED
         self._of_cpu = AllocatedPeak() if by_allocator else None
+        if self._of_cpu is not None:
+            self.mode.met = self._of_cpu.met
         self._kind = kind
         self._when = when
         self._is_settled = False
@@ -114,6 +116,8 @@ class StepMeter:
     def peak_bytes(self) -> int | None:
         """The most of this step so far; None where it is not metered."""
         self._read()
+        if self._of_cpu is not None and self._of_cpu.is_known and self._allocated is not None:
+            return self._allocated
         return self._counted if self._allocated is None else max(self._allocated, self._counted or 0)
 
     @property
@@ -127,8 +131,6 @@ class StepMeter:
             self._allocated = self._device.step_peak_bytes()
             if self.mode.is_on:
                 self._counted = self.mode.peak_bytes
-                if self._of_cpu is not None:
-                    self._of_cpu.also_there(self.mode.met_bytes)
             if self._allocated is None and self._of_cpu is not None and self._of_cpu.is_known:
                 self._allocated = self._of_cpu.peak_bytes
 

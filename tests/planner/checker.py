@@ -178,6 +178,8 @@ class _Judge:
 
     def _rounded(self, size_bytes: int) -> int:
         unit = self.profile.allocation_unit_bytes
+        if self.profile.memory == "allocated" and size_bytes < 64:
+            return 0
         return (size_bytes + unit - 1) // unit * unit
 
     def _bytes(self, value: int) -> int:
