@@ -108,10 +108,11 @@ def loop_of(name: str, **arguments: Any) -> Callable[[dict[str, Any] | None, str
     """An example that calls ``auto`` itself. It does not wait for its plan: a step of its optimizer does."""
 
     def trained(options: dict[str, Any] | None, folder: str) -> Trained:
-        auto, sessions, steps = poochplan.auto, [], count(1)
+        auto, steps = poochplan.auto, count(1)
+        sessions: list[Any] = []
 
         def started(*given: Any, **named: Any) -> Any:
-            sessions.append((no_session if options is None else auto)(*given, **named))
+            sessions.append(no_session() if options is None else auto(*given, **named))
             return sessions[-1]
 
         def waits(*_: Any) -> None:
