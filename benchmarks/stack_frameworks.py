@@ -5,10 +5,12 @@ from __future__ import annotations
 import runpy
 import tempfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import poochplan
 from tests.examples.ranks import no_session
@@ -16,6 +18,8 @@ from tests.online.census import outside_meter
 from tests.online.runs import Run, bytes_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+STUDIED = 14
+"""Steps of an optimizer after which every kind of segment is profiled, and planning is waited for."""
 Trained = tuple[list[float], torch.nn.Module, Any]
 """Losses, the model, and the session."""
 
@@ -100,17 +104,28 @@ def lightning_trainer(options: dict[str, Any] | None, folder: str) -> Trained:
     return losses, module, plans and plans.session
 
 
-def loop_of(name: str) -> Callable[[dict[str, Any] | None, str], Trained]:
-    """An example that calls ``auto`` itself."""
+def loop_of(name: str, **arguments: Any) -> Callable[[dict[str, Any] | None, str], Trained]:
+    """An example that calls ``auto`` itself. It does not wait for its plan: a step of its optimizer does."""
 
     def trained(options: dict[str, Any] | None, folder: str) -> Trained:
-        auto = poochplan.auto
-        if options is None:
-            poochplan.auto = no_session
+        auto, steps = poochplan.auto, count(1)
+        sessions: list[Any] = []
+
+        def started(*given: Any, **named: Any) -> Any:
+            sessions.append(no_session() if options is None else auto(*given, **named))
+            return sessions[-1]
+
+        def waits(*_: Any) -> None:
+            if next(steps) == STUDIED and options is not None:
+                sessions[-1].wait_until_planned(120)
+
+        poochplan.auto = started
+        hook = register_optimizer_step_post_hook(waits)
         try:
-            losses, model, session = main_of(name)(**(options or {}))
+            losses, model, session = main_of(name)(**arguments, **(options or {}))
         finally:
             poochplan.auto = auto
+            hook.remove()
         return losses, model, session if options is not None else None
 
     return trained
@@ -120,6 +135,6 @@ LIBRARIES: dict[str, Callable[[dict[str, Any] | None, str], Trained]] = {
     "transformers_trainer": transformers_trainer,
     "peft_in_trainer": peft_in_trainer,
     "lightning": lightning_trainer,
-    "accelerate": loop_of("accelerate_loop"),
+    "accelerate": loop_of("accelerate_loop", epochs=20),  # 40 steps: half of them follow the plan
 }
 """Data-parallel training has processes of its own: ``tests/examples/ranks.py``."""

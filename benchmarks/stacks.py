@@ -45,6 +45,8 @@ class Row:
     budget_bytes: int
     peak_bytes: int
     is_planned: bool
+    followed: int
+    """So many segments began under a plan."""
     fallbacks: int
     verdict: str
     said: str
@@ -70,6 +72,7 @@ def measured(name: str, share: float) -> Row:
         budget_bytes=budget_bytes,
         peak_bytes=found.peak_bytes,
         is_planned=found.session.plan is not None,
+        followed=found.session.followed,
         fallbacks=found.session.total.fallbacks,
         verdict="over" if found.peak_bytes > budget_bytes else "refused" if refused else "kept",
         said="; ".join(filter(None, [refused, *said])),
@@ -104,6 +107,7 @@ def ranks_row() -> Row:
         budget_bytes=worst["budget_bytes"],
         peak_bytes=worst["planned"]["peak_bytes"],
         is_planned=all(one["plan"] == found[0]["plan"] and one["plan"] for one in found),
+        followed=min(one["followed"] for one in found),
         fallbacks=sum(one["fallbacks"] for one in found),
         verdict="over" if worst["planned"]["peak_bytes"] > worst["budget_bytes"] else "kept",
         said="",

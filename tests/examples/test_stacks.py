@@ -212,18 +212,19 @@ def test_a_loop_is_the_same_in_less_memory(
     assert peak_bytes <= budget_bytes
 
 
-def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(tmp_path: Path) -> None:
+def facts_of_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
+    """What two processes that torchrun started have written."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-m", "tests.examples.ranks", str(tmp_path)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [*command, "-m", module, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(tmp_path: Path) -> None:
+    first, second = facts_of_ranks("tests.examples.ranks", tmp_path)
     for facts in (first, second):
         assert {**facts["planned"], "peak_bytes": 0} == {**facts["plain"], "peak_bytes": 0}
         assert facts["planned"]["peak_bytes"] <= facts["budget_bytes"]
@@ -231,3 +232,12 @@ def test_ranks_follow_one_plan_from_the_same_step_on_with_the_buckets_counted(tm
     assert first["plan"] == second["plan"] is not None
     assert first["followed"] == second["followed"] > 0
     assert first["counts_buckets"]
+
+
+def test_the_trainer_of_transformers_on_two_processes_is_the_same_in_60_percent_of_its_memory(tmp_path: Path) -> None:
+    first, second = facts_of_ranks("tests.examples.trainer_ranks", tmp_path)
+    for facts in (first, second):
+        assert facts["planned"] == facts["plain"]
+        assert facts["peak_bytes"] <= facts["budget_bytes"]
+    assert first["planned"]["parameters"] == second["planned"]["parameters"]
+    assert first["followed"] == second["followed"] > 0

@@ -28,7 +28,7 @@ def test_what_is_foreseen_of_lbfgs_is_what_its_history_comes_to_take() -> None:
         loss.backward()
         return loss
 
-    together = set()
+    together: set[int] = set()
     for _ in range(6):
         optimizer.step(evaluated)
         foreseen = foreseen_bytes([optimizer], "cpu")
