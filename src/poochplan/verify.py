@@ -23,6 +23,7 @@ import torch
 from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.applying import apply
+from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
 from poochplan.tensors.torch_private import without_modes
@@ -308,7 +309,7 @@ def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepR
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
     """In host memory, or they would take from the device what the steps to come need."""
-    with without_modes():  # or a meter would count the copies as the step's own
+    with without_modes(), aside():  # or a meter would count the copies as the step's own
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         leave_out(copies.values())
     return copies

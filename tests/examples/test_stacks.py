@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -15,8 +16,10 @@ import pytest
 import torch
 import transformers
 
+from poochplan.errors import UsageError
 from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
+from poochplan.integrations.wrapping import called_by
 from tests.examples.test_examples import EXAMPLES
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter
@@ -190,6 +193,32 @@ def test_lightning_says_that_fit_has_raised_and_the_session_is_over(tmp_path: Pa
     with pytest.raises(ValueError, match="stop"):
         main_of("lightning_module")(plans, StopsLightning(), folder=str(tmp_path))
     assert not has_hooks()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "callback"), [("hf_trainer", hf.PlanCallback), ("lightning_module", for_lightning.PlanCallback)]
+)
+def test_a_callback_that_is_given_twice_is_refused(name: str, callback: Any, tmp_path: Path) -> None:
+    both = [callback(budget="60%", cache=tmp_path / "cache", **QUICK) for _ in range(2)]
+    with pytest.raises(UsageError, match="expected one PlanCallback, found several"):
+        main_of(name)(*both, folder=str(tmp_path))
+    assert not has_hooks()
+
+
+@pytest.mark.parametrize("callback", [hf.PlanCallback, for_lightning.PlanCallback])
+def test_a_budget_that_cannot_be_meant_is_refused_where_it_is_written(callback: Any) -> None:
+    for budget in ("60 percent", 60):
+        with pytest.raises(UsageError, match="budget: expected"):
+            callback(budget=budget)
+
+
+def test_the_compiled_model_is_the_one_that_the_trainer_calls() -> None:
+    model = torch.nn.Linear(2, 2)
+    compiled: Any = torch.compile(model)
+    assert called_by(SimpleNamespace(model_wrapped=compiled), model) is compiled
+    assert called_by(SimpleNamespace(model_wrapped=model), model) is model
+    assert called_by(None, model) is model
 
 
 @pytest.mark.parametrize(("name", "share"), [("auto_loop", 0.6), ("accelerate_loop", 0.75)])

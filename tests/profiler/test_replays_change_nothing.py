@@ -16,6 +16,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.metering.allocated import aside
 from tests.runtime.nets import LINK, equal
 
 BATCH = torch.linspace(-2, 2, 16 * 8).reshape(16, 8)
@@ -289,7 +290,7 @@ def _trained(make: Callable[[], nn.Module], plan: Plan | None) -> list[list[torc
 
 def _copies(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    with _disable_current_modes():  # or a meter would count them as the step's own
+    with _disable_current_modes(), aside():  # or a meter would count them as the step's own
         return [x.detach().clone() for x in (loss, *gradients, *_state(model))]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from poochplan.errors import SpillError
+from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.watch.census import leave_out
 
 from .drawing import PLAIN
@@ -132,7 +133,7 @@ def first_step(running: Running) -> list[Snapshot]:
 
 def snapshot(running: Running) -> Snapshot:
     """Copies of the loss, every gradient, parameter, buffer, kept state and generator. No meter sees them."""
-    with _disable_current_modes():
+    with _disable_current_modes(), aside():
         model = running.model
         found: Snapshot = {"loss": running.loss, "state": running.state, "generator": torch.get_rng_state()}
         found |= {f"parameter {name}": parameter.data for name, parameter in model.named_parameters()}

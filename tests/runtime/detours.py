@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import poochplan
+from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.watch.census import leave_out
 from tests.runtime.nets import LINK, Residual
 
@@ -63,7 +64,7 @@ def gradients_of(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """The loss and the gradients of it alone; none are left in the model."""
     model.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    with _disable_current_modes():  # or a meter would count the copies as the step's own
+    with _disable_current_modes(), aside():  # or a meter would count the copies as the step's own
         found = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         leave_out(found)
     model.zero_grad(set_to_none=True)

@@ -11,6 +11,8 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Memory
+from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.referrers import name_of
@@ -19,6 +21,7 @@ from poochplan.tensors.torch_private import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, profiled, tight
 
 pytestmark = pytest.mark.cpu_device
+needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
 
 
 class Telling(CpuDevice):
@@ -67,7 +70,13 @@ def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
     assert len(told) == 1
 
 
-def test_elsewhere_the_first_two_steps_are_metered_and_one_in_fifty(plan: Plan) -> None:
+def live(plan: Plan) -> Plan:
+    """A plan that promises live bytes alone, as without the compiled allocator."""
+    return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, memory=Memory.LIVE))
+
+
+def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Plan) -> None:
+    plan = live(plan)
     model, metered = fresh(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
@@ -80,7 +89,38 @@ def test_elsewhere_the_first_two_steps_are_metered_and_one_in_fifty(plan: Plan) 
     assert metered == [1, 2, 50, 100]
 
 
+@needs_allocator
+def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
+    model = fresh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
+        warnings.simplefilter("error")
+        for _ in range(6):
+            step(model)
+            optimizer.step()
+            peak_bytes = session.report().last_step.peak_bytes
+            assert peak_bytes is not None
+            assert 0.9 * plan.prediction.peak_bytes <= peak_bytes <= plan.prediction.peak_bytes
+
+
+@needs_allocator
+def test_what_is_kept_from_an_early_step_is_told_of_in_the_next(plan: Plan) -> None:
+    model, kept, told_at = fresh(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with poochplan.apply(plan, model):
+        for number in range(1, 13):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(model)
+                optimizer.step()
+            told_at += [number for one in caught if "more than its budget" in str(one.message)]
+            if number == 9:
+                kept.append(torch.zeros(BATCH, WIDTH))
+    assert told_at == [10]
+
+
 def test_a_meter_that_starts_late_knows_what_lives_already(plan: Plan) -> None:
+    plan = live(plan)
     model, kept, told_at = fresh(), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with poochplan.apply(plan, model):

@@ -13,10 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from poochplan.online.auto import auto, check_budget
 from poochplan.online.auto_session import AutoSession
-from poochplan.tensors.torch_private import is_compiled
 
 from .calls import Call, check_only_one, owner_of_method
-from .wrapping import outermost
+from .wrapping import called_by
 
 
 class PlanCallback(TrainerCallback):
@@ -45,7 +44,7 @@ class PlanCallback(TrainerCallback):
         trainer, call = owner_of_method(Trainer), Call.of_method(Trainer)
         if trainer is not None:
             check_only_one(self, trainer.callback_handler.callbacks)
-        session = auto(self._called(model, trainer), optimizer, **self._options)
+        session = auto(called_by(trainer, model), optimizer, **self._options)
         session.__enter__()
         if call is not None:
             session.lasts_while(call.is_running)
@@ -55,12 +54,6 @@ class PlanCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.close()
-
-    @staticmethod
-    def _called(model: torch.nn.Module, trainer: Trainer | None) -> torch.nn.Module:
-        """The one that the trainer calls, such as the compiled one of ``torch_compile=True``."""
-        wrapped = getattr(trainer, "model_wrapped", None)
-        return wrapped if wrapped is not None and is_compiled(wrapped) else outermost(model)
 
     def close(self) -> None:
         """Ends the session, if one is open."""

@@ -7,6 +7,7 @@ import sys
 from poochplan.formats.facts.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.planning import share_that_holds
 from poochplan.units import format_bytes, format_seconds
 
 
@@ -50,8 +51,10 @@ def described(plan: Plan) -> str:
 def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
     """That no plan fits, and what does."""
     where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
+    share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
+    also = "".join(f"; {line}" for line in limits(profile))
     return (
         f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}), which {where} needs; every saved value is swapped, and the budget is not "
-        f"kept{''.join(f'; {line}' for line in limits(profile))}"
+        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; every saved value is "
+        f"swapped, and the budget is not kept{also}"
     )
