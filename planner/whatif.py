@@ -12,7 +12,7 @@ import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
-from poochplan.formats.occupancy import held_all_step, static_bytes
+from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
@@ -69,7 +69,7 @@ def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
     What they are is not known: a data set, a copy of the weights, whatever was measured beside the step. Its plans are
     for the same model and the same points.
     """
-    value = held_all_step(f"before/beside#{len(profile.values)}", size_bytes, profile.tick_count - 1)
+    value = held_until(f"before/beside#{len(profile.values)}", size_bytes, profile.tick_count - 1)
     taken_bytes = profile.rounded_bytes(size_bytes)
     static = profile.static_bytes | {str(Kind.INPUT): profile.static_bytes.get(str(Kind.INPUT), 0) + taken_bytes}
     return msgspec.structs.replace(

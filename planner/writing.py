@@ -11,7 +11,7 @@ import msgspec
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
-from poochplan.formats.profile import PointKind, Profile
+from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.planner.arena.layout import Laid, layout_of
 from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.judge.simulate import simulate
@@ -160,10 +160,11 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
 
 def _live_peak(profile: Profile, best: Candidate) -> int:
     """The peak of the same schedule without what ops take and give back inside."""
-    if not any(op.workspace_bytes for op in profile.ops):
+    if profile.memory is Memory.LIVE and not any(op.workspace_bytes for op in profile.ops):
         return best.simulation.peak_bytes
     ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in profile.ops)
-    return simulate(build_problem(msgspec.structs.replace(profile, ops=ops)), best.schedule).peak_bytes
+    live = msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE)
+    return simulate(build_problem(live), best.schedule).peak_bytes
 
 
 def _planned_values(

@@ -52,7 +52,7 @@ def run_checkpoint_greedy(given: PolicyInput) -> Candidate:
     total_bytes = int(given.problem.rounded_bytes.sum())
     smallest_bytes = int(given.problem.rounded_bytes.min())
     tried: dict[frozenset[int], Candidate] = {}
-    for segment_bytes in np.geomspace(smallest_bytes, max(smallest_bytes + 1, total_bytes), SEGMENT_BUDGETS):
+    for segment_bytes in np.geomspace(max(1, smallest_bytes), max(smallest_bytes + 1, total_bytes), SEGMENT_BUDGETS):
         checkpoints = frozenset(_greedy_checkpoints(given, float(segment_bytes)))
         if checkpoints not in tried:
             tried[checkpoints] = _checkpointed(given, checkpoints)

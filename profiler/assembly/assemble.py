@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from poochplan.formats.links import preset_link
-from poochplan.formats.occupancy import held_all_step, live_bytes
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile
+from poochplan.formats.occupancy import held_until, live_bytes
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Memory, Phase, Profile
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
 from .host import this_host, versions_here
 from .notes import step_facts
 from .reconcile import Floats, PhaseSeconds, reconcile
-from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
+from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint, stray_values
 
 
 def assemble(
@@ -42,14 +42,16 @@ def assemble(
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
     its lifetimes. ``held_bytes``: what else is there all step long, by name.
     """
+    strays = capture.strays()
     seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
     ops, points = build_ops(capture, seconds.durations_s, seconds.spreads_s), build_points(capture)
     last_tick = len(ops) + len(points) - 1
     values = build_values(capture, kinds, last_tick)
     fingerprint = ops_fingerprint(ops, points, values)
     values += tuple(
-        held_all_step(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
+        held_until(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
     )
+    values += stray_values(strays, ops, points)
     draft = Profile(
         workload=workload or type(model).__name__,
         mode=mode,
@@ -102,13 +104,13 @@ def untimed(
 
 
 def _with_peak(draft: Profile) -> Profile:
-    curve = live_bytes(draft)
+    curve, live = live_bytes(draft), msgspec.structs.replace(draft, memory=Memory.LIVE)
     peak_tick = int(np.argmax(curve))
     peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
     return msgspec.structs.replace(
         draft,
         in_core_peak_bytes=int(curve[peak_tick]),
-        in_core_live_peak_bytes=int(live_bytes(draft, workspace=False).max()),
+        in_core_live_peak_bytes=int(live_bytes(live, workspace=False).max()),
         in_core_peak_layer=draft.ops[peak_op].layer,
     )
 

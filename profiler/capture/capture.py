@@ -18,6 +18,7 @@ import torch
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory, Phase, PointKind
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (
@@ -77,6 +78,10 @@ class Capture(ToggledMode):
     def _new_workspace(self) -> Workspace:
         return workspace_of(torch.device(self.device_type))
 
+    def strays(self) -> dict[int, int]:
+        """See :meth:`.workspace.Workspace.strays`."""
+        return self._workspace.strays()
+
     @property
     def memory(self) -> Memory:
         """What peaks of this step count."""
@@ -98,7 +103,8 @@ class Capture(ToggledMode):
         """A block whose ops are not the step's."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with aside():
+                yield
         finally:
             self._paused = before
 
@@ -209,6 +215,7 @@ class Capture(ToggledMode):
         number = len(self.values)
         value = CapturedValue(tensor, layer, born)
         self.values.append(value)
+        self._workspace.knows(tensor.untyped_storage())
         self._by_key[value.key] = number
         self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
         return number

@@ -14,6 +14,7 @@ import torch
 
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
+from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.tensors.torch_private import last_sequence_number, pytree, version_of
@@ -108,7 +109,7 @@ class Regions:
         self._saved = []
         self._region.begin()
         try:
-            with self._capture.timed(op):
+            with self._capture.timed(op), aside():
                 outputs = call(*args, **kwargs)
         finally:
             taken_bytes = self._ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory, OpBlock
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, AllocationLog, Table
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
+from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, EVENT, MARK, AllocationLog, Table
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.metering.allocated import joined_count, step_scope
@@ -19,6 +21,10 @@ from .captured import CapturedOp
 
 LEAST_BYTES = 4096
 """What an op takes that is smaller, and none of its outputs, is in no list of blocks: a scalar that became a tensor."""
+
+
+BEGINS, ENDS = 1, 0
+"""Marks before and behind an op."""
 
 
 class Workspace(Protocol):
@@ -39,6 +45,14 @@ class Workspace(Protocol):
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
         """An output of the op that was told last lies there."""
 
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """A value lies there."""
+
+    def strays(self) -> dict[int, int]:
+        """Bytes of what was taken between ops and is no value's, as a checkpoint's states of generators, by how many
+        ops had run when it was given back; what was not is under -1.
+        """
+
 
 class NoWorkspace:
     """Of a CPU without the compiled allocator, and of steps without memory."""
@@ -56,6 +70,12 @@ class NoWorkspace:
 
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
         """Nothing to do."""
+
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """Nothing to do."""
+
+    def strays(self) -> dict[int, int]:
+        return {}
 
 
 class CudaWorkspace:
@@ -79,6 +99,12 @@ class CudaWorkspace:
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
         """It tells no blocks."""
 
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """It tells no blocks."""
+
+    def strays(self) -> dict[int, int]:
+        return {}
+
 
 class CpuWorkspace:
     """The same of the compiled allocator; and a log of the step's blocks, with a mark before and behind each op."""
@@ -91,6 +117,9 @@ class CpuWorkspace:
         self._ops: list[CapturedOp] = []
         self._outputs: dict[int, int] = {}
         """By block: which of its op's outputs lies in it."""
+        self._known: set[int] = set()
+        """Blocks in which values lie."""
+        self._events: Table = np.empty(0, EVENT)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -102,6 +131,7 @@ class CpuWorkspace:
                 yield
             finally:
                 self._log = None
+        self._events = log.events
         for number, events in enumerate(_by_op(log.events)):
             op = self._ops[number]
             op.blocks = self._blocks(op, events)
@@ -109,11 +139,11 @@ class CpuWorkspace:
     def begin(self) -> None:
         if self._log is not None:
             self._count.mark_peak()
-            self._log.mark(1)
+            self._log.mark(BEGINS)
 
     def end(self, op: CapturedOp) -> None:
         if self._log is not None:
-            self._log.mark(0)
+            self._log.mark(ENDS)
             op.workspace_bytes = self._count.mark_peak() - self._count.live_bytes
             self._ops.append(op)
 
@@ -121,6 +151,30 @@ class CpuWorkspace:
         block = self._count.library.block_at(storage.data_ptr())
         if block >= 0:
             self._outputs[block] = output
+
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(self._count.library.block_at(storage.data_ptr()))
+
+    def strays(self) -> dict[int, int]:
+        """Those that are given back before the next op begins are a part of its workspace instead."""
+        alive: dict[int, tuple[int, int]] = {}
+        found: Counter[int] = Counter()
+        passing: Counter[int] = Counter()
+        ops, is_inside = 0, False
+        for kind, block, size_bytes, value in self._events.tolist():
+            if kind == MARK:
+                is_inside = value == BEGINS
+                ops += value == ENDS
+            elif kind == BIRTH and not is_inside and block not in self._known and size_bytes >= LEAST_COUNTED_BYTES:
+                alive[block] = ops, size_bytes
+            elif kind == DEATH and block in alive:
+                born, size_bytes = alive.pop(block)
+                (passing if born == ops else found)[ops] += _rounded_bytes(size_bytes)
+        for op, size_bytes in passing.items():
+            if op < len(self._ops):
+                self._ops[op].workspace_bytes = max(self._ops[op].workspace_bytes, size_bytes)
+        found[-1] += sum(_rounded_bytes(size_bytes) for _, size_bytes in alive.values())
+        return dict(found)
 
     def _blocks(self, op: CapturedOp, events: Table) -> tuple[OpBlock, ...]:
         """Those that the op has taken, small ones aside; none where they are its outputs in their order."""
@@ -132,7 +186,8 @@ class CpuWorkspace:
                 born[block] = len(blocks)
                 blocks.append(OpBlock(size_bytes, output, -1))
             elif kind == DEATH and block in born:
-                blocks[born[block]] = blocks[born[block]]._replace(until=len(blocks))
+                before = blocks[born[block]]
+                blocks[born[block]] = OpBlock(before.size_bytes, before.output, len(blocks))
         is_plain = [one.output for one in blocks] == list(range(len(op.outputs)))
         return () if is_plain else tuple(blocks)
 
@@ -140,10 +195,14 @@ class CpuWorkspace:
 def _by_op(events: Table) -> Iterator[Table]:
     """The events between the two marks of each op."""
     marks = np.flatnonzero(events["kind"] == MARK)
-    opened = marks[events["value"][marks] == 1]
-    closed = marks[events["value"][marks] == 0]
+    opened = marks[events["value"][marks] == BEGINS]
+    closed = marks[events["value"][marks] == ENDS]
     for first, last in zip(opened, closed, strict=True):
         yield events[first + 1 : last]
+
+
+def _rounded_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 def workspace_of(where: torch.device) -> Workspace:

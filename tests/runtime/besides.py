@@ -42,7 +42,7 @@ def profiled(model: nn.Module, optimizer: torch.optim.Optimizer | None, also: Se
 
 def tight(profile: Profile) -> Plan:
     """A plan at the smallest budget there is: nothing may live beside its step that the profile does not know of."""
-    return poochplan.plan(profile, smallest_budget(profile), evaluations=100)
+    return poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off")
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:

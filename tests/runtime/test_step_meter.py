@@ -50,7 +50,7 @@ def step(model: nn.Module) -> None:
 
 
 def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
-    plan = msgspec.structs.replace(plan, budget_bytes=10 * plan.budget_bytes)
+    plan = live(msgspec.structs.replace(plan, budget_bytes=10 * plan.budget_bytes))
     peaks = [5, 6, 7, 8, plan.budget_bytes + 1, 9]
     device, seen, model = Telling(peaks), [], fresh()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -68,12 +68,12 @@ def static_bytes(profile: ProfileData) -> dict[str, int]:
     }
 
 
-def held_all_step(name: str, size_bytes: int, last_tick: int) -> Value:
-    """What is there before the step and behind it: part of every peak, and nobody's to decide about."""
+def held_until(name: str, size_bytes: int, last_tick: int, kind: Kind = Kind.INPUT) -> Value:
+    """What is there before the step, up to that tick, and is nobody's to decide about."""
     return Value(
         name=name,
         layer="",
-        kind=Kind.INPUT,
+        kind=kind,
         size_bytes=size_bytes,
         dtype="uint8",
         shape=(size_bytes,),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.building import build, why_unavailable
 from poochplan.runtime.allocator.library import Library, library
 from poochplan.runtime.allocator.scope import ThreadScope
 
@@ -34,6 +34,7 @@ def native(cache_home: Path) -> Library:
         reason = why_unavailable()
         if reason:
             pytest.skip(reason)
+        build()  # also where another test has loaded one from elsewhere
         return library()
 
 

@@ -26,12 +26,12 @@ def count(scope: ThreadScope) -> ByteCount:
     return ByteCount(scope)
 
 
-def test_each_block_counts_rounded_up_to_the_unit(scope: ThreadScope) -> None:
-    for unit_bytes, expected in ((512, 512 + 1024 + 5120), (1, 1 + 513 + 5000), (4096, 4096 + 4096 + 8192)):
+def test_each_block_of_64_bytes_or_more_counts_rounded_up_to_the_unit(scope: ThreadScope) -> None:
+    for unit_bytes, expected in ((512, 512 + 1024 + 5120), (1, 64 + 513 + 5000), (4096, 4096 + 4096 + 8192)):
         count = ByteCount(scope, unit_bytes)
         with scope.joined():
             count.begin()
-            held = [empty(1), empty(513), empty(5000), empty(0)]
+            held = [empty(64), empty(513), empty(5000), empty(63), empty(0)]
             assert count.live_bytes == count.peak_bytes == expected
             del held
             assert (count.live_bytes, count.peak_bytes) == (0, expected)
