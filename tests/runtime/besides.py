@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import Memory
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.run_report import Report
 from tests.runtime.nets import LINK
@@ -43,6 +45,18 @@ def profiled(model: nn.Module, optimizer: torch.optim.Optimizer | None, also: Se
 def tight(profile: Profile) -> Plan:
     """A plan at the smallest budget there is: nothing may live beside its step that the profile does not know of."""
     return poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off")
+
+
+def live(plan: Plan) -> Plan:
+    """The plan as it would be without the compiled allocator: it promises live bytes alone, at its smallest budget."""
+    found = plan.prediction
+    assert found.live_peak_bytes is not None
+    first_bytes = found.first_step_peak_bytes + found.live_peak_bytes - found.peak_bytes
+    promised = msgspec.structs.replace(
+        found, memory=Memory.LIVE, peak_bytes=found.live_peak_bytes, first_step_peak_bytes=first_bytes
+    )
+    budget_bytes = max(found.live_peak_bytes, first_bytes)
+    return msgspec.structs.replace(plan, prediction=promised, budget_bytes=budget_bytes)
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import poochplan
-from poochplan.formats.plan import Plan, Prediction
-from poochplan.formats.profile import Memory
+from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
+from tests.runtime.besides import live
 from tests.runtime.cyclic import HELD_BYTES, Cyclic, State, fresh, in_an_attribute, no_collector
 from tests.runtime.nets import CASES, LINK
 
@@ -28,13 +28,8 @@ def nowhere(model: Cyclic, state: State) -> None:
 def plan() -> Plan:
     model, step, optimizer = fresh(Cyclic(nowhere))
     profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1, link=LINK)
-    made = poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off")
     # As without the compiled allocator: then not every step is metered.
-    return msgspec.structs.replace(made, prediction=live(made.prediction))
-
-
-def live(prediction: Prediction) -> Prediction:
-    return msgspec.structs.replace(prediction, memory=Memory.LIVE)
+    return live(poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=100, arena="off"))
 
 
 def peaks(plan: Plan, keep: Keep, steps: int, after_each: Callable[[], object] = lambda: None) -> list[int | None]:
@@ -96,7 +91,7 @@ def test_a_last_step_above_the_budget_is_told_at_the_end_of_the_block(plan: Plan
 def test_steps_of_an_ordinary_network_are_told_nothing() -> None:
     profile = CASES["residual"].profile()
     plan = poochplan.plan(profile, smallest_budget(profile), evaluations=100)
-    plan = msgspec.structs.replace(plan, prediction=live(plan.prediction))
+    plan = live(plan)
     model, step, optimizer = CASES["residual"].fresh()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,14 +11,13 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Memory
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.referrers import name_of
 from poochplan.runtime.watch.users_line import Place
 from poochplan.tensors.torch_private import mode_stack, storage_identity
-from tests.runtime.besides import BATCH, WIDTH, fresh, profiled, tight
+from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
 
 pytestmark = pytest.mark.cpu_device
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
@@ -50,7 +49,7 @@ def step(model: nn.Module) -> None:
 
 
 def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
-    plan = live(msgspec.structs.replace(plan, budget_bytes=10 * plan.budget_bytes))
+    plan = msgspec.structs.replace(live(plan), budget_bytes=10 * plan.budget_bytes)
     peaks = [5, 6, 7, 8, plan.budget_bytes + 1, 9]
     device, seen, model = Telling(peaks), [], fresh()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -68,11 +67,6 @@ def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
     )
     assert device.begun == len(peaks)
     assert len(told) == 1
-
-
-def live(plan: Plan) -> Plan:
-    """A plan that promises live bytes alone, as without the compiled allocator."""
-    return msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, memory=Memory.LIVE))
 
 
 def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Plan) -> None:
