@@ -19,6 +19,8 @@ from .packing import Block, Packing, pack
 
 MOST_BLOCKS = 20_000
 """With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
+LOOKS_PER_BLOCK = 100_000
+"""What packing along with a plan may take, in the looks of ``pack``: a second or two for some thousands of blocks."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class StepBlocks:
 def arena_of(profile: Profile, problem: Problem, schedule: Schedule) -> Packing | None:
     """One static arena for all that the step takes itself; None when there are more than ``MOST_BLOCKS`` blocks."""
     blocks = blocks_of(profile, problem, schedule).of_step
-    return pack(blocks) if len(blocks) <= MOST_BLOCKS else None
+    return pack(blocks, LOOKS_PER_BLOCK * len(blocks)) if len(blocks) <= MOST_BLOCKS else None
 
 
 def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlocks:
