@@ -5,7 +5,8 @@
 Plans of policy ``greedy`` at three budgets (``kept`` as in ``planning.py``) and in-core; nothing runs, no GPU is
 needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fed three steps. Compared are everything
 through the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and
-replayed ones. One arena for the whole step is packed three times: quickly, as along with a plan, and with ``THOROUGH`` looks.
+replayed ones. One arena for the whole step is packed three times:
+quickly, as along with a plan, and with ``THOROUGH`` looks.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def one(network: str, link: str, kept: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The table of ``benchmarks/README.md``: percent above the live peak."""
-    heads = ("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", "packed", "s", "with plan", "s", "quick", "s",
-             "all cached", "fetched apart", "fetched and replayed apart")  # fmt: skip
+    packed = ("packed", "s", "with plan", "s", "quick", "s")
+    cached = ("all cached", "fetched apart", "fetched and replayed apart")
+    heads = ("network", "link", "kept", "blocks", "fetched / replayed", "live GiB", *packed, *cached)
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
         live = row["live_bytes"]
