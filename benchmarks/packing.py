@@ -148,10 +148,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"])
+    parser.add_argument("--links", nargs="+", default=list(LINKS), help="for all networks but gpt-96, which has pcie5")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("-o", "--output", default=None, help="write the figures as JSON here")
     arguments = parser.parse_args()
-    links = {network: ("pcie5",) if network == "gpt-96" else LINKS for network in arguments.networks}
+    links = {network: ("pcie5",) if network == "gpt-96" else tuple(arguments.links) for network in arguments.networks}
     cases = [
         (network, link, kept)
         for network in arguments.networks
