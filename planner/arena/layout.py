@@ -14,6 +14,8 @@ from .packing import live_peak, pack
 
 MOST_BLOCKS = 20_000
 """With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
+LOOKS_PER_BLOCK = 100_000
+"""What packing along with a plan may take, in the looks of ``pack``: a second or two for some thousands of blocks."""
 LEAST_BYTES = 4096
 """Smaller blocks lie outside: they are many, and together they are little."""
 
@@ -41,7 +43,7 @@ def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | 
     gone = set() if profile.gradients_live_through_forward else set(blocks.gradients)
     large = [block for block in blocks.of_step if block.size_bytes >= LEAST_BYTES and blocks.points_before(block) > 0]
     inside = [block for block in large if block.end < blocks.end or block in gone]
-    packing = pack(inside)
+    packing = pack(inside, LOOKS_PER_BLOCK * len(inside))
     is_inside = set(inside)
     offsets = iter(packing.offsets)
     places = tuple(

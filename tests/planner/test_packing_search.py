@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -76,7 +77,9 @@ def test_a_rectangle_that_was_cut_is_put_together_again(seed: int) -> None:
 
 
 @pytest.mark.parametrize("make", [partial(cut_rectangle, 200, 300, 5000), partial(step_like, 1500)])
-def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_arena(make) -> None:
+def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_arena(
+    make: Callable[[int], list[Block]],
+) -> None:
     blocks = make(1)
     quick, longer, none = pack(blocks), pack(blocks, 60_000_000), pack(blocks, 0)
     assert longer.lower_bound_bytes <= longer.arena_bytes <= none.arena_bytes
