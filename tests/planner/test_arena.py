@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Profile
 from poochplan.planner.arena import layout as arena
@@ -49,7 +50,8 @@ def with_blocks(profile: Profile, seed: int) -> Profile:
     """The profile of a step whose ops take what they give back in blocks, before, between and behind their outputs."""
     rng = random.Random(seed)
     ops = tuple(_with_blocks(profile, op, rng) for op in profile.ops)
-    return msgspec.structs.replace(profile, ops=ops)
+    changed = msgspec.structs.replace(profile, ops=ops)
+    return msgspec.structs.replace(changed, in_core_peak_bytes=int(live_bytes(changed).max()))
 
 
 def _with_blocks(profile: Profile, op: Op, rng: random.Random) -> Op:
