@@ -109,16 +109,18 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
 class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the blocks of the last step that an arena served."""
 
-    size_bytes: int
-    served: int
-    served_bytes: int
+    size_bytes: int = 0
+    served: int = 0
+    served_bytes: int = 0
     """Over the step, each block anew."""
-    unplanned: int
-    unplanned_bytes: int
-    taken: int
-    taken_bytes: int
+    unplanned: int = 0
+    unplanned_bytes: int = 0
+    taken: int = 0
+    taken_bytes: int = 0
     unserved: list[Unserved] = msgspec.field(default_factory=list)
     """The first of the unplanned and taken ones."""
+    larger_bytes: int = 0
+    """How much it would be above what the budget has room for; then it is not used."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,12 +177,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
         if self.arena is not None:
-            rows.append(("arena", f"{format_bytes(self.arena.size_bytes)}", ""))
-            rows.append(("served from it", f"{self.arena.served} blocks, {format_bytes(self.arena.served_bytes)}", ""))
-            rows += [
-                ("not served", f"{format_bytes(one.size_bytes)} in {one.layer}: {one.why}", "")
-                for one in self.arena.unserved
-            ]
+            rows += _arena_rows(self.arena)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
 
     def _peak(self, step: StepReport) -> str:
@@ -194,3 +191,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HEADINGS = ("", "last step", "all steps")
+
+
+def _arena_rows(arena: ArenaReport) -> list[tuple[str, str, str]]:
+    if arena.larger_bytes:
+        return [("arena", f"not used: {format_bytes(arena.larger_bytes)} more than there is room for", "")]
+    return [
+        ("arena", format_bytes(arena.size_bytes), ""),
+        ("served from it", f"{arena.served} blocks, {format_bytes(arena.served_bytes)}", ""),
+        *(("not served", f"{format_bytes(one.size_bytes)} in {one.layer}: {one.why}", "") for one in arena.unserved),
+    ]

@@ -38,27 +38,30 @@ class Pack(Protocol):
 
 
 class Serving:
-    """State: the arena of the plan that was followed last; whether it serves the step that runs; and, until a step is
-    served as planned, the log of the step that runs or ran last.
+    """State: the arena of the plan that was followed last; whether the step that runs is one that follows it; and,
+    until a step is served without a miss, the log of the step that runs or ran last.
+
+    The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step as it was:
+    autograd adds gradients up in place where no dispatch mode looks on, as one did when the step was profiled. Until
+    there is such a step, and where its arena would be larger than the budget has room for, nothing is served.
 
     One arena at a time: that of another plan takes its place, and goes with the last tensor in it.
 
-    Parameters
-    ----------
-    pack: lays out anew what a step has taken, where that was not as planned. Autograd adds gradients up in place when
-        no dispatch mode looks on, as one did when the step was profiled; other differences are the workload's own.
+    ``pack`` lays out what a step has taken.
     """
 
-    def __init__(self, pack: Pack | None = None) -> None:
+    def __init__(self, pack: Pack) -> None:
         self._pack = pack
         self._plan: Plan | None = None
         self._layout: Layout | None = None
         self._arena: Arena | None = None
         self._is_on = False
         self._is_whole = False
-        """Whether the step is served to its end."""
+        """Whether the step goes on to its end as it began."""
         self._log: AllocationLog | None = None
         self._lessons = 0
+        self.larger_bytes = 0
+        """How much the arena of the last step that was looked at would be above what there is room for."""
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
@@ -71,12 +74,12 @@ class Serving:
             return
         if plan is not self._plan:
             self._plan, self._lessons = plan, 0
-            self._follow(plan.layout)
-        assert self._arena is not None
-        self._arena.begin(1)
+            self._close_arena()
         self._is_on = self._is_whole = True
+        if self._arena is not None:
+            self._arena.begin(1)
         scope = step_scope()
-        if self._pack is not None and not is_observed and self._lessons < _MOST_LESSONS and scope is not None:
+        if not is_observed and self._lessons < _MOST_LESSONS and scope is not None:
             scope.join()
             self._log = AllocationLog(scope)
             self._log.__enter__()
@@ -84,8 +87,9 @@ class Serving:
 
     def at(self, point: int) -> None:
         """The segment has passed so many points."""
-        if self._is_on and self._arena is not None:
-            self._arena.at(point)
+        if self._is_on:
+            if self._arena is not None:
+                self._arena.at(point)
             if self._log is not None:
                 self._log.mark(point)
 
@@ -104,11 +108,13 @@ class Serving:
 
     def step_is_over(self) -> None:
         """What is allocated from here on is not of the step. Idempotent."""
-        if self._is_on and self._arena is not None:
+        if not self._is_on:
+            return
+        self._is_on = False
+        if self._arena is not None:
             self._arena.end()
-            self._is_on = False
-            if self._log is not None:
-                self._log.mark(STEP_END)
+        if self._log is not None:
+            self._log.mark(STEP_END)
 
     def close(self) -> None:
         """Nothing is served any more; what lies in the arena stays as it is."""
@@ -125,29 +131,32 @@ class Serving:
         if log is None:
             return
         log.__exit__(None, None, None)
-        assert self._pack is not None
-        assert self._arena is not None
-        assert self._layout is not None
         if not self._is_whole:
             return
-        fates = self._arena.counts().step
-        if not fates.taken.blocks + fates.unplanned.blocks + fates.unmet.blocks:
-            self._lessons = _MOST_LESSONS
-            return
+        if self._arena is not None:
+            fates = self._arena.counts().step
+            if not fates.taken.blocks + fates.unplanned.blocks + fates.unmet.blocks:
+                self._lessons = _MOST_LESSONS
+                return
         self._lessons += 1
-        observed = observed_blocks(log.events, self._layout.least_bytes)
+        assert self._plan is not None
+        assert self._plan.layout is not None
+        observed = observed_blocks(log.events, self._plan.layout.least_bytes)
         inside = [block for block in observed if block.end]
         offsets, arena_bytes = self._pack([(block.start, block.end, block.size_bytes) for block in inside])
         found = iter(offsets)
         places = tuple(
             Place(block.point, block.size_bytes, next(found) if block.end else OUTSIDE) for block in observed
         )
-        self._follow(Layout(arena_bytes=arena_bytes, least_bytes=self._layout.least_bytes, places=places))
+        self._close_arena()
+        self.larger_bytes = max(0, arena_bytes - _room_bytes(self._plan))
+        if not self.larger_bytes:
+            self._serve(Layout(arena_bytes=arena_bytes, least_bytes=self._plan.layout.least_bytes, places=places))
 
     def report(self, plan: Plan) -> ArenaReport | None:
-        """What became of the blocks so far; None where nothing has been served."""
+        """What became of the blocks so far; None where there is no arena yet."""
         if self._arena is None or self._layout is None:
-            return None
+            return ArenaReport(larger_bytes=self.larger_bytes) if self.larger_bytes else None
         counts = self._arena.counts()
         misses = [
             Unserved(size_bytes=miss.size_bytes, layer=_layer(plan, miss.point), why=miss.fate)
@@ -164,13 +173,24 @@ class Serving:
             unserved=misses,
         )
 
-    def _follow(self, layout: Layout) -> None:
-        """The arena of this layout takes the place of what was there."""
-        if self._arena is not None:
-            self._arena.close()
+    def _serve(self, layout: Layout) -> None:
+        """From an arena of this layout."""
         table = np.array(layout.places, dtype=np.int64).reshape(-1, 3)
         places = Places(sizes_bytes=table[:, 1], offsets=table[:, 2], points=table[:, 0])
         self._arena, self._layout = Arena(places, layout.arena_bytes, layout.least_bytes), layout
+
+    def _close_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+def _room_bytes(plan: Plan) -> int:
+    """For the arena: what was planned for it, and what the budget has beside."""
+    found = plan.prediction
+    if found.arena_bytes is None or found.arena_peak_bytes is None:
+        return 0
+    return found.arena_bytes + max(0, plan.budget_bytes - found.arena_peak_bytes)
 
 
 def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:
@@ -179,7 +199,7 @@ def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | No
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
     reason = _why_not(mode, device, plans) if mode != "off" else "off"
-    if not reason:
+    if not reason and pack is not None:
         return Serving(pack)
     if mode == "on":
         raise UsageError(f'arena: expected "on" to be possible, found {reason}')

@@ -53,6 +53,8 @@ def allocated_bytes() -> AllocatedBytes:
     torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "hook.so"
+        lib = torch_folder / "lib"
         options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
-        subprocess.run([found, *options, str(SOURCE), "-o", str(library)], check=True)
+        linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
+        subprocess.run([found, *options, str(SOURCE), "-o", str(library), *linked], check=True)
         return AllocatedBytes(ctypes.CDLL(str(library)))

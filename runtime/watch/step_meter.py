@@ -94,7 +94,8 @@ class StepMeter:
             self.mode.begin(storages)
             if self._of_cpu is not None:
                 self._of_cpu.looked_around(self.mode.storages)
-            self.mode.switch_on()
+            if self._of_cpu is None or not self._is_settled or self._when == "always":
+                self.mode.switch_on()  # else the allocator tells, and ops run as they do without a mode
 
     def step_is_over(self) -> None:
         """What runs from here on is not of the step. Idempotent."""
