@@ -95,7 +95,9 @@ def plan(
             return _optimal(profile, problem, within_bytes, effort.part(share, spent_s), watch)
 
         if in_arena(profile, arena):
-            found = fitted(profile, problem, budget_bytes, search)
+            if profile.in_core_peak_bytes > budget_bytes:
+                _check_feasible(profile, problem, budget_bytes, smallest_arena(profile, problem))
+            found = replace(fitted(profile, problem, budget_bytes, search), evaluations=evaluations)
         else:
             found = search(budget_bytes, 1.0)
     wall_s = time.perf_counter() - started_s - found.compiled_s
@@ -122,27 +124,29 @@ def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
     return arena == "on" or (arena == "auto" and is_known)
 
 
-def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int) -> None:
+def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least_bytes: int = 0) -> None:
+    """Raises unless the budget holds the smallest peak there is, and ``least_bytes``."""
     smallest = swap_all_on_demand(problem)
-    if smallest.peak_bytes <= budget_bytes:
+    smallest_bytes = max(smallest.peak_bytes, least_bytes)
+    if smallest_bytes <= budget_bytes:
         return
-    share = share_that_holds(smallest.peak_bytes, profile.in_core_peak_bytes)
+    share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     static = sum(static_bytes(profile).values())
     if budget_bytes < static:
         raise InfeasibleError(
             f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): parameters and whatever "
             f"else stays in memory for the whole step take {static} bytes ({format_bytes(static)}) alone; expected at "
-            f"least {smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}); "
+            f"least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}); "
             f"pass a budget of {share} or more",
-            smallest_budget_bytes=smallest.peak_bytes,
+            smallest_budget_bytes=smallest_bytes,
         )
     where = smallest.simulation.peak_layer or "one moment of the step"
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
-        f"{smallest.peak_bytes} bytes ({format_bytes(smallest.peak_bytes)}, {share} of the in-core peak of "
+        f"{smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share} of the in-core peak of "
         f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
         f"pass a budget of {share} or more, or make the batch smaller{_also(profile)}",
-        smallest_budget_bytes=smallest.peak_bytes,
+        smallest_budget_bytes=smallest_bytes,
     )
 
 

@@ -12,7 +12,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
 from poochplan.formats.profile import Memory, PointKind, Profile
-from poochplan.planner.arena.layout import Laid, layout_of
+from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem

@@ -15,9 +15,8 @@ from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 from poochplan.planner.writing import KEEP_ALL, Outcome
-from poochplan.units import format_bytes
 
-from .layout import layout_of
+from .step_layout import layout_of
 
 MOST_ROUNDS = 4
 """Further searches at most."""
@@ -27,9 +26,7 @@ _SHARE = 0.5
 
 def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome]) -> Outcome:
     """The first outcome of ``search`` (a budget, and the share of the effort) whose arena fits the budget; where none
-    does, swapping all, if that does. Where everything can be kept it is, in an arena or not.
-
-    Raises ``InfeasibleError`` where the search does at the budget itself, or where nothing was found that fits.
+    does, swapping all, whose arena has to. Where everything can be kept it is, in an arena or not.
     """
     inner_bytes, first = budget_bytes, search(budget_bytes, _SHARE)
     found = first
@@ -44,10 +41,7 @@ def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callab
             found = search(inner_bytes, _SHARE)
         except InfeasibleError:
             break
-    smallest = swap_all_on_demand(problem)
-    if arena_peak(profile, problem, smallest.schedule) > budget_bytes:
-        raise _too_small(profile, problem, budget_bytes)
-    return _with_bound_of(first, replace(found, best=smallest))
+    return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
 
 
 def arena_peak(profile: Profile, problem: Problem, schedule: Schedule) -> int:
@@ -66,12 +60,3 @@ def _with_bound_of(first: Outcome, found: Outcome) -> Outcome:
     if first.optimum is None or found.optimum is None or first is found:
         return found
     return replace(found, optimum=replace(found.optimum, bound_s=min(first.optimum.bound_s, found.optimum.bound_s)))
-
-
-def _too_small(profile: Profile, problem: Problem, budget_bytes: int) -> InfeasibleError:
-    smallest_bytes = smallest_arena(profile, problem)
-    return InfeasibleError(
-        f"no plan was found whose arena fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected "
-        f"at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}); raise the budget, or plan without an arena",
-        smallest_budget_bytes=smallest_bytes,
-    )

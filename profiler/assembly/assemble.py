@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import held_until, live_bytes
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Memory, Phase, Profile
+from poochplan.formats.profile import Device, Kind, Link, Memory, Phase, Profile
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
@@ -66,7 +66,7 @@ def assemble(
         in_core_peak_bytes=0,
         memory=capture.memory,
         in_core_peak_layer="",
-        static_bytes=_static_bytes(values),
+        static_bytes={},
         gradients_live_through_forward=accumulate,
         link=link,
         facts=step_facts(model, capture),
@@ -109,18 +109,17 @@ def _with_peak(draft: Profile) -> Profile:
     peak_op = min(int(np.searchsorted(draft.op_ticks, peak_tick)), len(draft.ops) - 1)
     return msgspec.structs.replace(
         draft,
+        static_bytes=_static_bytes(draft),
         in_core_peak_bytes=int(curve[peak_tick]),
         in_core_live_peak_bytes=int(live_bytes(live, workspace=False).max()),
         in_core_peak_layer=draft.ops[peak_op].layer,
     )
 
 
-def _static_bytes(values: tuple[Any, ...]) -> dict[str, int]:
+def _static_bytes(draft: Profile) -> dict[str, int]:
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
     return {
-        str(kind): sum(
-            -(-v.size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for v in values if v.kind is kind
-        )
+        str(kind): sum(draft.rounded_bytes(value.size_bytes) for value in draft.values if value.kind is kind)
         for kind in kinds
     }
 

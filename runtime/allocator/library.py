@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "install": (_INT, ()),
     "is_in_force": (_INT, ()),
     "live_blocks": (_INT64, ()),
+    "next_block": (_INT64, ()),
     "block_at": (_INT64, (_HANDLE,)),
     "scope_new": (_HANDLE, ()),
     "scope_join": (_HANDLE, (_HANDLE,)),
@@ -63,6 +64,7 @@ class Library:
     install: Callable[[], int]
     is_in_force: Callable[[], int]
     live_blocks: Callable[[], int]
+    next_block: Callable[[], int]
     block_at: Callable[[int], int]
     scope_new: Callable[[], int | None]
     scope_join: Callable[[int | None], int | None]

@@ -87,7 +87,7 @@ class AllocatedPeak:
         self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
         self._unknown.clear()
         library = self._count.library
-        self._first_block = library.block_at(torch.empty(LEAST_COUNTED_BYTES, dtype=torch.uint8).data_ptr())
+        self._first_block = library.next_block()
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)

@@ -125,6 +125,6 @@ def test_a_byte_less_than_the_smallest_budget_has_no_plan() -> None:
 
 def test_one_plan_mixes_all_three_decisions() -> None:
     profile = _profile("gpt2")
-    plan = poochplan.plan(profile, smallest_budget(profile), evaluations=EVALUATIONS)
+    plan = poochplan.plan(profile, smallest_budget(profile, arena="off"), evaluations=EVALUATIONS, arena="off")
     decisions = {value.decision for value in plan.values}
     assert decisions == set(Decision)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Profile
-from poochplan.planner.arena import layout as arena
+from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.blocks import blocks_of
-from poochplan.planner.arena.layout import layout_of
 from poochplan.planner.arena.packing import Block, live_peak
+from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem

@@ -195,6 +195,8 @@ POOCH int pooch_install() noexcept {
 }
 POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
+// The number of the block that is born next.
+POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number of the live block that begins there, as a log has it; -1 where none does, or it was there before us.
 POOCH int64_t pooch_block_at(const void* address) noexcept { return state.blocks.id_at(address); }
 
