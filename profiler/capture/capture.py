@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory, Phase, PointKind
+from poochplan.formats.profile import Memory, Phase, PointKind
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
@@ -79,8 +80,14 @@ class Capture(ToggledMode):
         return workspace_of(torch.device(self.device_type))
 
     def strays(self) -> dict[int, int]:
-        """See :meth:`.workspace.Workspace.strays`."""
-        return self._workspace.strays()
+        """Bytes of what was taken between ops and is no value's, by how many ops had run when it was given back; -1
+        where that is not known.
+        """
+        place = {op: number for number, op in enumerate(self.ops)}
+        found: Counter[int] = Counter()
+        for op, size_bytes in self._workspace.strays().items():
+            found[-1 if op is None else place.get(op, -1)] += size_bytes
+        return dict(found)
 
     @property
     def memory(self) -> Memory:
@@ -235,7 +242,7 @@ class Capture(ToggledMode):
 
     def rounded_bytes(self, number: int) -> int:
         """What the value takes of the allocator."""
-        return -(-self.values[number].size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+        return rounded_up(self.values[number].size_bytes)
 
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory, OpBlock
-from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, EVENT, MARK, AllocationLog, Table
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
@@ -48,9 +48,9 @@ class Workspace(Protocol):
     def knows(self, storage: torch.UntypedStorage) -> None:
         """A value lies there."""
 
-    def strays(self) -> dict[int, int]:
-        """Bytes of what was taken between ops and is no value's, as a checkpoint's states of generators, by how many
-        ops had run when it was given back; what was not is under -1.
+    def strays(self) -> dict[CapturedOp | None, int]:
+        """Bytes of what was taken between ops and is no value's, as a checkpoint's states of generators, by the op that
+        ran next when it was given back; None where none did, or it was not.
         """
 
 
@@ -74,7 +74,7 @@ class NoWorkspace:
     def knows(self, storage: torch.UntypedStorage) -> None:
         """Nothing to do."""
 
-    def strays(self) -> dict[int, int]:
+    def strays(self) -> dict[CapturedOp | None, int]:
         return {}
 
 
@@ -102,7 +102,7 @@ class CudaWorkspace:
     def knows(self, storage: torch.UntypedStorage) -> None:
         """It tells no blocks."""
 
-    def strays(self) -> dict[int, int]:
+    def strays(self) -> dict[CapturedOp | None, int]:
         return {}
 
 
@@ -155,11 +155,11 @@ class CpuWorkspace:
     def knows(self, storage: torch.UntypedStorage) -> None:
         self._known.add(self._count.library.block_at(storage.data_ptr()))
 
-    def strays(self) -> dict[int, int]:
+    def strays(self) -> dict[CapturedOp | None, int]:
         """Those that are given back before the next op begins are a part of its workspace instead."""
         alive: dict[int, tuple[int, int]] = {}
-        found: Counter[int] = Counter()
-        passing: Counter[int] = Counter()
+        found: Counter[CapturedOp | None] = Counter()
+        passing: Counter[CapturedOp] = Counter()
         ops, is_inside = 0, False
         for kind, block, size_bytes, value in self._events.tolist():
             if kind == MARK:
@@ -169,11 +169,14 @@ class CpuWorkspace:
                 alive[block] = ops, size_bytes
             elif kind == DEATH and block in alive:
                 born, size_bytes = alive.pop(block)
-                (passing if born == ops else found)[ops] += _rounded_bytes(size_bytes)
+                following = self._ops[ops] if ops < len(self._ops) else None
+                if following is not None and born == ops:
+                    passing[following] += rounded_up(size_bytes)
+                else:
+                    found[following] += rounded_up(size_bytes)
         for op, size_bytes in passing.items():
-            if op < len(self._ops):
-                self._ops[op].workspace_bytes = max(self._ops[op].workspace_bytes, size_bytes)
-        found[-1] += sum(_rounded_bytes(size_bytes) for _, size_bytes in alive.values())
+            op.workspace_bytes = max(op.workspace_bytes, size_bytes)
+        found[None] += sum(rounded_up(size_bytes) for _, size_bytes in alive.values())
         return dict(found)
 
     def _blocks(self, op: CapturedOp, events: Table) -> tuple[OpBlock, ...]:
@@ -199,10 +202,6 @@ def _by_op(events: Table) -> Iterator[Table]:
     closed = marks[events["value"][marks] == ENDS]
     for first, last in zip(opened, closed, strict=True):
         yield events[first + 1 : last]
-
-
-def _rounded_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 def workspace_of(where: torch.device) -> Workspace:

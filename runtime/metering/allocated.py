@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from poochplan.errors import AllocatorError
-from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
 
@@ -117,6 +117,4 @@ class AllocatedPeak:
 
 
 def _rounded_bytes(storage: torch.UntypedStorage) -> int:
-    if storage.nbytes() < LEAST_COUNTED_BYTES:
-        return 0
-    return -(-storage.nbytes() // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+    return rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.torch_private import (
     allocation_events,
     allocation_mark,
@@ -80,7 +80,7 @@ def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
             if name.startswith(_FREED) and not aside:
                 freed_bytes = int(name.removeprefix(_FREED))
                 if told != -freed_bytes:
-                    yield -_rounded_bytes(freed_bytes)
+                    yield -rounded_up(freed_bytes)
                     marked = freed_bytes
                 told = 0
         elif kind == "pop":
@@ -88,15 +88,11 @@ def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
             depth -= 1
         elif kind == "memory_alloc" and not aside:
             if size_bytes > 0:
-                yield _rounded_bytes(size_bytes)
+                yield rounded_up(size_bytes)
             elif marked != -size_bytes:
-                yield -_rounded_bytes(-size_bytes)
+                yield -rounded_up(-size_bytes)
             told = size_bytes if size_bytes < 0 and marked != -size_bytes else 0
             marked = 0
-
-
-def _rounded_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
 
 
 def around_backward(

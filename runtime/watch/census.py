@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.storages import is_made_of_parts, parts_of
 from poochplan.tensors.torch_private import storage_identity, without_modes, without_torch_function
 
@@ -49,8 +49,7 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
 
 def census_bytes(device_type: str) -> int:
     """Bytes of all storages, however small, each rounded up to what is allocated at once."""
-    unit = ALLOCATION_UNIT_BYTES
-    return sum(-(-storage.nbytes() // unit) * unit for storage in census(device_type, 1).values())
+    return sum(rounded_up(storage.nbytes()) for storage in census(device_type, 1).values())
 
 
 def live_tensors() -> Iterator[torch.Tensor]:

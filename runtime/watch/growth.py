@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
 
 SEEN = 3
 """Growth counts where it was seen twice in a row: what has come once, such as a copy of the weights, does not grow."""
@@ -55,8 +55,4 @@ def _history_bytes(optimizer: torch.optim.LBFGS, device_type: str) -> int:
     state = optimizer.state.get(parameters[0], {})
     left = group["history_size"] - len(state.get("old_dirs") or ())
     vector_bytes = sum(one.numel() * one.element_size() for one in parameters)
-    return max(0, left) * 2 * (_rounded(vector_bytes) + ALLOCATION_UNIT_BYTES)
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+    return max(0, left) * 2 * (rounded_up(vector_bytes) + ALLOCATION_UNIT_BYTES)

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Profile
+from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.budget_watch import BudgetWatch, OverBudget, over_budget_text
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -70,7 +71,7 @@ class BudgetKeeper:
         if self._plans[name] == MOST_PLANS:
             watch.tell(f"{text}; it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept")
             return None
-        beside_bytes = self._beside_bytes[name] + _rounded(peak_bytes - plan.prediction.peak_bytes)
+        beside_bytes = self._beside_bytes[name] + rounded_up(max(1, peak_bytes - plan.prediction.peak_bytes))
         try:
             changed = self._replan(self._profiles[name], plan, beside_bytes)
         except InfeasibleError as error:
@@ -103,7 +104,3 @@ def described(moment: Moment | None, plan: Plan) -> str:
         return ""
     layer = moment.layer(plan.instructions)
     return f"{moment.part}{f' of {layer}' if layer else ''}"
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-max(1, size_bytes) // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES

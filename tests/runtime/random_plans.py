@@ -36,7 +36,6 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
         ),
         prediction=Prediction(
             peak_bytes=0,
-            memory=profile.memory,
             first_step_peak_bytes=0,
             in_core_peak_bytes=profile.in_core_peak_bytes,
             in_core_step_s=0,

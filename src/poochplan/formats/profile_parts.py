@@ -29,6 +29,11 @@ ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
 
 
+def rounded_up(size_bytes: int, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> int:
+    """Bytes as an allocator takes them."""
+    return -(-size_bytes // unit_bytes) * unit_bytes
+
+
 class Phase(StrEnum):
     """The part of a step an op belongs to."""
 
@@ -363,5 +368,4 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes as they are counted: rounded up to the allocation unit."""
         if self.memory is Memory.ALLOCATED and size_bytes < LEAST_COUNTED_BYTES:
             return 0
-        unit = self.allocation_unit_bytes
-        return -(-size_bytes // unit) * unit
+        return rounded_up(size_bytes, self.allocation_unit_bytes)
