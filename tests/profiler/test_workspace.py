@@ -1,0 +1,131 @@
+"""What ops take and give back inside is in the profile on the CPU, as an allocator hook of the tests sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poochplan
+from poochplan.formats.profile import Memory, Profile
+from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.workspace import NoWorkspace
+from poochplan.runtime.allocator.building import why_unavailable
+from tests.runtime.nets import LINK
+
+needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
+INSIDE_BYTES = 1 << 20
+
+
+@torch.library.custom_op("poochplan_tests::takes_and_gives_back", mutates_args=())
+def takes_and_gives_back(x: torch.Tensor) -> torch.Tensor:
+    first = torch.empty(INSIDE_BYTES, dtype=torch.uint8)
+    result = x * 2
+    second = torch.empty(INSIDE_BYTES, dtype=torch.uint8)
+    del first, second
+    return result
+
+
+takes_and_gives_back.register_autograd(lambda _, gradient: 2 * gradient)
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(takes_and_gives_back(self.inside(x)))  # type: ignore[no-any-return]
+
+
+def profile_of(model: nn.Module, batch: torch.Tensor) -> Profile:
+    return poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+
+
+@needs_allocator
+def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
+    profile = profile_of(Taking(), torch.randn(64, 256))
+    assert profile.memory is Memory.ALLOCATED
+    (op,) = (op for op in profile.ops if "takes_and_gives_back" in op.name)
+    assert op.workspace_bytes == 2 * INSIDE_BYTES
+    assert [tuple(block) for block in op.blocks] == [
+        (INSIDE_BYTES, -1, 3),
+        (64 * 256 * 4, 0, -1),
+        (INSIDE_BYTES, -1, 3),
+    ]
+    assert profile.in_core_live_peak_bytes is not None
+    assert profile.in_core_peak_bytes > profile.in_core_live_peak_bytes
+
+
+@needs_allocator
+def test_what_a_checkpoint_takes_between_ops_is_in_the_peak() -> None:
+    class Checkpointing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    profile = profile_of(Checkpointing(), torch.randn(4, 16))
+    between = [value for value in profile.values if value.name.startswith("step/between ops")]
+    assert sum(value.size_bytes for value in between) >= torch.get_rng_state().nbytes
+    assert all(value.born == -1 and not value.pinned for value in between)
+    assert profile.static_bytes["input"] < torch.get_rng_state().nbytes
+
+
+def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: NoWorkspace())
+    profile = profile_of(Taking(), torch.randn(64, 256))
+    assert profile.memory is Memory.LIVE
+    assert profile.in_core_peak_bytes == profile.in_core_live_peak_bytes
+    assert not any(op.workspace_bytes or op.blocks for op in profile.ops)
+    assert poochplan.plan(profile, "100%").prediction.memory is Memory.LIVE
+
+
+OUTSIDE = """
+    from tests.allocated_bytes import allocated_bytes
+    meter = allocated_bytes()  # before anything is allocated
+    import gc, torch, poochplan
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    blocks = [torch.nn.Conv3d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv3d(8, 8, 3, padding=1)]
+    model, batch = torch.nn.Sequential(*blocks), torch.randn(1, 1, 24, 24, 24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lambda: model(batch).square().mean()
+    def train():
+        optimizer.zero_grad()
+        step().backward()
+        optimizer.step()
+    profile = poochplan.profile(step, model=model, optimizer=optimizer, iterations=1)
+    train()
+    gc.collect()  # of what the profile has left
+    meter.restart()
+    train()
+    in_core_bytes = meter.peak
+    plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
+    peaks = []
+    with poochplan.apply(plan, model, arena="off", meter="never"):
+        for _ in range(4):
+            meter.restart()
+            train()
+            peaks.append(meter.peak)
+    print(in_core_bytes, profile.in_core_peak_bytes, profile.in_core_live_peak_bytes, max(peaks), plan.budget_bytes)
+"""
+
+
+@needs_allocator
+def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(OUTSIDE)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    in_core, predicted, live, planned, budget = map(int, done.stdout.split())
+    assert live < predicted // 2, "the convolutions take more inside than all that is live"
+    assert 0.99 * predicted <= in_core <= predicted
+    assert planned <= budget < predicted
