@@ -111,7 +111,7 @@ def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "
     """
     problem = build_problem(profile)
     if in_arena(profile, arena):
-        return smallest_arena(profile, problem)
+        return min(profile.in_core_peak_bytes, smallest_arena(profile, problem))
     return swap_all_on_demand(problem).peak_bytes
 
 
