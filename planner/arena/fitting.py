@@ -18,8 +18,8 @@ from poochplan.planner.writing import KEEP_ALL, Outcome
 
 from .step_layout import layout_of
 
-MOST_ROUNDS = 4
-"""Further searches at most."""
+HARDER = (1.0, 1.5, 2.5, 4.0, 8.0, 16.0)
+"""Further searches have so many times less as was missing: another plan packs otherwise, perhaps no better."""
 _SHARE = 0.5
 """Of what is left of the effort, for each of the searches."""
 
@@ -32,15 +32,17 @@ def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callab
     found = first
     if first.policy == KEEP_ALL:
         return first
-    for _ in range(MOST_ROUNDS):
+    for harder in HARDER:
         more_bytes = arena_peak(profile, problem, found.best.schedule) - budget_bytes
         if more_bytes <= 0:
             return _with_bound_of(first, found)
-        inner_bytes = min(inner_bytes, found.best.peak_bytes) - more_bytes
+        inner_bytes = min(inner_bytes, found.best.peak_bytes) - int(harder * more_bytes)
         try:
             found = search(inner_bytes, _SHARE)
         except InfeasibleError:
             break
+    if arena_peak(profile, problem, found.best.schedule) <= budget_bytes:
+        return _with_bound_of(first, found)
     return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
 
 
