@@ -68,8 +68,8 @@ def plan(
     watch: is told now and then how far the search is.
     keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, in place of an exception.
     arena: whether the budget is on one arena for what the step takes, together with what lies outside it
-        (``Plan.prediction.arena_peak_bytes``), and not on live bytes alone. ``"auto"``: of a profile of a CPU whose
-        allocator told what ops take.
+        (``Plan.prediction.arena_peak_bytes``), and not on the peak alone. ``"auto"``: of a profile of a CPU whose
+        allocator told what ops take, and where such a plan is found; the plan's notes tell where none was.
 
     Raises
     ------
@@ -94,10 +94,11 @@ def plan(
             spent_s = time.perf_counter() - started_s
             return _optimal(profile, problem, within_bytes, effort.part(share, spent_s), watch)
 
+        if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
+            _check_feasible(profile, problem, budget_bytes, smallest_arena(profile, problem))
         if in_arena(profile, arena):
-            if profile.in_core_peak_bytes > budget_bytes:
-                _check_feasible(profile, problem, budget_bytes, smallest_arena(profile, problem))
-            found = replace(fitted(profile, problem, budget_bytes, search), evaluations=evaluations)
+            found = fitted(profile, problem, budget_bytes, search, is_strict=arena == "on")
+            found = replace(found, evaluations=evaluations)
         else:
             found = search(budget_bytes, 1.0)
     wall_s = time.perf_counter() - started_s - found.compiled_s
@@ -106,11 +107,11 @@ def plan(
 
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
     """Bytes of the smallest budget that has a plan: what some moment of the step needs at once, with every value away
-    that can be; and its arena, where that is what the budget is on (see :func:`plan`). ``pooch plan --min`` plans for
+    that can be; where ``arena`` is ``"on"``, with the arena of that (see :func:`plan`). ``pooch plan --min`` plans for
     it, and the error about a smaller budget names it.
     """
     problem = build_problem(profile)
-    if in_arena(profile, arena):
+    if arena == "on":
         return min(profile.in_core_peak_bytes, smallest_arena(profile, problem))
     return swap_all_on_demand(problem).peak_bytes
 

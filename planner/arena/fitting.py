@@ -20,13 +20,18 @@ from .step_layout import layout_of
 
 HARDER = (1.0, 1.5, 2.5, 4.0, 8.0, 16.0)
 """Further searches have so many times less as was missing: another plan packs otherwise, perhaps no better."""
+NO_ARENA = "no plan was found whose arena fits the budget too: its steps are served by the ordinary allocator"
 _SHARE = 0.5
 """Of what is left of the effort, for each of the searches."""
 
 
-def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome]) -> Outcome:
-    """The first outcome of ``search`` (a budget, and the share of the effort) whose arena fits the budget; where none
-    does, swapping all, whose arena has to. Where everything can be kept it is, in an arena or not.
+def fitted(
+    profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome], *, is_strict: bool
+) -> Outcome:
+    """The first outcome of ``search`` (a budget, and the share of the effort) whose arena fits the budget.
+
+    Where none does: if that ``is_strict``, swapping all, whose arena has to; else the first one, with a note. Where
+    everything can be kept it is, in an arena or not.
     """
     inner_bytes, first = budget_bytes, search(budget_bytes, _SHARE)
     found = first
@@ -43,7 +48,9 @@ def fitted(profile: Profile, problem: Problem, budget_bytes: int, search: Callab
             break
     if arena_peak(profile, problem, found.best.schedule) <= budget_bytes:
         return _with_bound_of(first, found)
-    return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
+    if is_strict:
+        return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
+    return replace(first, notes=(*first.notes, NO_ARENA))
 
 
 def arena_peak(profile: Profile, problem: Problem, schedule: Schedule) -> int:
@@ -53,7 +60,7 @@ def arena_peak(profile: Profile, problem: Problem, schedule: Schedule) -> int:
 
 
 def smallest_arena(profile: Profile, problem: Problem) -> int:
-    """Bytes of the smallest budget that is sure to have a plan whose arena fits."""
+    """Bytes of a budget that is sure to have a plan whose arena fits."""
     smallest = swap_all_on_demand(problem)
     return max(smallest.peak_bytes, arena_peak(profile, problem, smallest.schedule))
 

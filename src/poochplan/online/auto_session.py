@@ -263,7 +263,7 @@ class AutoSession:
         """Whether one is under way now; it is said why not."""
         self.profiles[key] = profile
         budget_bytes = self._budget_of(profile)
-        smallest_bytes = smallest_budget(profile, arena="off")  # no packing here: the loop waits
+        smallest_bytes = smallest_budget(profile)
         if smallest_bytes > budget_bytes:
             self._hopeless.add(key)
             if smallest_bytes > self._smallest_bytes:
