@@ -33,8 +33,10 @@ _MOST_LESSONS = 3
 class Pack(Protocol):
     """Finds places; the runtime does not know how."""
 
-    def __call__(self, blocks: Sequence[tuple[int, int, int]]) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes."""
+    def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes; if it can be, no more
+        than ``room_bytes``.
+        """
 
 
 class Serving:
@@ -143,13 +145,15 @@ class Serving:
         assert self._plan.layout is not None
         observed = observed_blocks(log.events, self._plan.layout.least_bytes)
         inside = [block for block in observed if block.end]
-        offsets, arena_bytes = self._pack([(block.start, block.end, block.size_bytes) for block in inside])
+        room_bytes = _room_bytes(self._plan)
+        spans = [(block.start, block.end, block.size_bytes) for block in inside]
+        offsets, arena_bytes = self._pack(spans, room_bytes)
         found = iter(offsets)
         places = tuple(
             Place(block.point, block.size_bytes, next(found) if block.end else OUTSIDE) for block in observed
         )
         self._close_arena()
-        self.larger_bytes = max(0, arena_bytes - _room_bytes(self._plan))
+        self.larger_bytes = max(0, arena_bytes - room_bytes)
         if not self.larger_bytes:
             self._serve(Layout(arena_bytes=arena_bytes, least_bytes=self._plan.layout.least_bytes, places=places))
 

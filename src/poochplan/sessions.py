@@ -20,11 +20,17 @@ def apply(*args: Any, **kwargs: Any) -> Session:
     return runtime_apply(*args, **({"replanner": replanned, "pack": packed} | kwargs))
 
 
-def packed(blocks: Sequence[tuple[int, int, int]]) -> tuple[Sequence[int], int]:
-    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes."""
-    from poochplan.planner.arena.packing import Block, pack
+def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes. It is searched for as long
+    as a plan's is; where that is larger than ``room_bytes``, thoroughly.
+    """
+    from poochplan.planner.arena.packing import THOROUGH, Block, pack
+    from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
 
-    found = pack([Block(*block) for block in blocks])
+    every = [Block(*block) for block in blocks]
+    found = pack(every, LOOKS_PER_BLOCK * len(every))
+    if found.arena_bytes > room_bytes >= found.lower_bound_bytes:
+        found = pack(every, THOROUGH)
     return found.offsets, found.arena_bytes
 
 
