@@ -17,6 +17,7 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.tensors.torch_private import storage_identity
 
 
 @functools.cache
@@ -87,7 +88,8 @@ class AllocatedPeak:
         self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
         self._unknown.clear()
         library = self._count.library
-        self._first_block = library.block_at(torch.empty(LEAST_COUNTED_BYTES, dtype=torch.uint8).data_ptr())
+        newest = torch.empty(LEAST_COUNTED_BYTES, dtype=torch.uint8)  # held until its number is read
+        self._first_block = library.block_at(newest.data_ptr())
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
@@ -98,6 +100,8 @@ class AllocatedPeak:
             block = self._count.library.block_at(storage.data_ptr())
             if block < self._first_block:
                 self._beside_bytes += _rounded_bytes(storage)
+            if block < 0:
+                self._watch(storage_identity(storage), storage)
 
     @property
     def peak_bytes(self) -> int:
