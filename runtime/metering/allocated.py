@@ -17,6 +17,7 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.tensors.torch_private import storage_identity
 
 
 @functools.cache
@@ -98,6 +99,8 @@ class AllocatedPeak:
             block = self._count.library.block_at(storage.data_ptr())
             if block < self._first_block:
                 self._beside_bytes += _rounded_bytes(storage)
+            if block < 0:
+                self._watch(storage_identity(storage), storage)
 
     @property
     def peak_bytes(self) -> int:
