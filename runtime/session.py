@@ -76,6 +76,7 @@ class Session:
         self._total = StepReport()
         self._memory: MemoryPeaks | None = None
         self._gradients_checked = False
+        self._is_ending = False
         self._is_settled = dict.fromkeys(models, False)
         self._last: Segment | None = None
         """The last segment that was counted."""
@@ -162,6 +163,7 @@ class Session:
         if self._state == "closed":  # it was ended where it had been left open
             return
         try:
+            self._is_ending = True
             self._meter.step_is_over()
             self.engine.end()
             self._end_of_step(self.engine.segment, settle=kind is None)
@@ -303,6 +305,13 @@ class Session:
     def _look(self, segment: Segment) -> None:
         """A step that followed its plan may have taken more than its budget; of others it has been told why."""
         if segment.number and segment.report.peak_bytes is not None and not segment.report.fallbacks:
+            if (
+                segment.report.peak_bytes > self.plan.budget_bytes
+                and not self._meter.is_certain
+                and not self._is_ending
+            ):
+                self._meter.check_next()
+                return
             name = self._name(segment)
             changed = self._keeper.look(segment, self._meter.moment, self.engine, name, self.plan)
             if changed is not None:

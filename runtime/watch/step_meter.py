@@ -71,6 +71,11 @@ class StepMeter:
         self._kind = kind
         self._when = when
         self._is_settled = False
+        self._is_to_check = False
+        self.is_certain = False
+        """Whether the peak of this step began at a census, or is the device's own. Else what other threads have made
+        and this one has let go of may be in it.
+        """
         self._steps = 0
         self._engine: Engine | None = None
         self._open = False
@@ -87,7 +92,8 @@ class StepMeter:
         device.start_step_peak()
         if self._of_cpu is not None:
             self._of_cpu.step_begins()
-        is_due = self._when == "always" or not self._is_settled or self._steps % EVERY == 0
+        is_due = self._when == "always" or not self._is_settled or self._is_to_check or self._steps % EVERY == 0
+        self.is_certain, self._is_to_check = is_due or device.step_peak_bytes() is not None, False
         engine.mechanism.timed = is_due
         if is_due:
             storages = self._live(engine)
@@ -108,6 +114,10 @@ class StepMeter:
         """No step is metered any more. In a backward its mode could only be muted: it is taken off here."""
         self.step_is_over()
         self.mode.switch_off()
+
+    def check_next(self) -> None:
+        """The next step begins at a census."""
+        self._is_to_check = True
 
     def settled(self, is_settled: bool) -> None:
         """Whether steps are as those before: then few of them are metered by their ops."""

@@ -98,7 +98,7 @@ def test_allocated_bytes_are_metered_in_every_step(plan: Plan) -> None:
 
 
 @needs_allocator
-def test_what_is_kept_from_an_early_step_is_told_of_in_the_next(plan: Plan) -> None:
+def test_what_is_kept_is_told_of_once_a_census_has_seen_it_too(plan: Plan) -> None:
     model, kept, told_at = fresh(), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with poochplan.apply(plan, model):
@@ -110,7 +110,7 @@ def test_what_is_kept_from_an_early_step_is_told_of_in_the_next(plan: Plan) -> N
             told_at += [number for one in caught if "more than its budget" in str(one.message)]
             if number == 9:
                 kept.append(torch.zeros(BATCH, WIDTH))
-    assert told_at == [10]
+    assert told_at == [11]
 
 
 def test_a_meter_that_starts_late_knows_what_lives_already(plan: Plan) -> None:
