@@ -147,8 +147,6 @@ class Steps:
 
     def go(self, steps: int) -> None:
         for _ in range(steps):
-            if self._meter is not None:
-                self._meter.restart()
             faults, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
             loss = self._step()
             self.seconds.append(time.perf_counter() - began_s)
@@ -162,6 +160,8 @@ class Steps:
         optimizer = self._workload.optimizer
         assert optimizer is not None
         optimizer.zero_grad(set_to_none=True)
+        if self._meter is not None:  # from here on the arena is taken
+            self._meter.restart()
         loss = self._workload.step()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
