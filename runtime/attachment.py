@@ -57,15 +57,15 @@ class Attachment:
     chooser: gives each segment its driver.
     chosen: told when the open segment has its driver.
     began: told each segment before anything happens in it; the engine and its device are there.
-    over: told each segment when its step is over: its optimizer has stepped, a model is called without gradients, or
-        the next begins.
+    over: told each segment when its step is over: its optimizer has stepped, a model is called without gradients, what
+        follows is in-core, or the next begins.
     ended: told each segment when all is known of it, as the next begins.
     elsewhere: told a model that is called with gradients on another thread.
     observers, rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own.
     gives_up: whether anything may leave the device.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
-    point, departed: the engine's ``on_point`` and ``on_departure``.
+    point, departed: the engine's ``on_point`` and ``on_departure``, which is told of a forward that raises, too.
     optimizing: told an optimizer of the models' that is about to step.
     """
 
@@ -208,6 +208,8 @@ class Attachment:
         """Steps inside run in-core, as if nothing were attached. On the level of the ``with`` block only."""
         if self.state != "open":
             raise UsageError(f"away(): expected an open session, found a {self.state} one")
+        if self.engine.segment.used:
+            self._over(self.engine.segment)
         self.state = "away"
         with self.engine.quiet():
             self._hooks.__exit__()
@@ -260,6 +262,7 @@ class Attachment:
     def _forward_raised(self) -> None:
         if self._is_ours() and not in_backward():
             self.engine.forward_raised()
+            self._departed()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():

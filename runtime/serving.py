@@ -7,8 +7,10 @@ of the runtime's clock.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import OUTSIDE, Layout, Place, Plan
 from poochplan.runtime.allocator.allocation_log import AllocationLog
-from poochplan.runtime.allocator.arena import Arena, Places
+from poochplan.runtime.allocator.arena import Arena, Fates, Places
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.observed import STEP_END, observed_blocks
 from poochplan.runtime.metering.allocated import step_scope
@@ -39,31 +41,53 @@ class Pack(Protocol):
         """
 
 
+@dataclass
+class Lesson:
+    """What is known of a plan's steps."""
+
+    plan: Plan
+    layout: Layout | None = None
+    """As a step was; None until there is one, and where its arena would be too large."""
+    times: int = 0
+    """So often it has been laid out anew."""
+    larger_bytes: int = 0
+    """How much the arena of the last step that was looked at would be above what there is room for."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.times >= _MOST_LESSONS
+
+
 class Serving:
-    """State: the arena of the plan that was followed last; whether the step that runs is one that follows it; and,
-    until a step is served without a miss, the log of the step that runs or ran last.
+    """State: what is known of each plan's steps; the arena of the plan that was followed last; whether the step that
+    runs is one that follows it; and, until a step is served without a miss, the log of the step that runs or ran last.
 
     The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step as it was:
     autograd adds gradients up in place where no dispatch mode looks on, as one did when the step was profiled. Until
-    there is such a step, and where its arena would be larger than the budget has room for, nothing is served.
+    there is such a step, and where its arena would be larger than the budget has room for, nothing is served. Nor is
+    it where steps go on to differ from those they were laid out by, as those of other sizes do that a larger plan is
+    followed for.
 
     One arena at a time: that of another plan takes its place, and goes with the last tensor in it.
 
     ``pack`` lays out what a step has taken.
     """
 
+    _logging: ClassVar[weakref.ref[Serving] | None] = None
+    """Who writes a log: one at a time in a process, and the next step of another is as good."""
+
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
-        self._plan: Plan | None = None
-        self._layout: Layout | None = None
+        self._lessons: dict[int, Lesson] = {}
+        """By the identity of the plan that they hold."""
+        self._lesson: Lesson | None = None
+        """Of the plan that was followed last."""
         self._arena: Arena | None = None
         self._is_on = False
         self._is_whole = False
         """Whether the step goes on to its end as it began."""
+        self._point = 0
         self._log: AllocationLog | None = None
-        self._lessons = 0
-        self.larger_bytes = 0
-        """How much the arena of the last step that was looked at would be above what there is room for."""
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
@@ -74,22 +98,37 @@ class Serving:
         self._learn()
         if plan.layout is None:
             return
-        if plan is not self._plan:
-            self._plan, self._lessons = plan, 0
-            self._close_arena()
+        self._follow(self._lessons.setdefault(id(plan), Lesson(plan)))
+        assert self._lesson is not None
         self._is_on = self._is_whole = True
+        self._point = 1
         if self._arena is not None:
             self._arena.begin(1)
-        scope = step_scope()
-        if not is_observed and self._lessons < _MOST_LESSONS and scope is not None:
-            scope.join()
-            self._log = AllocationLog(scope)
-            self._log.__enter__()
-            self._log.mark(1)
+        if not is_observed and not self._lesson.is_over:
+            self._write_down()
+
+    def _follow(self, lesson: Lesson) -> None:
+        if lesson is self._lesson:
+            return
+        self._close_arena()
+        self._lesson = lesson
+        if lesson.layout is not None:
+            self._arena = _arena(lesson.layout)
+
+    def _write_down(self) -> None:
+        scope, other = step_scope(), Serving._logging() if Serving._logging is not None else None
+        if scope is None or (other is not None and other is not self and other._log is not None):
+            return
+        Serving._logging = weakref.ref(self)
+        scope.join()
+        self._log = AllocationLog(scope)
+        self._log.__enter__()
+        self._log.mark(1)
 
     def at(self, point: int) -> None:
         """The segment has passed so many points."""
         if self._is_on:
+            self._point = point
             if self._arena is not None:
                 self._arena.at(point)
             if self._log is not None:
@@ -104,7 +143,7 @@ class Serving:
             self.step_is_over()
 
     def departed(self) -> None:
-        """The segment has left its plan."""
+        """The segment has left its plan, or has raised, or what runs now is none of its step."""
         self._is_whole = False
         self.step_is_over()
 
@@ -128,24 +167,29 @@ class Serving:
             self._arena.close()
 
     def _learn(self) -> None:
-        """From the log of the step before, which has ended by now, where that was not served as planned."""
+        """From the step before, which has ended by now; where it was not served as planned it is laid out anew."""
         log, self._log = self._log, None
-        if log is None:
+        if log is not None:
+            log.__exit__(None, None, None)
+        lesson = self._lesson
+        if lesson is None or not self._is_whole or self._point < len(lesson.plan.values) + len(lesson.plan.uses):
+            return  # it has not come to its end, as a forward whose loss nobody wanted
+        if log is not None:
+            self._learn_from(log, lesson)
+        elif lesson.is_over and self._arena is not None and _is_misfit(self._arena.counts().step):
+            self._close_arena()
+            lesson.layout = None
+
+    def _learn_from(self, log: AllocationLog, lesson: Lesson) -> None:
+        if self._arena is not None and not _misses(self._arena.counts().step):
+            lesson.times = _MOST_LESSONS
             return
-        log.__exit__(None, None, None)
-        if not self._is_whole:
-            return
-        if self._arena is not None:
-            fates = self._arena.counts().step
-            if not fates.taken.blocks + fates.unplanned.blocks + fates.unmet.blocks:
-                self._lessons = _MOST_LESSONS
-                return
-        self._lessons += 1
-        assert self._plan is not None
-        assert self._plan.layout is not None
-        observed = observed_blocks(log.events, self._plan.layout.least_bytes)
+        lesson.times += 1
+        assert lesson.plan.layout is not None
+        least_bytes = lesson.plan.layout.least_bytes
+        observed = observed_blocks(log.events, least_bytes)
         inside = [block for block in observed if block.end]
-        room_bytes = _room_bytes(self._plan)
+        room_bytes = _room_bytes(lesson.plan)
         spans = [(block.start, block.end, block.size_bytes) for block in inside]
         offsets, arena_bytes = self._pack(spans, room_bytes)
         found = iter(offsets)
@@ -153,21 +197,24 @@ class Serving:
             Place(block.point, block.size_bytes, next(found) if block.end else OUTSIDE) for block in observed
         )
         self._close_arena()
-        self.larger_bytes = max(0, arena_bytes - room_bytes)
-        if not self.larger_bytes:
-            self._serve(Layout(arena_bytes=arena_bytes, least_bytes=self._plan.layout.least_bytes, places=places))
+        lesson.layout = None
+        lesson.larger_bytes = max(0, arena_bytes - room_bytes)
+        if not lesson.larger_bytes:
+            lesson.layout = Layout(arena_bytes=arena_bytes, least_bytes=least_bytes, places=places)
+            self._arena = _arena(lesson.layout)
 
     def report(self, plan: Plan) -> ArenaReport | None:
         """What became of the blocks so far; None where there is no arena yet."""
-        if self._arena is None or self._layout is None:
-            return ArenaReport(larger_bytes=self.larger_bytes) if self.larger_bytes else None
+        lesson = self._lesson
+        if lesson is None or lesson.layout is None or self._arena is None:
+            return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
         counts = self._arena.counts()
         misses = [
             Unserved(size_bytes=miss.size_bytes, layer=_layer(plan, miss.point), why=miss.fate)
             for miss in self._arena.misses()[:_MOST_TOLD]
         ]
         return ArenaReport(
-            size_bytes=self._layout.arena_bytes,
+            size_bytes=lesson.layout.arena_bytes,
             served=counts.step.served.blocks,
             served_bytes=counts.step.served.size_bytes,
             unplanned=counts.step.unplanned.blocks,
@@ -177,16 +224,27 @@ class Serving:
             unserved=misses,
         )
 
-    def _serve(self, layout: Layout) -> None:
-        """From an arena of this layout."""
-        table = np.array(layout.places, dtype=np.int64).reshape(-1, 3)
-        places = Places(sizes_bytes=table[:, 1], offsets=table[:, 2], points=table[:, 0])
-        self._arena, self._layout = Arena(places, layout.arena_bytes, layout.least_bytes), layout
-
     def _close_arena(self) -> None:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+
+def _arena(layout: Layout) -> Arena:
+    table = np.array(layout.places, dtype=np.int64).reshape(-1, 3)
+    places = Places(sizes_bytes=table[:, 1], offsets=table[:, 2], points=table[:, 0])
+    return Arena(places, layout.arena_bytes, layout.least_bytes)
+
+
+def _misses(fates: Fates) -> int:
+    """Blocks that lay outside against the layout. What was expected and did not come does no harm: of micro-batches
+    only the first takes gradients.
+    """
+    return fates.taken.blocks + fates.unplanned.blocks
+
+
+def _is_misfit(fates: Fates) -> bool:
+    return _misses(fates) > fates.served.blocks
 
 
 def _room_bytes(plan: Plan) -> int:

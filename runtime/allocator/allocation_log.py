@@ -1,4 +1,4 @@
-"""The allocation log: births and deaths of a scope's blocks, in order, with marks between them."""
+"""The allocation log: births and deaths of a thread's blocks, in order, with marks between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Table = npt.NDArray[Any]
 
 
 class AllocationLog:
-    """A block in which the allocations of a scope are written down; the calling thread joins the scope for it.
+    """A block in which what the calling thread allocates is written down, and its deaths on whichever thread; it joins
+    the scope for that. Other threads of the scope may run steps of their own.
 
     State: open, or closed with its :attr:`events`. One log of a scope at a time.
     """

@@ -44,11 +44,15 @@ class ThreadScope:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A block in which what this thread allocates belongs to no scope: work that is not the step's."""
+        """A block in which what this thread allocates belongs to no scope, and lies in no arena: work that is not the
+        step's.
+        """
         before = self.library.scope_join(None)
+        self.library.set_aside(1)
         try:
             yield
         finally:
+            self.library.set_aside(-1)
             self.library.scope_join(before)
 
 

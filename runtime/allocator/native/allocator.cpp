@@ -62,6 +62,7 @@ struct Here {
   Scope* scope;
   Arena* arena;
   int64_t step_number;
+  int asides; // so many blocks of code that are not the step's are around this one: it is not served
 };
 thread_local Here here{};
 
@@ -101,7 +102,7 @@ class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size_bytes) override {
     if (size_bytes == 0) return owned(nullptr);
-    if (here.arena != nullptr) {
+    if (here.arena != nullptr && here.asides == 0) {
       if (c10::DataPtr served = from_arena(size_bytes)) return served;
     }
     c10::DataPtr block = state.inner->allocate(size_bytes);
@@ -207,6 +208,9 @@ POOCH Scope* pooch_scope_new() noexcept {
 }
 // The scope that this thread was in, to be joined again; null is none.
 POOCH Scope* pooch_scope_join(Scope* scope) noexcept { return std::exchange(here.scope, scope); }
+
+// Enters (1) or leaves (-1) a block of code on this thread that no arena serves.
+POOCH void pooch_set_aside(int change) noexcept { here.asides += change; }
 
 POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
   if (!state.active.add(scope)) return 0;

@@ -53,10 +53,17 @@ class LiveSet {
   }
   size_t size() const noexcept { return spans_.size(); }
 
- private:
   struct Span {
     int64_t begin, end;
   };
+  const std::vector<Span>& spans() const noexcept { return spans_; }
+  // Between the blocks around a byte that is none's; the last gap ends at `size`.
+  Span gap_at(int64_t at, int64_t size) noexcept {
+    const auto after = above(at);
+    return {after == spans_.begin() ? 0 : std::prev(after)->end, after == spans_.end() ? size : after->begin};
+  }
+
+ private:
   std::vector<Span>::iterator above(int64_t begin) noexcept {
     return std::upper_bound(spans_.begin(), spans_.end(), begin,
                             [](int64_t value, const Span& span) { return value < span.begin; });
@@ -118,12 +125,14 @@ class Arena {
     is_serving_ = false;
   }
 
-  // The memory goes when the last block that lies here dies.
+  // The memory goes when the last block that lies here dies; what lies between those that live goes at once.
   void drop() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
     is_serving_ = false;
     is_dropped_ = true;
     unmap_if_unused();
+    give_back_gap(0);
+    for (const LiveSet::Span& span : live_.spans()) give_back_gap(span.end);
   }
 
   // A place for a block, or null for the ordinary allocator.
@@ -148,8 +157,11 @@ class Arena {
 
   void give_back(void* address) noexcept {
     std::lock_guard<std::mutex> guard(mutex);
-    live_.erase(static_cast<char*>(address) - base_);
+    const int64_t offset = static_cast<char*>(address) - base_;
+    live_.erase(offset);
+    if (!is_dropped_) return;
     unmap_if_unused();
+    give_back_gap(offset);
   }
 
   // Blocks and bytes of each fate, of this step and then of all.
@@ -259,6 +271,15 @@ class Arena {
     met_ = {};
     live_ = {};
     mapped_count().fetch_sub(1);
+  }
+
+  // The machine's memory between the blocks around a byte, once nobody is served any more.
+  void give_back_gap(int64_t at) noexcept {
+    if (mapping_ == nullptr) return;
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const LiveSet::Span gap = live_.gap_at(at, size_bytes_);
+    const int64_t begin = (gap.begin + page - 1) / page * page, end = gap.end / page * page;
+    if (begin < end) madvise(base_ + begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
   }
 
   Places places_;

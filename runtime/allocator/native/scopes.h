@@ -90,7 +90,7 @@ class Scope {
       const int64_t size_bytes = rounded(block.size_bytes);
       raise_to(live_.fetch_add(size_bytes) + size_bytes);
     }
-    if (records_.is_on.load(std::memory_order_acquire)) {
+    if (records_.is_on.load(std::memory_order_acquire) && block.thread == records_.thread.load()) {
       append({static_cast<int64_t>(EventKind::kBirth), block.id, static_cast<int64_t>(block.size_bytes),
               block.arena != nullptr});
     }

@@ -1,0 +1,119 @@
+"""Sessions whose steps are served from an arena: plans with room for one, and steps under them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.formats.plan import Decision, Plan
+from poochplan.planner.writing import with_decisions
+from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.library import library
+from poochplan.runtime.run_report import ArenaReport
+from poochplan.runtime.session import Session
+from tests.runtime.nets import CASES, Case, snapshot
+
+SETTLED = 4
+"""So many steps are metered, or written down: those behind them are served."""
+needs_compiler = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "there is a compiler")
+WISHES = {
+    "keep": (Decision.KEEP,),
+    "swap": (Decision.SWAP,),
+    "recompute": (Decision.RECOMPUTE,),
+    "mixed": (Decision.RECOMPUTE, Decision.SWAP, Decision.KEEP),
+}
+
+
+@functools.cache
+def plan_of(name: str, kind: str = "mixed") -> Plan:
+    """For a case: values are decided so in turn, where they can be; the budget has room for any arena."""
+    profile, wishes = CASES[name].profile(), WISHES[kind]
+    base = poochplan.plan(profile, "100%", evaluations=1, arena="off")
+    base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
+    changes: dict[str, Decision | str] = {}
+    for index, value in enumerate(base.values):
+        wish = wishes[index % len(wishes)]
+        try:
+            with_decisions(profile, base, {value.name: wish})
+        except UsageError:
+            continue
+        changes[value.name] = wish
+    return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
+
+
+class Loop:
+    """State: a model of a case in training, and what :func:`snapshot` said after each step.
+
+    ``session`` is set by whoever opens one.
+    """
+
+    def __init__(self, case: Case, optimizer: type[torch.optim.Optimizer] | None = None, **options: float) -> None:
+        self.model, self.loss_of, self.optimizer = case.fresh()
+        if optimizer is not None:
+            self.optimizer = optimizer(self.model.parameters(), **options)  # type: ignore[call-arg]
+        self.seen: list[list[torch.Tensor]] = []
+        self.session: Session | None = None
+        torch.manual_seed(1)
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss_of()
+        loss.backward()
+        self.seen.append(snapshot(self.model, loss))
+        self.optimizer.step()
+        return loss.detach()
+
+    def steps(self, count: int = SETTLED) -> None:
+        for _ in range(count):
+            self.step()
+
+    @property
+    def arena(self) -> ArenaReport:
+        """Of the session's last step; there is an arena."""
+        assert self.session is not None
+        found = self.session.report().arena
+        assert found is not None
+        return found
+
+    @property
+    def is_served_whole(self) -> bool:
+        """Whether the last step was served, and nothing of it lay outside against the layout."""
+        found = self.arena
+        return found.served > 0 and not found.unplanned + found.taken and not found.unserved
+
+
+@contextmanager
+def served(name: str, plan: Plan | None = None, **options: object) -> Iterator[Loop]:
+    """A loop in a session, with steps behind it that have it served."""
+    loop = Loop(CASES[name])
+    with poochplan.apply(plan or plan_of(name), loop.model, arena="on", **options) as session:  # type: ignore[arg-type]
+        loop.session = session
+        loop.steps()
+        yield loop
+
+
+def plain(name: str, steps: int) -> Loop:
+    """The same without a session."""
+    loop = Loop(CASES[name])
+    loop.steps(steps)
+    return loop
+
+
+def arenas_mapped() -> int:
+    """Arenas of this process that have their memory."""
+    return library().arenas_mapped()
+
+
+def largest_output(model: nn.Module) -> tuple[list[torch.Tensor], torch.utils.hooks.RemovableHandle]:
+    """A list to which each call adds what the first convolution or linear layer gives, and how to stop that."""
+    kept: list[torch.Tensor] = []
+    layer = next(one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Linear))
+    return kept, layer.register_forward_hook(lambda _, __, output: kept.append(output))
