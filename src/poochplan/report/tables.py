@@ -196,6 +196,8 @@ def kept_row(plan: Plan, kept: Laid | None) -> Rows:
     in_core_bytes = plan.prediction.in_core_peak_bytes
     share = share_that_holds(max(kept.peak_bytes, in_core_bytes), in_core_bytes).replace(".00%", "%")
     size = format_bytes(kept.layout.arena_bytes)
+    if kept.peak_bytes <= plan.budget_bytes:
+        return {"everything kept": f"the same step from one arena of {size}"}
     return {"everything kept": f"--budget {share}: the same step from one arena of {size}"}
 
 
