@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from poochplan.formats.profile import Profile
 from poochplan.planner.model.solvers import choose_solver
@@ -52,12 +53,12 @@ def sweep(
     PoochError
         The profile cannot be planned at all.
     """
-    budgets = default_budgets(profile) if budgets is None else budgets
+    solving = solving or Solving()
+    budgets = default_budgets(profile, arena=solving.arena) if budgets is None else budgets
     names = all_policies() if policies is None else tuple(policies)
     for name in names:
         if name not in all_policies():
             raise unknown_policy(name)
-    solving = solving or Solving()
     if ILP in names:
         choose_solver(solving.solver)
     build_problem(profile)
@@ -74,9 +75,15 @@ def sweep(
     return [found[cell] for cell in cells]
 
 
-def default_budgets(profile: Profile, points: int = DEFAULT_POINTS, most_bytes: int | None = None) -> tuple[int, ...]:
+def default_budgets(
+    profile: Profile,
+    points: int = DEFAULT_POINTS,
+    most_bytes: int | None = None,
+    *,
+    arena: Literal["auto", "on", "off"] = "auto",
+) -> tuple[int, ...]:
     """Evenly spaced bytes: from the smallest budget that has a plan to the in-core peak, or ``most_bytes`` if less."""
-    first, last = smallest_budget(profile), profile.in_core_peak_bytes
+    first, last = smallest_budget(profile, arena=arena), profile.in_core_peak_bytes
     last = max(first, last if most_bytes is None else min(last, most_bytes))
     steps = max(1, points - 1)
     return tuple(dict.fromkeys(first + (last - first) * index // steps for index in range(steps + 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, SolveStatus
@@ -85,6 +85,8 @@ class Solving:
     solver: str | None = None
     time_limit_s: float = 60.0
     gap: float = 0.005
+    arena: Literal["auto", "on", "off"] = "auto"
+    """Of the ILP's budgets; see ``plan``. Policies that decide alone know none."""
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -100,6 +102,7 @@ def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
                 time_limit_s=solving.time_limit_s,
                 gap=solving.gap,
                 threads=1,
+                arena=solving.arena,
             )
             return _of_plan(made, time.perf_counter() - started_s)
         given = PolicyInput.of(profile, budget_bytes)

@@ -260,7 +260,7 @@ def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | No
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
-    reason = _why_not(mode, device, plans) if mode != "off" else "off"
+    reason = why_not_served(mode, device, plans)
     if not reason and pack is not None:
         return Serving(pack)
     if mode == "on":
@@ -272,7 +272,10 @@ def _is_within_budget(plan: Plan) -> bool:
     return plan.prediction.arena_peak_bytes is None or plan.prediction.arena_peak_bytes <= plan.budget_bytes
 
 
-def _why_not(mode: ArenaMode, device: str, plans: list[Plan]) -> str:
+def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
+    """What is found in place of steps that can be served, in one line; empty where they can."""
+    if mode == "off":
+        return "off"
     if device != "cpu":
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     if all(plan.layout is None for plan in plans):

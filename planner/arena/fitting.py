@@ -12,11 +12,11 @@ from dataclasses import replace
 from poochplan.errors import InfeasibleError
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.schedule.schedule import Schedule, keep_all
 from poochplan.planner.writing import KEEP_ALL, Outcome
 
-from .step_layout import layout_of
+from .step_layout import Laid, layout_of
 
 HARDER = (1.0, 1.5, 2.5, 4.0, 8.0, 16.0)
 """Further searches have so many times less as was missing: another plan packs otherwise, perhaps no better."""
@@ -63,6 +63,12 @@ def smallest_arena(profile: Profile, problem: Problem) -> int:
     """Bytes of a budget that is sure to have a plan whose arena fits."""
     smallest = swap_all_on_demand(problem)
     return max(smallest.peak_bytes, arena_peak(profile, problem, smallest.schedule))
+
+
+def kept_in_arena(profile: Profile) -> Laid | None:
+    """Where the blocks lie of the step that keeps everything; None where it has too many for an arena."""
+    problem = build_problem(profile)
+    return layout_of(profile, problem, keep_all(problem))
 
 
 def _with_bound_of(first: Outcome, found: Outcome) -> Outcome:

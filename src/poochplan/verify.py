@@ -22,7 +22,6 @@ import torch
 
 from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
-from poochplan.runtime.applying import apply
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
@@ -30,11 +29,13 @@ from poochplan.tensors.torch_private import without_modes
 
 from .errors import StepError
 from .records import StepRecord, Tensors, first_difference
+from .sessions import apply
 from .workload import Workload
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.runtime.run_report import Report, StepReport
+    from poochplan.runtime.serving import ArenaMode
 
 METERED_STEPS = 2
 """A session meters its first two steps, which takes time; see ``poochplan.apply``."""
@@ -199,6 +200,7 @@ def run_planned(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     cap_bytes: int | None = None,
+    arena: ArenaMode = "auto",
     force: bool = False,
     record: bool = True,
     progress: Progress | None = None,
@@ -207,7 +209,13 @@ def run_planned(
     seed_everything(seed)
     workload = build()
     with apply(
-        plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes, force=force
+        plan,
+        workload.model,
+        spill_dir=spill_dir,
+        on_divergence=on_divergence,
+        cap_bytes=cap_bytes,
+        arena=arena,
+        force=force,
     ) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
@@ -222,6 +230,7 @@ def check(
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
     cap_bytes: int | None = None,
+    arena: ArenaMode = "auto",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -254,7 +263,13 @@ def check(
     seed_everything(seed)
     workload = builds()
     with apply(
-        plan, workload.model, spill_dir=spill_dir, on_divergence=on_divergence, cap_bytes=cap_bytes, force=force
+        plan,
+        workload.model,
+        spill_dir=spill_dir,
+        on_divergence=on_divergence,
+        cap_bytes=cap_bytes,
+        arena=arena,
+        force=force,
     ) as session:
         planned = run_steps(
             workload,

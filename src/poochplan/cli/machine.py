@@ -17,6 +17,17 @@ DEFAULT_MARGIN = "512MiB"
 MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
 
 
+def add_arena_argument(parser: argparse.ArgumentParser) -> None:
+    """``--arena``, of what plans."""
+    parser.add_argument(
+        "--arena",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether the budget is on one arena for the step together with what lies outside it, and not on the peak "
+        "alone (default: auto, which is on for a CPU profile that was taken with the compiled allocator)",
+    )
+
+
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """``--link``, ``--device-memory``, ``--margin`` and ``--compute-scale``."""
     group = parser.add_argument_group(
@@ -86,10 +97,13 @@ def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace
 
 
 def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of the smallest budget with a plan; raises ``InfeasibleError`` where ``--device-memory`` leaves less."""
+    """Bytes of the smallest budget with a plan, and its arena where ``--arena`` asks for one.
+
+    Raises ``InfeasibleError`` where ``--device-memory`` leaves less.
+    """
     from poochplan.planner.planning import smallest_budget
 
-    smallest, most = smallest_budget(profile), memory_budget(options)
+    smallest, most = smallest_budget(profile, arena=options.arena), memory_budget(options)
     if most is not None and most < smallest:
         raise InfeasibleError(
             f"no plan fits the {format_bytes(most)} that --device-memory leaves beside the margin: expected at "

@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import TimeLimitError
+from poochplan.errors import TimeLimitError, UsageError
 
 from .base import Verb, at_least, positive
-from .machine import add_machine_arguments, chosen_budget, profile_for, require_budget
+from .machine import add_arena_argument, add_machine_arguments, chosen_budget, profile_for, require_budget
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
+    from poochplan.planner.arena.step_layout import Laid
     from poochplan.planner.effort import Progress
 
 LAYERS_SHOWN = 12
@@ -33,6 +34,7 @@ class PlanVerb(Verb):
   pooch plan profile.json --budget 60% -o plan.json
   pooch plan profile.json --budget 8GiB --timeline plan.png --picture decisions.png
   pooch plan profile.json --min -o least.plan.json
+  pooch plan profile.json --budget 60% --arena off
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
   pooch plan profile.json --budget 60% --evaluations 100000 --seed 1
@@ -91,6 +93,7 @@ class PlanVerb(Verb):
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
         parser.add_argument("--picture", metavar="FILE.png", help="draw what is decided: a strip of layers")
+        add_arena_argument(parser)
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
@@ -99,6 +102,7 @@ class PlanVerb(Verb):
 
         options = self.options
         require_budget(options)
+        _settle_arena(options)
         path = self.output(options.output or default_plan_name(options.profile))
         timeline = self.output(options.timeline, suffix=".png")
         picture = self.output(options.picture, suffix=".png")
@@ -122,9 +126,11 @@ class PlanVerb(Verb):
                     progress_line(progress), share_done(progress, options.evaluations or options.time_limit)
                 ),
                 keep_interrupted=True,
+                arena=options.arena,
             )
         made.save(path, force=options.force)
-        self._show(made)
+        kept = self._kept(profile, made)
+        self._show(made, kept)
         self.wrote(path)
         if timeline is not None:
             draw(profile, made, timeline, options.force)
@@ -133,7 +139,7 @@ class PlanVerb(Verb):
             from poochplan.report.pictures import draw_decisions, write_picture
 
             self.wrote(write_picture(draw_decisions(made), picture, force=options.force))
-        data = plan_data(made, path)
+        data = plan_data(made, path) | kept_data(kept)
         if options.policy == "all":
             data["policies"] = self._compare(profile, made)
         if options.json and was_stopped(made):
@@ -153,11 +159,21 @@ class PlanVerb(Verb):
         self.show(policy_table("Policies, those that fit first", rows, seconds))
         return policy_data(rows, seconds)
 
-    def _show(self, made: Plan) -> None:
-        from poochplan.report.layer_table import decisions_by_layer
-        from poochplan.report.tables import frame_table, plan_rows, summary_table
+    def _kept(self, profile: Profile, made: Plan) -> Laid | None:
+        """The arena of the step that keeps everything, where this machine's runtime may serve one."""
+        from poochplan.planner.arena.fitting import kept_in_arena
+        from poochplan.planner.planning import in_arena
 
-        self.show(summary_table(f"Plan for {made.workload}", plan_rows(made)))
+        if made.device != "cpu" or not in_arena(profile, self.options.arena):
+            return None
+        with self.progress("laying out the step with everything kept"):
+            return kept_in_arena(profile)
+
+    def _show(self, made: Plan, kept: Laid | None) -> None:
+        from poochplan.report.layer_table import decisions_by_layer
+        from poochplan.report.tables import frame_table, kept_row, plan_rows, summary_table
+
+        self.show(summary_table(f"Plan for {made.workload}", {**plan_rows(made), **kept_row(made, kept)}))
         by_layer = decisions_by_layer(made)
         moved = by_layer[(by_layer["swap"] + by_layer["recompute"]) > 0]
         if moved.empty:
@@ -165,6 +181,17 @@ class PlanVerb(Verb):
         title = f"What is not kept, by layer ({min(LAYERS_SHOWN, len(moved))} of {len(moved)} layers)"
         headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
         self.show(frame_table(title, moved.head(LAYERS_SHOWN), headings))
+
+
+def _settle_arena(options: argparse.Namespace) -> None:
+    """Policies that decide alone know no arena: what they plan for is the peak."""
+    if options.policy in ("ilp", "all"):
+        return
+    if options.arena == "on":
+        raise UsageError(
+            f"--arena on: expected --policy ilp, which alone plans for an arena, found {options.policy}; leave one out"
+        )
+    options.arena = "off"
 
 
 def progress_line(progress: Progress | None) -> str:
@@ -208,6 +235,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
     import msgspec
 
     from poochplan.report.layer_table import decision_totals
+    from poochplan.report.tables import is_arena_within
 
     prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
     decisions = {
@@ -219,11 +247,20 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
         **prediction,
+        "arena_within_budget": is_arena_within(plan),
         "decisions": decisions,
         "solve": msgspec.to_builtins(plan.solve),
         "estimate": plan.estimate,
         "assumed": list(plan.assumed),
         "notes": list(plan.notes),
+    }
+
+
+def kept_data(kept: Laid | None) -> dict[str, Any]:
+    """Of the arena that would hold the step with everything kept; None where that was not worked out."""
+    return {
+        "kept_arena_bytes": kept.layout.arena_bytes if kept else None,
+        "kept_arena_peak_bytes": kept.peak_bytes if kept else None,
     }
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from poochplan.formats.plan_set import PlanSet
     from poochplan.formats.profile import Profile
     from poochplan.report.runs import RunSummary
+    from poochplan.runtime.serving import ArenaMode
     from poochplan.verify import Build
 
 
@@ -43,6 +44,7 @@ class RunVerb(Verb):
   pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
   pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
   pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
+  pooch run gpt2 --plan plan.json --check --arena on --timed 10
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
 """
 
@@ -73,6 +75,13 @@ class RunVerb(Verb):
             "--margin",
             metavar="SIZE",
             help=f"with --cap: so much above the budget (default: {DEFAULT_MARGIN})",
+        )
+        parser.add_argument(
+            "--arena",
+            choices=("auto", "on", "off"),
+            default="auto",
+            help="on the CPU: serve the blocks of planned steps from one arena, as the plan lays them out. auto: where "
+            "it is within the budget and there is a C++ compiler; on: or an error (default: auto)",
         )
         parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument(
@@ -231,18 +240,20 @@ class RunVerb(Verb):
             "spill_dir": Path(options.spill_dir) if options.spill_dir else None,
             "on_divergence": options.on_divergence,
             "cap_bytes": self._cap_bytes,
+            "arena": options.arena,
             "force": options.force,
         }
+        compared, in_core = None, None
         with self.progress("running") as say:
             if options.check:
                 compared = verify.check(build, plans, progress=say, **shared)
                 planned = compared.planned
-                summary = RunSummary.of(planned, in_core=compared.in_core, comparison=compared)
+                in_core = compared.in_core
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
-                summary = RunSummary.of(planned)
         assert planned.plan is not None
-        return planned.plan, summary
+        why_not = _why_not_served(options.arena, planned.plan)
+        return planned.plan, RunSummary.of(planned, in_core=in_core, comparison=compared, why_not_served=why_not)
 
     def _show(self, plan: Plan, summary: RunSummary) -> None:
         from poochplan.report.tables import summary_table
@@ -252,6 +263,19 @@ class RunVerb(Verb):
         contradiction = summary.contradiction(plan)
         if contradiction:
             self.show(f"Note: {contradiction}")
+
+
+def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
+    """Why the steps could not be served from an arena, in one line; empty where they could."""
+    from poochplan.runtime.metering.allocated import step_scope
+    from poochplan.runtime.serving import why_not_served
+
+    if mode == "off":
+        return "--arena off"
+    reason = why_not_served(mode, plan.device, [plan])
+    if not reason and step_scope() is None:
+        return "the compiled allocator could not be built; pooch doctor --build says why"
+    return reason
 
 
 def _problem(plan: Plan, summary: RunSummary) -> PoochError | None:

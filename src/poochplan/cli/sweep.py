@@ -10,7 +10,14 @@ from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageE
 from poochplan.units import format_bytes
 
 from .base import Verb, at_least, positive
-from .machine import add_machine_arguments, memory_budget, parse_budget_within, profile_for, smallest_within_memory
+from .machine import (
+    add_arena_argument,
+    add_machine_arguments,
+    memory_budget,
+    parse_budget_within,
+    profile_for,
+    smallest_within_memory,
+)
 from .plan import default_plan_name
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ class SweepVerb(Verb):
     examples = """\
   pooch sweep profile.json -o sweep.csv --png sweep.png
   pooch sweep profile.json --budgets 50%,60%,8GiB --policies ilp,greedy
+  pooch sweep profile.json --arena off    # every policy judged by its peak alone, ilp too
   pooch sweep profile.json --points 12 --link pcie3 --compute-scale 0.1 --png pcie3.png --json | jq .points
 """
 
@@ -58,6 +66,7 @@ class SweepVerb(Verb):
         parser.add_argument(
             "--processes", type=at_least(1), metavar="N", help="plans made at a time (default: one per core)"
         )
+        add_arena_argument(parser)
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
@@ -103,9 +112,9 @@ class SweepVerb(Verb):
         if options.budgets is not None:
             listed = _listed(options.budgets, "--budgets")
             named = {parse_budget_within(text, profile, options, "--budgets") for text in listed}
-            return smallest_budget(profile), tuple(sorted(named))
+            return smallest_budget(profile, arena=options.arena), tuple(sorted(named))
         smallest = smallest_within_memory(profile, options)
-        return smallest, default_budgets(profile, options.points, memory_budget(options))
+        return smallest, default_budgets(profile, options.points, memory_budget(options), arena=options.arena)
 
     def _sweep(
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
@@ -115,7 +124,7 @@ class SweepVerb(Verb):
         from poochplan.planner.sweep_cells import Solving
 
         options = self.options
-        solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap)
+        solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap, arena=options.arena)
         with self.progress(f"{len(policies)} policies within {len(budgets)} budgets") as say:
 
             def note(point: SweepPoint, done: int, total: int) -> None:

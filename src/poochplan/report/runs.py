@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from poochplan.formats.plan import Departure, Plan
 from poochplan.formats.profile import Host
+from poochplan.formats.queries import OUTSIDE
 from poochplan.units import format_bytes, format_seconds
 
 from .inspection.run_record import RunRecord
-from .tables import Rows, arena_row, overhead_text, swapped_text
+from .tables import Rows, arena_row, counted_text, overhead_text, peak_text, swapped_text
 
 if TYPE_CHECKING:
-    from poochplan.runtime.run_report import MemoryPeaks, StepReport
+    from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, StepReport
     from poochplan.verify import Comparison, Run
 
 MUCH_FRAGMENTATION = 0.1
@@ -48,9 +49,20 @@ class RunSummary:
     memory: MemoryPeaks | None = None
     """The allocator's peaks (CUDA)."""
     departures: tuple[Departure, ...] = ()
+    arena: ArenaReport | None = None
+    """What the arena served; None where there was none."""
+    why_not_served: str = ""
+    """Why there was none, where that is known before the run."""
 
     @classmethod
-    def of(cls, planned: Run, *, in_core: Run | None = None, comparison: Comparison | None = None) -> RunSummary:
+    def of(
+        cls,
+        planned: Run,
+        *,
+        in_core: Run | None = None,
+        comparison: Comparison | None = None,
+        why_not_served: str = "",
+    ) -> RunSummary:
         """Sums up a run under a plan, and the comparison where there is one."""
         assert planned.report is not None
         total = planned.report.total
@@ -73,6 +85,8 @@ class RunSummary:
             difference=None if comparison is None else comparison.difference,
             memory=planned.report.memory,
             departures=tuple(total.departures),
+            arena=planned.report.arena,
+            why_not_served=why_not_served,
         )
 
     def overhead(self, plan: Plan) -> float:
@@ -108,14 +122,14 @@ class RunSummary:
     def rows(self, plan: Plan) -> Rows:
         """The table of ``pooch run``."""
         prediction = plan.prediction
-        predicted_peak_bytes = max(prediction.peak_bytes, prediction.first_step_peak_bytes)
         in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
         where = "measured in turn with it" if self.in_core_step_s else "from the profile"
         share = plan.budget_bytes / prediction.in_core_peak_bytes
         rows = {
             "in-core peak": format_bytes(prediction.in_core_peak_bytes),
             "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak)",
-            "predicted peak": format_bytes(predicted_peak_bytes),
+            "budget is on": counted_text(plan),
+            "predicted peak": peak_text(prediction),
             "measured peak": self._peak_text(plan),
             "in-core step time": f"{format_seconds(in_core_step_s)} ({where})",
             "planned step time": f"{format_seconds(self.step_s)} (predicted {format_seconds(prediction.step_s)})",
@@ -131,10 +145,43 @@ class RunSummary:
                 f"{format_bytes(self.memory.allocated_bytes)} (the allocator's, workspaces included)"
             )
             rows["reserved peak"] = f"{format_bytes(self.memory.reserved_bytes)}{fragmentation_text(self.memory)}"
-            rows |= arena_row(prediction)  # what an allocator that knew the plan would need
+            rows |= arena_row(plan)  # what an allocator that knew the plan would need
+        if plan.device == "cpu":
+            rows |= self._arena_rows()
         if self.fallbacks:
             rows["fallbacks"] = f"{self.fallbacks}: {'; '.join(self.fallback_reasons)}"
         return rows
+
+    def _arena_rows(self) -> Rows:
+        """What the arena served of a step, and what it did not and why."""
+        arena = self.arena
+        if arena is None or not arena.size_bytes:
+            return {"served from the arena": f"nothing: {self.arena_reason}"}
+        served = f"{arena.served} blocks, {format_bytes(arena.served_bytes)} a step"
+        rows = {"served from the arena": f"{served}, from one arena of {format_bytes(arena.size_bytes)}"}
+        missed = arena.unplanned + arena.taken
+        if not missed:
+            return rows | {"not served": "nothing of what was planned"}
+        size = format_bytes(arena.unplanned_bytes + arena.taken_bytes)
+        return rows | {"not served": f"{missed} blocks, {size}: {'; '.join(self.unserved)}"}
+
+    @property
+    def arena_reason(self) -> str:
+        """Why no step was served, in one line; empty where one was."""
+        if self.arena is None:
+            return self.why_not_served or "the first steps are ordinary, and no step came behind them; raise --timed"
+        if self.arena.larger_bytes:
+            return f"the arena would be {format_bytes(self.arena.larger_bytes)} above what the budget has room for"
+        return ""
+
+    @property
+    def unserved(self) -> tuple[str, ...]:
+        """The first blocks that lay outside against the plan, with why."""
+        found = self.arena.unserved if self.arena is not None else []
+        why = {"unplanned": "not expected there", "taken": "its place was in use"}
+        return tuple(
+            f"{format_bytes(one.size_bytes)} in {one.layer or OUTSIDE}, {why.get(one.why, one.why)}" for one in found
+        )
 
     def _peak_text(self, plan: Plan) -> str:
         if self.peak_bytes is None:
@@ -182,6 +229,16 @@ class RunSummary:
             reserved_peak_bytes=None if self.memory is None else self.memory.reserved_bytes,
             arena_bytes=prediction.arena_bytes,
             arena_live_bytes=prediction.arena_live_bytes,
+            arena_peak_bytes=prediction.arena_peak_bytes,
+            memory=prediction.memory,
+            predicted_live_peak_bytes=prediction.live_peak_bytes,
+            served_arena_bytes=(self.arena.size_bytes or None) if self.arena else None,
+            served_blocks=self.arena.served if self.arena else 0,
+            served_bytes=self.arena.served_bytes if self.arena else 0,
+            unserved_blocks=self.arena.unplanned + self.arena.taken if self.arena else 0,
+            unserved_bytes=self.arena.unplanned_bytes + self.arena.taken_bytes if self.arena else 0,
+            unserved=self.unserved,
+            why_not_served=self.arena_reason,
         )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.table import Table
 
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, Prediction
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
 
 from .layer_table import decision_totals
+
+if TYPE_CHECKING:
+    from poochplan.planner.arena.step_layout import Laid
 
 Rows = Mapping[str, str]
 TELLING = 0.02
@@ -93,7 +96,7 @@ def profile_rows(profile: Profile) -> Rows:
             )
         ),
         **{f"{phase} ops": text for phase, text in profile.reconciliation(TELLING).items()},
-        "in-core peak": f"{format_bytes(profile.in_core_peak_bytes)}, in {profile.in_core_peak_layer or OUTSIDE}",
+        "in-core peak": f"{_in_core_text(profile)}, in {profile.in_core_peak_layer or OUTSIDE}",
         "live all step long": static or "nothing",
         "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
         f"{format_bytes(sum(value.size_bytes for value in movable))} of it free to swap or recompute",
@@ -119,8 +122,9 @@ def plan_rows(plan: Plan) -> Rows:
     return {
         "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak, "
         f"{format_bytes(prediction.in_core_peak_bytes)})",
-        "predicted peak": format_bytes(max(prediction.peak_bytes, prediction.first_step_peak_bytes)),
-        **arena_row(prediction),
+        "budget is on": counted_text(plan),
+        "predicted peak": peak_text(prediction),
+        **arena_row(plan),
         "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
         **bound,
@@ -140,14 +144,68 @@ def runtime_text(prediction: Prediction) -> str:
     return f", the runtime itself {format_seconds(prediction.runtime_s)}" if prediction.runtime_s else ""
 
 
-def arena_row(prediction: Prediction) -> Rows:
-    """What the step allocates, packed into one arena; empty where that was not worked out."""
-    arena_bytes, live_bytes = prediction.arena_bytes, prediction.arena_live_bytes
-    if not arena_bytes or not live_bytes:
+def is_arena_within(plan: Plan) -> bool:
+    """Whether the budget holds the arena and what lies outside it, so that the runtime serves steps from it unasked."""
+    peak_bytes = plan.prediction.arena_peak_bytes
+    return plan.device == "cpu" and peak_bytes is not None and peak_bytes <= plan.budget_bytes
+
+
+def counted_text(plan: Plan) -> str:
+    """Which bytes the budget is on."""
+    if is_arena_within(plan):
+        return "one arena for the step, and what lies outside it"
+    if plan.prediction.memory is Memory.ALLOCATED:
+        return "allocated bytes: tensors, and what ops take and give back inside"
+    return "live bytes of tensors"
+
+
+def peak_text(prediction: Prediction) -> str:
+    """The predicted peak: of allocated bytes and of live ones, where both are known."""
+    peak = format_bytes(max(prediction.peak_bytes, prediction.first_step_peak_bytes))
+    if prediction.memory is Memory.LIVE or prediction.live_peak_bytes is None:
+        return peak
+    return f"{peak} allocated, {format_bytes(prediction.live_peak_bytes)} live"
+
+
+def arena_row(plan: Plan) -> Rows:
+    """The arena of the step; why there is none, where it takes the compiled allocator; else empty."""
+    found = plan.prediction
+    if not found.arena_bytes or not found.arena_live_bytes:
         return {}
-    above = arena_bytes / live_bytes - 1
-    text = f"{format_bytes(arena_bytes)} for all that the step makes ({above:.1%} more than is in use at once)"
-    return {"as one block": text}
+    above = found.arena_bytes / found.arena_live_bytes - 1
+    text = f"{format_bytes(found.arena_bytes)} for all that the step makes, {above:.1%} above its live peak"
+    if found.arena_peak_bytes is not None:
+        text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
+    if plan.device == "cpu" and not is_arena_within(plan):
+        text = f"{text}, ABOVE THE BUDGET: steps are served from it with pooch run --arena on alone"
+    rows = {"arena": text}
+    if plan.device == "cpu" and found.memory is Memory.LIVE and not plan.estimate:
+        rows["no allocator"] = (
+            "the profile does not know what ops take inside; install g++ or clang++ where there is none "
+            "(pooch doctor says), and profile again"
+        )
+    return rows
+
+
+def kept_row(plan: Plan, kept: Laid | None) -> Rows:
+    """The step that keeps everything, from an arena: what that takes, and the budget to ask for. Empty without one."""
+    if kept is None:
+        return {}
+    from poochplan.planner.planning import share_that_holds
+
+    in_core_bytes = plan.prediction.in_core_peak_bytes
+    share = share_that_holds(max(kept.peak_bytes, in_core_bytes), in_core_bytes).replace(".00%", "%")
+    size = format_bytes(kept.layout.arena_bytes)
+    if kept.peak_bytes <= plan.budget_bytes:
+        return {"everything kept": f"the same step from one arena of {size}"}
+    return {"everything kept": f"--budget {share}: the same step from one arena of {size}"}
+
+
+def _in_core_text(profile: Profile) -> str:
+    peak, live_bytes = format_bytes(profile.in_core_peak_bytes), profile.in_core_live_peak_bytes
+    if profile.memory is Memory.LIVE or live_bytes is None:
+        return peak
+    return f"{peak} allocated, {format_bytes(live_bytes)} live"
 
 
 def _numbered(assumed: tuple[str, ...], notes: tuple[str, ...]) -> dict[str, str]:

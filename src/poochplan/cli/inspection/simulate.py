@@ -83,7 +83,7 @@ class SimulateVerb(Verb):
 
 
 def _rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
-    from poochplan.report.tables import overhead_text, runtime_text, swapped_text
+    from poochplan.report.tables import arena_row, counted_text, overhead_text, runtime_text, swapped_text
     from poochplan.units import format_bytes, format_seconds
 
     in_core_s = plan.prediction.in_core_step_s
@@ -94,7 +94,8 @@ def _rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
         f"interference {format_seconds(simulation.interference_s)}{runtime_text(plan.prediction)}",
         "peak": f"{format_bytes(simulation.peak_bytes)}, in {simulation.peak_layer or 'no layer'}",
         "peak of the first step": format_bytes(simulation.first_step_peak_bytes),
-        "budget": format_bytes(plan.budget_bytes),
+        "budget": f"{format_bytes(plan.budget_bytes)}, on {counted_text(plan)}",
+        **arena_row(plan),
         "bytes swapped": swapped_text(simulation.out_bytes, simulation.in_bytes),
     }
 
@@ -108,6 +109,11 @@ def _data(profile: Profile, plan: Plan, simulation: Simulation) -> dict[str, Any
         "peak_bytes": simulation.peak_bytes,
         "first_step_peak_bytes": simulation.first_step_peak_bytes,
         "peak_layer": simulation.peak_layer,
+        "memory": plan.prediction.memory,
+        "live_peak_bytes": plan.prediction.live_peak_bytes,
+        "arena_bytes": plan.prediction.arena_bytes,
+        "arena_live_bytes": plan.prediction.arena_live_bytes,
+        "arena_peak_bytes": plan.prediction.arena_peak_bytes,
         "step_s": simulation.step_s,
         "stall_s": simulation.stall_s,
         "replay_s": simulation.replay_s,

@@ -62,6 +62,13 @@ def run_file_rows(run: RunRecord) -> Rows:
         "bytes swapped": f"{swapped_text(run.out_bytes, run.in_bytes)} a step",
         "gradients bitwise equal": equal,
     }
+    if run.served_arena_bytes is not None:
+        rows["served from the arena"] = (
+            f"{run.served_blocks} blocks, {format_bytes(run.served_bytes)} a step, from one arena of "
+            f"{format_bytes(run.served_arena_bytes)}; {run.unserved_blocks} not as planned"
+        )
+    elif run.why_not_served:
+        rows["served from the arena"] = f"nothing: {run.why_not_served}"
     if run.contradiction:
         rows["note"] = run.contradiction
     return rows | {f"fallback {number}": reason for number, reason in enumerate(run.fallback_reasons, 1)}
@@ -83,7 +90,7 @@ def set_frame(plans: Sequence[Plan]) -> pd.DataFrame:
 
 def plan_file_data(plan: Plan) -> dict[str, Any]:
     """All that a plan's file says but points and values one by one; decisions by layer in bytes."""
-    kept = _without(plan, "values", "handles", "uses", "schedule", "record_from_start")
+    kept = _without(plan, "values", "handles", "uses", "schedule", "record_from_start", "layout")
     totals = {
         str(decision): {"values": int(row["values"]), "bytes": int(row["size_bytes"])}
         for decision, row in decision_totals(plan).iterrows()

@@ -9,7 +9,7 @@ import msgspec
 
 from poochplan.formats.files import read_struct, write_struct
 from poochplan.formats.plan import Departure
-from poochplan.formats.profile import Host
+from poochplan.formats.profile import Host, Memory
 
 SCHEMA_VERSION = 1
 
@@ -57,6 +57,23 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     reserved_peak_bytes: int | None
     arena_bytes: int | None
     arena_live_bytes: int | None
+    arena_peak_bytes: int | None = None
+    """These three as the plan has them; in all that follows, files that do not say have the default."""
+    memory: Memory = Memory.LIVE
+    """What the peaks count."""
+    predicted_live_peak_bytes: int | None = None
+    served_arena_bytes: int | None = None
+    """Of the arena that the last steps were served from; None where there was none."""
+    served_blocks: int = 0
+    """Of the last step that was served; so are the four that follow."""
+    served_bytes: int = 0
+    unserved_blocks: int = 0
+    """That lay outside against the plan."""
+    unserved_bytes: int = 0
+    unserved: tuple[str, ...] = ()
+    """The first of them, and why."""
+    why_not_served: str = ""
+    """Why no step was served; empty where one was."""
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes it as JSON; never over a file unless ``force``."""

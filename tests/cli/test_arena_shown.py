@@ -1,0 +1,135 @@
+"""The arena on the command line: what its budget is on, what was served, and what to do where nothing can be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import poochplan
+from poochplan.formats.profile import Memory
+from poochplan.runtime.allocator.building import why_unavailable
+
+Pooch = Any
+ARENA_FIELDS = {"arena_bytes", "arena_live_bytes", "arena_peak_bytes", "live_peak_bytes", "memory"}
+with_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator can be built here")
+
+
+def rows(text: str) -> dict[str, str]:
+    """The rows of a summary by name, lines that were folded put together."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        head, gap, rest = line.partition("  ")
+        if head and gap:
+            name, found[head] = head, rest.strip()
+        elif name and line.startswith("  "):
+            found[name] += f" {line.strip()}"
+    return found
+
+
+@pytest.fixture
+def live_profile(profile_path: Path, tmp_path: Path) -> Path:
+    """The profile as it is taken where no allocator can be built."""
+    import msgspec
+
+    profile = poochplan.Profile.load(profile_path)
+    ops = tuple(msgspec.structs.replace(op, blocks=(), workspace_bytes=0) for op in profile.ops)
+    return msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE).save(tmp_path / "live.profile.json")
+
+
+@with_allocator
+def test_a_plan_says_what_its_budget_is_on_and_what_its_arena_takes(pooch: Pooch, profile_path: Path) -> None:
+    shown = rows(pooch("plan", profile_path, "--budget", "90%", "-o", "on.json").out)
+    plan = poochplan.Plan.load("on.json")
+    assert plan.prediction.arena_peak_bytes is not None
+    assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
+    assert shown["budget is on"] == "one arena for the step, and what lies outside it"
+    assert re.fullmatch(r"\S+ \w+ allocated, \S+ \w+ live", shown["predicted peak"])
+    assert re.fullmatch(r".* above its live peak; \S+ \w+ with what lies outside", shown["arena"])
+    assert "no allocator" not in shown
+
+
+@with_allocator
+def test_the_budget_that_is_offered_keeps_everything_in_its_arena(pooch: Pooch, profile_path: Path) -> None:
+    offer = rows(pooch("plan", profile_path, "--budget", "90%", "-o", "on.json").out)["everything kept"]
+    asked = re.fullmatch(r"--budget (\S+%): the same step from one arena of (\S+ \w+)", offer)
+    assert asked is not None
+    result = pooch("plan", profile_path, "--budget", asked[1], "-o", "kept.json", "--json")
+    found = json.loads(result.out)
+    assert found["arena_within_budget"] is True
+    assert found["arena_peak_bytes"] == found["kept_arena_peak_bytes"] <= found["budget_bytes"]
+    assert {name: row["values"] for name, row in found["decisions"].items() if name != "keep"} == {
+        "swap": 0,
+        "recompute": 0,
+    }
+    assert rows(pooch("show", "kept.json").out)["arena"].startswith(asked[2])
+
+
+@with_allocator
+def test_without_an_arena_the_smallest_budget_is_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
+    budgets = {}
+    for arena in ("on", "off"):
+        result = pooch("plan", profile_path, "--min", "--arena", arena, "-o", f"{arena}.json", "--json")
+        budgets[arena] = json.loads(result.out)["budget_bytes"]
+    profile = poochplan.Profile.load(profile_path)
+    assert budgets["off"] == poochplan.smallest_budget(profile, arena="off")
+    assert budgets["on"] == poochplan.smallest_budget(profile, arena="on") >= budgets["off"]
+
+
+def test_a_policy_that_decides_alone_is_refused_an_arena(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("plan", profile_path, "--budget", "90%", "--policy", "greedy", "--arena", "on")
+    assert result.code == 2
+    assert "--arena on: expected --policy ilp, which alone plans for an arena, found greedy" in result.error
+
+
+def test_a_plan_from_live_bytes_says_what_to_install(pooch: Pooch, live_profile: Path) -> None:
+    result = pooch("plan", live_profile, "--budget", "90%", "-o", "live.json")
+    assert result.code == 0
+    assert "install g++ or clang++" in rows(result.out)["no allocator"]
+    assert "allocated" not in rows(result.out)["predicted peak"]
+
+
+@with_allocator
+def test_a_run_says_what_was_served_and_its_file_has_it(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    run = ("run", f"{workloads}:small", "--plan", plan_path, "--timed", "3", "--check", "-o", "run.json")
+    shown = rows(pooch(*run, "--arena", "on").out)
+    served = re.fullmatch(r"(\d+) blocks, .* a step, from one arena of \S+ \w+", shown["served from the arena"])
+    assert served is not None
+    assert shown["gradients bitwise equal"].startswith("yes")
+    record = json.loads(Path("run.json").read_text())
+    assert record["served_blocks"] == int(served[1]) > 0
+    assert record["served_arena_bytes"] <= record["arena_bytes"] + record["budget_bytes"] - record["arena_peak_bytes"]
+    assert record["unserved_blocks"] >= len(record["unserved"])
+    assert (record["why_not_served"], record["bitwise_equal"]) == ("", True)
+    assert f"{served[1]} blocks" in rows(pooch("show", "run.json").out)["served from the arena"]
+
+
+def test_a_run_without_an_arena_says_why(
+    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", f"{workloads}:small", "--plan", plan_path, "--steps", "1", "--timed", "1")
+    assert rows(pooch(*run, "--arena", "off").out)["served from the arena"] == "nothing: --arena off"
+    monkeypatch.setenv("CXX", "nonesuch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    assert "install g++ or clang++" in rows(pooch(*run).out)["served from the arena"]
+    result = pooch(*run, "--arena", "on")
+    assert result.code == 2
+    assert 'arena: expected "on" to be possible, found CXX=nonesuch' in result.error
+
+
+def test_a_simulated_step_has_the_plan_s_arena(pooch: Pooch, profile_path: Path, plan_path: Path) -> None:
+    data = json.loads(pooch("simulate", profile_path, plan_path, "--json").out)
+    found = poochplan.Plan.load(plan_path).prediction
+    assert {name: data[name] for name in ARENA_FIELDS} == {name: getattr(found, name) for name in ARENA_FIELDS}
+    assert data["arena_peak_bytes"] is not None
+
+
+@with_allocator
+def test_a_sweep_without_an_arena_begins_at_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("sweep", profile_path, "--policies", "ilp", "--points", "2", "--arena", "off", "--json")
+    smallest = poochplan.smallest_budget(poochplan.Profile.load(profile_path), arena="off")
+    assert json.loads(result.out)["smallest_budget_bytes"] == smallest
