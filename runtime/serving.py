@@ -181,13 +181,13 @@ class Serving:
             lesson.layout = None
 
     def _learn_from(self, log: AllocationLog, lesson: Lesson) -> None:
+        assert lesson.plan.layout is not None
+        least_bytes = lesson.plan.layout.least_bytes
+        observed = observed_blocks(log.events, least_bytes)
         if self._arena is not None and not _misses(self._arena.counts().step):
             lesson.times = _MOST_LESSONS
             return
         lesson.times += 1
-        assert lesson.plan.layout is not None
-        least_bytes = lesson.plan.layout.least_bytes
-        observed = observed_blocks(log.events, least_bytes)
         inside = [block for block in observed if block.end]
         room_bytes = _room_bytes(lesson.plan)
         spans = [(block.start, block.end, block.size_bytes) for block in inside]

@@ -38,15 +38,14 @@ def plan_of(name: str, kind: str = "mixed") -> Plan:
     profile, wishes = CASES[name].profile(), WISHES[kind]
     base = poochplan.plan(profile, "100%", evaluations=1, arena="off")
     base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
-    changes: dict[str, Decision | str] = {}
-    for index, value in enumerate(base.values):
-        wish = wishes[index % len(wishes)]
+    changes: dict[str, Decision | str] = {
+        value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)
+    }
+    while True:
         try:
-            with_decisions(profile, base, {value.name: wish})
-        except UsageError:
-            continue
-        changes[value.name] = wish
-    return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
+            return msgspec.structs.replace(with_decisions(profile, base, changes), budget_bytes=1 << 40)
+        except UsageError as error:
+            del changes[str(error).partition(": cannot be decided")[0]]
 
 
 class Loop:

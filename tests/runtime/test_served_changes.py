@@ -1,0 +1,179 @@
+"""Loops that are not the same step over and over, and sessions that are to have an arena or cannot."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import msgspec
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.runtime import serving
+from tests.runtime.nets import CASES, Attention, equal
+from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
+
+pytestmark = pytest.mark.cpu_device
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9})],
+    ids=["AdamW", "SGD with momentum"],
+)
+def test_what_an_optimizer_keeps_never_lies_in_the_arena(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, float]
+) -> None:
+    loop = Loop(CASES["attention"], optimizer, **options)
+    reference = Loop(CASES["attention"], optimizer, **options)
+    with poochplan.apply(plan_of("attention"), loop.model, arena="on") as loop.session:
+        loop.steps(7)
+        assert loop.is_served_whole, loop.arena
+    torch.manual_seed(1)
+    reference.steps(7)
+    assert equal(loop.seen, reference.seen)
+
+
+@needs_compiler
+def test_another_plan_gets_another_arena_and_the_first_ones_is_found_again() -> None:
+    loop = Loop(CASES["attention"])
+    first, second = plan_of("attention", "mixed"), plan_of("attention", "keep")
+    with poochplan.apply(first, loop.model, arena="on") as session:
+        loop.session = session
+        sizes = []
+        for plan in (first, second, first):
+            session._plans[""] = (plan,)
+            session._choosers[""].follow(plan.instructions)
+            session.engine.host.grow(session._choosers[""].alternatives)
+            loop.steps(SETTLED if len(sizes) < 2 else 2)
+            assert loop.is_served_whole, loop.arena
+            sizes.append(loop.arena.size_bytes)
+    assert sizes[0] == sizes[2] != sizes[1]
+
+
+@needs_compiler
+def test_a_step_that_is_planned_anew_is_served_from_another_arena() -> None:
+    case = CASES["residual"]
+    profile = case.profile()
+    plan = poochplan.plan(profile, "90%", evaluations=50)
+    loop = Loop(case)
+    beside = []
+    with (
+        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that knows of"),
+        poochplan.apply(plan, loop.model, on_over_budget="replan", profile=profile) as loop.session,
+    ):
+        loop.steps(SETTLED)
+        before = loop.session.plan
+        beside.append(torch.zeros(max(4096, (plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)))
+        loop.session._meter.settled(False)
+        loop.steps(SETTLED + 2)
+        assert loop.session.plan is not before
+        assert loop.session.report().arena is not None
+        found = loop.session.report().arena
+        assert found is None or found.larger_bytes or found.served
+
+
+@needs_compiler
+def test_two_sessions_on_two_threads_are_served_each_from_its_own() -> None:
+    plan, sizes = plan_of("attention"), []
+    barrier = threading.Barrier(2)
+
+    def train() -> None:
+        loop = Loop(CASES["attention"])
+        barrier.wait()
+        with poochplan.apply(plan, loop.model, arena="on", meter="never") as loop.session:
+            for _ in range(10):
+                barrier.wait()
+                loop.optimizer.zero_grad(set_to_none=True)
+                loop.loss_of().backward()
+                loop.optimizer.step()
+            sizes.append((loop.arena.size_bytes, loop.arena.served, loop.is_served_whole))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with served("attention", plan) as alone:
+        assert sizes == [(alone.arena.size_bytes, alone.arena.served, True)] * 2
+
+
+@needs_compiler
+def test_where_steps_go_on_to_differ_from_what_was_learned_the_arena_is_given_up() -> None:
+    model = Attention()
+    plans = PlanSet(plans=(plan_of("attention"),))
+    with poochplan.apply(plans, model, arena="on", meter="never") as session:
+        for _ in range(SETTLED):
+            _step_of(model, 24)
+        assert session.report().arena is not None
+        for _ in range(3):
+            _step_of(model, 12)
+        assert session.report().total.fallbacks == 0
+        assert session.report().arena is None
+
+
+def _step_of(model: torch.nn.Module, length: int) -> None:
+    tokens = torch.randint(0, 50, (3, length))
+    torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    model.zero_grad(set_to_none=True)
+
+
+# -- where there can be none -------------------------------------------------------------------------------------
+
+
+def _without_layout() -> Plan:
+    return msgspec.structs.replace(plan_of("attention"), layout=None)
+
+
+@pytest.mark.parametrize("what", ["compiler", "layout"])
+def test_an_arena_that_cannot_be_is_one_line_and_auto_goes_on_without(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, reason = plan_of("attention"), "a plan without a layout; plan again"
+    if what == "layout":
+        plan = _without_layout()
+    else:
+        reason = "no C++ compiler; install one"
+        monkeypatch.setattr(serving, "why_unavailable", lambda: reason)
+    loop = Loop(CASES["attention"])
+    with pytest.raises(UsageError) as told:
+        poochplan.apply(plan, loop.model, arena="on")
+    assert str(told.value) == f'arena: expected "on" to be possible, found {reason}'
+    with poochplan.apply(plan, loop.model) as session:
+        loop.steps(SETTLED + 1)
+        assert session.report().arena is None
+        assert session.report().total.fallbacks == 0
+
+
+def test_auto_does_not_use_an_arena_above_the_budget() -> None:
+    plan = plan_of("attention")
+    assert plan.prediction.arena_peak_bytes is not None
+    plan = msgspec.structs.replace(plan, budget_bytes=plan.prediction.arena_peak_bytes - 1)
+    loop = Loop(CASES["attention"])
+    with warnings.catch_warnings(), poochplan.apply(plan, loop.model) as session:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        loop.steps(SETTLED + 1)
+        assert session.report().arena is None
+
+
+@needs_compiler
+def test_one_that_is_learned_to_be_larger_than_there_is_room_for_is_not_used_and_told() -> None:
+    plan = plan_of("attention")
+    found = plan.prediction
+    assert found.arena_bytes is not None
+    assert found.arena_peak_bytes is not None
+    tight = msgspec.structs.replace(found, arena_bytes=4096, arena_peak_bytes=1 << 20)
+    plan = msgspec.structs.replace(plan, prediction=tight, budget_bytes=1 << 20)
+    loop = Loop(CASES["attention"])
+    with poochplan.apply(plan, loop.model) as loop.session:
+        loop.steps(7)
+        report = loop.session.report()
+    assert report.arena is not None
+    assert report.arena.larger_bytes > 0
+    assert report.arena.served == 0
+    assert "not used" in str(report)
