@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 import poochplan
 from poochplan.errors import UsageError
@@ -177,3 +179,36 @@ def test_one_that_is_learned_to_be_larger_than_there_is_room_for_is_not_used_and
     assert report.arena.larger_bytes > 0
     assert report.arena.served == 0
     assert "not used" in str(report)
+
+
+@needs_compiler
+@pytest.mark.parametrize("smaller", [(5,), (5, 6, 8), (1, 3, 5, 7, 9)])
+def test_batches_of_another_size_in_between_have_the_bits_of_in_core_training(smaller: tuple[int, ...]) -> None:
+    rows, steps = 1024, 11
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.LayerNorm(64))
+        return model, torch.optim.AdamW(model.parameters()), torch.randn(rows, 64)
+
+    def train(plan: Plan | None) -> list[list[torch.Tensor]]:
+        model, optimizer, batch = fresh()
+        seen = []
+        with contextlib.ExitStack() as stack:
+            if plan is not None:
+                stack.enter_context(poochplan.apply(plan, model, arena="on"))
+            torch.manual_seed(1)
+            for number in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                loss = model(batch[: 700 if number in smaller else rows]).square().mean()
+                loss.backward()
+                seen.append(snapshot(model, loss))
+                optimizer.step()
+        return seen
+
+    model, optimizer, batch = fresh()
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, optimizer=optimizer, iterations=1)
+    plan = poochplan.plan(profile, "90%", evaluations=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that they leave the plan
+        assert equal(train(plan), train(None))

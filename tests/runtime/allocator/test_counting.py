@@ -1,14 +1,18 @@
-"""Live bytes of a scope, against tensors of known sizes."""
+"""Live bytes of a scope, against tensors of known sizes; and of a step, with what was there before it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.metering.allocated import AllocatedPeak, step_scope
+
+SMALL_BYTES, ROUNDED_BYTES = 576, 1024
 
 
 def empty(size_bytes: int) -> torch.Tensor:
@@ -172,3 +176,30 @@ def test_after_the_end_nothing_changes(count: ByteCount, scope: ThreadScope) -> 
 def test_a_unit_below_one_byte_is_refused(scope: ThreadScope) -> None:
     with pytest.raises(ValueError, match="expected a unit of 1 byte or more, found 0"):
         ByteCount(scope, 0)
+
+
+@pytest.fixture
+def peak(scope: ThreadScope) -> Iterator[AllocatedPeak]:
+    """With a census that found nothing; this thread is in the scope of steps, and then in none."""
+    meter = AllocatedPeak()
+    meter.step_begins()
+    yield meter
+    found = step_scope()
+    assert found is not None
+    found.leave()
+
+
+def test_what_no_census_found_and_an_op_reads_was_there_all_along(peak: AllocatedPeak) -> None:
+    before = empty(SMALL_BYTES).untyped_storage()
+    peak.looked_around({})
+    known_bytes = peak.peak_bytes
+    peak.met(before)
+    assert peak.peak_bytes == known_bytes + ROUNDED_BYTES
+
+
+def test_what_was_born_since_the_census_is_counted_once(peak: AllocatedPeak) -> None:
+    peak.looked_around({})
+    born = empty(SMALL_BYTES).untyped_storage()
+    counted_bytes = peak.peak_bytes
+    peak.met(born)
+    assert peak.peak_bytes == counted_bytes
