@@ -35,6 +35,11 @@ WISHES = {
 @functools.cache
 def plan_of(name: str, kind: str = "mixed") -> Plan:
     """For a case: values are decided so in turn, where they can be; the budget has room for any arena."""
+    with torch.random.fork_rng(devices=[]):  # made by the first who asks, between steps that draw numbers
+        return _made(name, kind)
+
+
+def _made(name: str, kind: str) -> Plan:
     profile, wishes = CASES[name].profile(), WISHES[kind]
     base = poochplan.plan(profile, "100%", evaluations=1, arena="off")
     base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))

@@ -16,7 +16,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime import serving
-from tests.runtime.nets import CASES, Attention, equal
+from tests.runtime.nets import CASES, Attention, equal, snapshot
 from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
 
 pytestmark = pytest.mark.cpu_device

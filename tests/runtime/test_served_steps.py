@@ -138,9 +138,7 @@ def _broken_step(loop: Loop, where: str) -> None:
 def test_training_goes_on_after_a_step_that_raises(where: str, settled: int) -> None:
     """``settled``: the steps before; what raises may be metered, written down or served."""
     loop, reference = Loop(CASES["attention"]), Loop(CASES["attention"])
-    plan = plan_of("attention")  # whose profile draws numbers too
-    torch.manual_seed(1)
-    with poochplan.apply(plan, loop.model, arena="on") as loop.session:
+    with poochplan.apply(plan_of("attention"), loop.model, arena="on") as loop.session:
         loop.steps(settled)
         _broken_step(loop, where)
         assert loop.is_served_whole, loop.arena
