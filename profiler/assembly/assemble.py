@@ -15,6 +15,7 @@ import torch
 from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import held_until, live_bytes
 from poochplan.formats.profile import Device, Kind, Link, Memory, Phase, Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
@@ -117,10 +118,10 @@ def _with_peak(draft: Profile) -> Profile:
 
 
 def _static_bytes(draft: Profile) -> dict[str, int]:
+    """Each value rounded up, however small, whatever peaks count."""
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT)
     return {
-        str(kind): sum(draft.rounded_bytes(value.size_bytes) for value in draft.values if value.kind is kind)
-        for kind in kinds
+        str(kind): sum(rounded_up(value.size_bytes) for value in draft.values if value.kind is kind) for kind in kinds
     }
 
 

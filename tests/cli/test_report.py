@@ -13,6 +13,7 @@ import poochplan
 from poochplan.errors import ModelMismatchError, OutputExistsError
 from poochplan.formats.occupancy import live_bytes, static_bytes
 from poochplan.formats.profile import LinkDirection, Profile
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
 from poochplan.planner.planning import smallest_budget
 from poochplan.report.layer_table import (
     decision_totals,
@@ -52,7 +53,8 @@ def test_the_in_core_curve_peaks_where_the_profile_says(profile: Profile) -> Non
 
 def test_what_is_always_live_is_the_least_that_is_live(profile: Profile) -> None:
     assert "gradient" not in static_bytes(profile)
-    assert sum(static_bytes(profile).values()) <= live_bytes(profile).min()
+    tiny = sum(value.size_bytes < LEAST_COUNTED_BYTES for value in profile.values)  # of which peaks may count nothing
+    assert sum(static_bytes(profile).values()) <= live_bytes(profile).min() + tiny * ALLOCATION_UNIT_BYTES
 
 
 def test_the_timeline_covers_the_simulated_step(profile: Profile, plan: poochplan.Plan) -> None:

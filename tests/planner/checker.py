@@ -178,7 +178,7 @@ class _Judge:
 
     def _rounded(self, size_bytes: int) -> int:
         unit = self.profile.allocation_unit_bytes
-        if self.profile.memory == "allocated" and size_bytes < 64:
+        if self.profile.memory == "allocated" and self.profile.device.kind == "cpu" and size_bytes < 64:
             return 0
         return (size_bytes + unit - 1) // unit * unit
 

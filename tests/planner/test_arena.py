@@ -144,7 +144,7 @@ def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from
     assert live_bytes is not None
     assert live_bytes <= found.prediction.peak_bytes
     assert live_bytes <= arena_bytes <= 1.2 * live_bytes
-    assert f"{arena_bytes / live_bytes - 1:.1%} more than is in use at once" in plan_rows(found)["as one block"]
+    assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in plan_rows(found)["arena"]
 
 
 def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_
     path.write_text(json.dumps(written))
     old = Plan.load(path)
     assert old.prediction.arena_bytes is None
-    assert "as one block" not in plan_rows(old)
+    assert "arena" not in plan_rows(old)
 
 
 def test_with_very_many_blocks_no_arena_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float]
             out_bytes=0,
             in_bytes=0,
             host_bytes=0,
+            memory=profile.memory,  # what its steps are metered by
         ),
         link=profile.link,
         record_from_start=Decision.RECOMPUTE in decisions,

@@ -24,7 +24,7 @@ blocks each op takes (``OpBlock``).
 """
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
-"""Of allocated memory: smaller blocks count nothing, for Python's numbers become such on their way into ops."""
+"""Of memory allocated on the CPU: smaller blocks count nothing; Python's numbers become such on their way into ops."""
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
 
@@ -366,6 +366,6 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def rounded_bytes(self, size_bytes: int) -> int:
         """Bytes as they are counted: rounded up to the allocation unit."""
-        if self.memory is Memory.ALLOCATED and size_bytes < LEAST_COUNTED_BYTES:
+        if self.memory is Memory.ALLOCATED and self.device.kind == "cpu" and size_bytes < LEAST_COUNTED_BYTES:
             return 0
         return rounded_up(size_bytes, self.allocation_unit_bytes)
