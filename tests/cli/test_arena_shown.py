@@ -130,6 +130,6 @@ def test_a_simulated_step_has_the_plan_s_arena(pooch: Pooch, profile_path: Path,
 
 @with_allocator
 def test_a_sweep_without_an_arena_begins_at_the_smallest_peak(pooch: Pooch, profile_path: Path) -> None:
-    result = pooch("sweep", profile_path, "--policies", "ilp", "--points", "2", "--arena", "off", "--json")
+    result = pooch("sweep", profile_path, "--policies", "ilp", "--points", "2", "--arena", "off", "--json", "--force")
     smallest = poochplan.smallest_budget(poochplan.Profile.load(profile_path), arena="off")
     assert json.loads(result.out)["smallest_budget_bytes"] == smallest
