@@ -82,6 +82,8 @@ def plan(
     started_s = time.perf_counter()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     problem = build_problem(profile)
+    if policy != ILP and arena == "on":
+        raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     if policy != ILP:
         found = _alone(policy, profile, problem, budget_bytes)
     else:

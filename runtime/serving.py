@@ -1,4 +1,4 @@
-"""Serving: the blocks of the steps that follow a plan, from one arena in which the plan has laid them out.
+"""Serving: the blocks of the steps that follow a plan, from one arena in which an earlier step's blocks were laid out.
 
 It begins at a segment's first save, where a step is told from what is none, and ends with the step: at the optimizer's
 end, at a forward without gradients, where the plan is left. The order of what a step takes is found again at each point
@@ -181,13 +181,13 @@ class Serving:
             lesson.layout = None
 
     def _learn_from(self, log: AllocationLog, lesson: Lesson) -> None:
-        assert lesson.plan.layout is not None
-        least_bytes = lesson.plan.layout.least_bytes
-        observed = observed_blocks(log.events, least_bytes)
         if self._arena is not None and not _misses(self._arena.counts().step):
             lesson.times = _MOST_LESSONS
             return
         lesson.times += 1
+        assert lesson.plan.layout is not None
+        least_bytes = lesson.plan.layout.least_bytes
+        observed = observed_blocks(log.events, least_bytes)
         inside = [block for block in observed if block.end]
         room_bytes = _room_bytes(lesson.plan)
         spans = [(block.start, block.end, block.size_bytes) for block in inside]
@@ -268,10 +268,6 @@ def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | No
     return None
 
 
-def _is_within_budget(plan: Plan) -> bool:
-    return plan.prediction.arena_peak_bytes is None or plan.prediction.arena_peak_bytes <= plan.budget_bytes
-
-
 def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
     """What is found in place of steps that can be served, in one line; empty where they can."""
     if mode == "off":
@@ -280,7 +276,7 @@ def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
         return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     if all(plan.layout is None for plan in plans):
         return "a plan without a layout; plan again"
-    if mode == "auto" and not all(_is_within_budget(plan) for plan in plans):
+    if mode == "auto" and not all(plan.holds_arena for plan in plans if plan.layout is not None):
         return "a plan whose arena is larger than its budget"
     try:
         return why_unavailable()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from poochplan.formats.plan import OUTSIDE, Layout, Place
 from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 
@@ -16,8 +17,6 @@ MOST_BLOCKS = 20_000
 """With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
 LOOKS_PER_BLOCK = 100_000
 """What packing along with a plan may take, in the looks of ``pack``: a second or two for some thousands of blocks."""
-LEAST_BYTES = 4096
-"""Smaller blocks lie outside: they are many, and together they are little."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,16 @@ class Laid:
 def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | None:
     """Where the blocks of a step under ``schedule`` lie; None when there are more than ``MOST_BLOCKS``.
 
-    Outside lie those of less than ``LEAST_BYTES``, those from before the first point of the clock, where a step is not
-    yet told from another, and those that outlive the step. Gradients that are gone by the next forward do not.
+    Outside lie those of less than ``LEAST_PLACED_BYTES``, those from before the first point of the clock, where a step
+    is not yet told from another, and those that outlive the step. Gradients that are gone by the next forward do not.
     """
     blocks = blocks_of(profile, problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
     gone = set() if profile.gradients_live_through_forward else set(blocks.gradients)
-    large = [block for block in blocks.of_step if block.size_bytes >= LEAST_BYTES and blocks.points_before(block) > 0]
+    large = [
+        block for block in blocks.of_step if block.size_bytes >= LEAST_PLACED_BYTES and blocks.points_before(block) > 0
+    ]
     inside = [block for block in large if block.end < blocks.end or block in gone]
     packing = pack(inside, LOOKS_PER_BLOCK * len(inside))
     is_inside = set(inside)
@@ -51,6 +52,6 @@ def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | 
         for block in large
     )
     outside = [block for block in blocks.of_step if block not in is_inside]
-    layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_BYTES, places=places)
+    layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_PLACED_BYTES, places=places)
     outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
     return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)

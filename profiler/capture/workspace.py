@@ -11,17 +11,13 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory, OpBlock
-from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, EVENT, MARK, AllocationLog, Table
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
+from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, AllocationLog, Table
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.metering.allocated import joined_count, step_scope
 
 from .captured import CapturedOp
-
-LEAST_BYTES = 4096
-"""What an op takes that is smaller, and none of its outputs, is in no list of blocks: a scalar that became a tensor."""
-
 
 BEGINS, ENDS = 1, 0
 """Marks before and behind an op."""
@@ -119,7 +115,7 @@ class CpuWorkspace:
         """By block: which of its op's outputs lies in it."""
         self._known: set[int] = set()
         """Blocks in which values lie."""
-        self._events: Table = np.empty(0, EVENT)
+        self._strays: dict[CapturedOp | None, int] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -131,7 +127,7 @@ class CpuWorkspace:
                 yield
             finally:
                 self._log = None
-        self._events = log.events
+        self._strays = self._between(log.events)
         for number, events in enumerate(_by_op(log.events)):
             op = self._ops[number]
             op.blocks = self._blocks(op, events)
@@ -156,12 +152,15 @@ class CpuWorkspace:
         self._known.add(self._count.library.block_at(storage.data_ptr()))
 
     def strays(self) -> dict[CapturedOp | None, int]:
-        """Those that are given back before the next op begins are a part of its workspace instead."""
+        return self._strays
+
+    def _between(self, events: Table) -> dict[CapturedOp | None, int]:
+        """The strays. Those that are given back before the next op begins are a part of its workspace instead."""
         alive: dict[int, tuple[int, int]] = {}
         found: Counter[CapturedOp | None] = Counter()
         passing: Counter[CapturedOp] = Counter()
         ops, is_inside = 0, False
-        for kind, block, size_bytes, value in self._events.tolist():
+        for kind, block, size_bytes, value in events.tolist():
             if kind == MARK:
                 is_inside = value == BEGINS
                 ops += value == ENDS
@@ -185,7 +184,7 @@ class CpuWorkspace:
         blocks: list[OpBlock] = []
         for kind, block, size_bytes, _ in events.tolist():
             output = self._outputs.get(block, -1)
-            if kind == BIRTH and (output >= 0 or size_bytes >= LEAST_BYTES):
+            if kind == BIRTH and (output >= 0 or size_bytes >= LEAST_PLACED_BYTES):
                 born[block] = len(blocks)
                 blocks.append(OpBlock(size_bytes, output, -1))
             elif kind == DEATH and block in born:

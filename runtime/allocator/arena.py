@@ -12,16 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from poochplan.errors import AllocatorError
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
+from poochplan.formats.plan import OUTSIDE
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
 
 from .library import library
 
 Ints = npt.NDArray[np.int64]
 
-SMALLEST_BYTES = 4096
-"""Blocks below this are nobody's concern: a page holds several, and the ordinary allocator keeps them at hand."""
-OUTSIDE = -1
-"""The offset of a block that is to lie outside, as one that outlives the step."""
 _FATES = "served", "outside", "unplanned", "taken", "unmet"
 _MOST_MISSES = 64
 
@@ -96,7 +93,7 @@ class Arena:
         There is no address space for it, or no library.
     """
 
-    def __init__(self, places: Places, size_bytes: int, smallest_bytes: int = SMALLEST_BYTES) -> None:
+    def __init__(self, places: Places, size_bytes: int, smallest_bytes: int = LEAST_PLACED_BYTES) -> None:
         sizes, offsets, points = _checked(places, size_bytes)
         self._library = library()
         at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data

@@ -73,8 +73,8 @@ class StepMeter:
         self._is_settled = False
         self._is_to_check = False
         self.is_certain = False
-        """Whether the peak of this step began at a census, or is the device's own. Else what other threads have made
-        and this one has let go of may be in it.
+        """False where the compiled allocator alone tells this step's peak, without a census as it began: what other
+        threads have made and this one has let go of may be in it.
         """
         self._steps = 0
         self._engine: Engine | None = None
@@ -93,7 +93,7 @@ class StepMeter:
         if self._of_cpu is not None:
             self._of_cpu.step_begins()
         is_due = self._when == "always" or not self._is_settled or self._is_to_check or self._steps % EVERY == 0
-        self.is_certain, self._is_to_check = is_due or device.step_peak_bytes() is not None, False
+        self.is_certain, self._is_to_check = is_due or self._of_cpu is None, False
         engine.mechanism.timed = is_due
         if is_due:
             storages = self._live(engine)

@@ -13,7 +13,7 @@ from poochplan.online.following import left_free
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from tests.online.runs import run_auto, run_plain
-from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain
+from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
 
 KEPT_BYTES = 16384
 
@@ -60,23 +60,7 @@ def test_growth_is_left_all_that_it_takes_or_half_of_the_room(
 
 def long_history() -> Training:
     """LBFGS whose history grows for seven turns, in ten segments a turn."""
-    model, data = blocks(4), batch(4096)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=10, history_size=60)
-
-    def turn(_: int) -> Losses:
-        losses = []
-
-        def evaluated() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, data)
-            loss.backward()
-            losses.append(loss.item())
-            return loss
-
-        optimizer.step(evaluated)
-        return losses
-
-    return Training(model, [optimizer], turn)
+    return with_lbfgs(batch(4096), max_iter=10, history_size=60)
 
 
 def hoarding() -> Training:

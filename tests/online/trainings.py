@@ -231,9 +231,12 @@ def gan() -> Training:
 
 
 def closure() -> Training:
+    return with_lbfgs(batch(), max_iter=3, history_size=3)
+
+
+def with_lbfgs(data: tuple[torch.Tensor, torch.Tensor], *, max_iter: int, history_size: int) -> Training:
     model = blocks(4)
-    data = batch()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=max_iter, history_size=history_size)
 
     def turn(_: int) -> Losses:
         losses = []

@@ -235,7 +235,6 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
     import msgspec
 
     from poochplan.report.layer_table import decision_totals
-    from poochplan.report.tables import is_arena_within
 
     prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
     decisions = {
@@ -247,7 +246,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
         **prediction,
-        "arena_within_budget": is_arena_within(plan),
+        "arena_within_budget": plan.holds_arena,
         "decisions": decisions,
         "solve": msgspec.to_builtins(plan.solve),
         "estimate": plan.estimate,

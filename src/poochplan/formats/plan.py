@@ -241,6 +241,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
+    @property
+    def holds_arena(self) -> bool:
+        """Whether the budget holds the arena and what lies outside it, and the device is the CPU: then the runtime serves
+        steps from it unasked.
+        """
+        peak_bytes = self.prediction.arena_peak_bytes
+        return self.device == "cpu" and peak_bytes is not None and peak_bytes <= self.budget_bytes
+
     @cached_property
     def instructions(self) -> Instructions:
         """What to do, without what is promised."""

@@ -25,6 +25,10 @@ blocks each op takes (``OpBlock``).
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
 """Of memory allocated on the CPU: smaller blocks count nothing; Python's numbers become such on their way into ops."""
+LEAST_PLACED_BYTES = 4096
+"""Smaller blocks lie in no arena, and in no list of blocks unless they are an output: they are many, and together they
+are little.
+"""
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
 

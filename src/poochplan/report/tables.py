@@ -144,15 +144,9 @@ def runtime_text(prediction: Prediction) -> str:
     return f", the runtime itself {format_seconds(prediction.runtime_s)}" if prediction.runtime_s else ""
 
 
-def is_arena_within(plan: Plan) -> bool:
-    """Whether the budget holds the arena and what lies outside it, so that the runtime serves steps from it unasked."""
-    peak_bytes = plan.prediction.arena_peak_bytes
-    return plan.device == "cpu" and peak_bytes is not None and peak_bytes <= plan.budget_bytes
-
-
 def counted_text(plan: Plan) -> str:
     """Which bytes the budget is on."""
-    if is_arena_within(plan):
+    if plan.holds_arena:
         return "one arena for the step, and what lies outside it"
     if plan.prediction.memory is Memory.ALLOCATED:
         return "allocated bytes: tensors, and what ops take and give back inside"
@@ -176,7 +170,7 @@ def arena_row(plan: Plan) -> Rows:
     text = f"{format_bytes(found.arena_bytes)} for all that the step makes, {above:.1%} above its live peak"
     if found.arena_peak_bytes is not None:
         text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
-    if plan.device == "cpu" and not is_arena_within(plan):
+    if plan.device == "cpu" and not plan.holds_arena:
         text = f"{text}, ABOVE THE BUDGET: steps are served from it with pooch run --arena on alone"
     rows = {"arena": text}
     if plan.device == "cpu" and found.memory is Memory.LIVE and not plan.estimate:

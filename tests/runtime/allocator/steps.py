@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from poochplan.formats.plan import OUTSIDE
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
 from poochplan.runtime.allocator.allocation_log import AllocationLog, lifetimes
-from poochplan.runtime.allocator.arena import OUTSIDE, SMALLEST_BYTES, Arena, Places
+from poochplan.runtime.allocator.arena import Arena, Places
 from poochplan.runtime.allocator.scope import ThreadScope
 
 Clock = Callable[[int], None]
@@ -56,7 +58,7 @@ def recorded(step: Callable[[Clock], object], scope: ThreadScope) -> np.ndarray:
     return log.events
 
 
-def arena_of(events: np.ndarray, smallest_bytes: int = SMALLEST_BYTES) -> Arena:
+def arena_of(events: np.ndarray, smallest_bytes: int = LEAST_PLACED_BYTES) -> Arena:
     """An arena for what a log recorded; what outlived the log lies outside."""
     found = lifetimes(events, smallest_bytes)
     dies = np.flatnonzero(found["death"] >= 0)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from poochplan.runtime.allocator.arena import OUTSIDE, Arena, Fates, Miss, Places, Tally
+from poochplan.formats.plan import OUTSIDE
+from poochplan.runtime.allocator.arena import Arena, Fates, Miss, Places, Tally
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.tensors.torch_private import allocation_events, log_allocations
 from tests.runtime.allocator.steps import Net, arena_of, filled, places, recorded
