@@ -37,6 +37,8 @@ class Outcome:
     seed: int = 0
     compiled_s: float = 0.0
     """Seconds that compiling took, on a machine's first use."""
+    laid: Laid | None = None
+    """Where its blocks lie, if that was worked out on the way."""
 
 
 def write_plan(
@@ -45,7 +47,7 @@ def write_plan(
     """The Plan of an outcome; ``wall_s`` is how long it took to find."""
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
-    laid = layout_of(profile, problem, best.schedule)
+    laid = found.laid or layout_of(profile, problem, best.schedule)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,

@@ -68,7 +68,9 @@ class Session:
         """Device and link are the same for all of them."""
         self._models = models
         self._cap_bytes = cap_bytes
-        self._meter = StepMeter(self._first.device, meter, self._first.prediction.memory)
+        promised = self._first.prediction
+        unseen_bytes = 0 if promised.live_peak_bytes is None else promised.peak_bytes - promised.live_peak_bytes
+        self._meter = StepMeter(self._first.device, meter, promised.memory, unseen_bytes)
         self._is_metered = meter != "never"
         self._keeper = keeper
         self._serving = serving

@@ -13,7 +13,7 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.profile import Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import Schedule, keep_all
+from poochplan.planner.schedule.schedule import keep_all
 from poochplan.planner.writing import KEEP_ALL, Outcome
 
 from .step_layout import Laid, layout_of
@@ -37,32 +37,27 @@ def fitted(
     found = first
     if first.policy == KEEP_ALL:
         return first
-    for harder in HARDER:
-        more_bytes = arena_peak(profile, problem, found.best.schedule) - budget_bytes
-        if more_bytes <= 0:
-            return _with_bound_of(first, found)
-        inner_bytes = min(inner_bytes, found.best.peak_bytes) - int(harder * more_bytes)
+    for harder in (*HARDER, None):
+        laid = layout_of(profile, problem, found.best.schedule)
+        if laid is None or laid.peak_bytes <= budget_bytes:
+            return _with_bound_of(first, replace(found, laid=laid))
+        if harder is None:
+            break
+        inner_bytes = min(inner_bytes, found.best.peak_bytes) - int(harder * (laid.peak_bytes - budget_bytes))
         try:
             found = search(inner_bytes, _SHARE)
         except InfeasibleError:
             break
-    if arena_peak(profile, problem, found.best.schedule) <= budget_bytes:
-        return _with_bound_of(first, found)
     if is_strict:
         return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
     return replace(first, notes=(*first.notes, NO_ARENA))
 
 
-def arena_peak(profile: Profile, problem: Problem, schedule: Schedule) -> int:
-    """Bytes of the arena and of what lies outside; 0 where a step has too many blocks for one."""
-    laid = layout_of(profile, problem, schedule)
-    return laid.peak_bytes if laid is not None else 0
-
-
 def smallest_arena(profile: Profile, problem: Problem) -> int:
-    """Bytes of a budget that is sure to have a plan whose arena fits."""
+    """Bytes of a budget that is sure to have a plan whose arena fits, or that has too many blocks for one."""
     smallest = swap_all_on_demand(problem)
-    return max(smallest.peak_bytes, arena_peak(profile, problem, smallest.schedule))
+    laid = layout_of(profile, problem, smallest.schedule)
+    return max(smallest.peak_bytes, laid.peak_bytes if laid is not None else 0)
 
 
 def kept_in_arena(profile: Profile) -> Laid | None:

@@ -70,6 +70,11 @@ class AllocatedPeak:
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @property
+    def has_allocator(self) -> bool:
+        """Whether there is one that counts."""
+        return self._count is not None
+
+    @property
     def is_known(self) -> bool:
         """Whether :attr:`peak_bytes` can be told."""
         return self._count is not None and self._beside_bytes is not None

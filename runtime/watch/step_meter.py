@@ -59,15 +59,20 @@ class StepMeter:
     memory: what is told where both are known. On the CPU the compiled allocator tells what is allocated, from the first
         step on whose ops are metered.
 
+    unseen_bytes: how far above the live peak the predicted one is. It is added where the plan is of allocated bytes and
+        this process has no compiled allocator, so that like is compared with like.
+
     ``mode`` has to be among the engine's observers.
     """
 
-    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
+    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED, unseen_bytes: int = 0) -> None:
         self.mode = LiveBytesMeter(kind, ALLOCATION_UNIT_BYTES, self._where)
         by_allocator = kind == "cpu" and when != "never" and memory is Memory.ALLOCATED
         self._of_cpu = AllocatedPeak() if by_allocator else None
+        self._unseen_bytes = 0
         if self._of_cpu is not None:
             self.mode.met = self._of_cpu.met
+            self._unseen_bytes = 0 if self._of_cpu.has_allocator else unseen_bytes
         self._kind = kind
         self._when = when
         self._is_settled = False
@@ -141,7 +146,7 @@ class StepMeter:
         if self._open and self._when != "never":
             self._allocated = self._device.step_peak_bytes()
             if self.mode.is_on:
-                self._counted = self.mode.peak_bytes
+                self._counted = self.mode.peak_bytes + self._unseen_bytes
             if self._allocated is None and self._of_cpu is not None and self._of_cpu.is_known:
                 self._allocated = self._of_cpu.peak_bytes
 

@@ -13,6 +13,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.referrers import name_of
 from poochplan.runtime.watch.users_line import Place
@@ -67,6 +68,24 @@ def test_an_allocator_that_tells_is_asked_in_every_step(plan: Plan) -> None:
     )
     assert device.begun == len(peaks)
     assert len(told) == 1
+
+
+@needs_allocator
+def test_without_the_allocator_a_plan_of_allocated_bytes_is_compared_with_what_its_ops_take_inside_as_predicted(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocated, "_counted", lambda: None)
+    model, peaks = fresh(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(), poochplan.apply(plan, model) as session:
+        warnings.simplefilter("error")
+        for _ in range(4):
+            step(model)
+            optimizer.step()
+            peaks.append(session.report().last_step.peak_bytes)
+    assert peaks[2:] == [None, None], "nothing tells of steps whose ops are not metered"
+    assert peaks[1] is not None
+    assert 0.9 * plan.prediction.peak_bytes <= peaks[1] <= plan.prediction.peak_bytes
 
 
 def test_live_bytes_are_metered_in_the_first_two_steps_and_one_in_fifty(plan: Plan) -> None:

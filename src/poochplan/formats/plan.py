@@ -243,8 +243,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def holds_arena(self) -> bool:
-        """Whether the budget holds the arena and what lies outside it, and the device is the CPU: then the runtime serves
-        steps from it unasked.
+        """Whether the device is the CPU, and the budget holds the arena and what lies outside it: then the runtime
+        serves steps from it unasked.
         """
         peak_bytes = self.prediction.arena_peak_bytes
         return self.device == "cpu" and peak_bytes is not None and peak_bytes <= self.budget_bytes
