@@ -103,8 +103,28 @@ class Arena:
                 f"expected {size_bytes} bytes of address space for the arena, found less; raise ulimit -v"
             )
         self._handle: int = handle
+        self.size_bytes = size_bytes
         self._drop = weakref.finalize(self, self._library.arena_drop, handle)
         self._drop.atexit = False
+
+    def lay_out(self, places: Places, smallest_bytes: int = LEAST_PLACED_BYTES, kept_bytes: int | None = None) -> None:
+        """Other places from the next step on; what lives in the arena stays where it is.
+
+        ``kept_bytes``: the machine's memory behind so many bytes is given back, but for what lives there; all of it is
+        kept by default.
+
+        Raises
+        ------
+        ValueError
+            As for a new arena.
+        RuntimeError
+            A step is being served, or the arena is closed.
+        """
+        sizes, offsets, points = _checked(places, self.size_bytes)
+        at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
+        kept_bytes = self.size_bytes if kept_bytes is None else kept_bytes
+        if not self._library.arena_lay_out(self._handle, len(sizes), *at, smallest_bytes, kept_bytes):
+            raise RuntimeError("expected an open arena between two steps, found one that serves or is closed")
 
     def begin(self, point: int = 0) -> None:
         """Serves this thread from here on, as a new step whose clock is at ``point``.

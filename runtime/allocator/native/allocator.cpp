@@ -196,7 +196,6 @@ POOCH int pooch_install() noexcept {
 }
 POOCH int pooch_is_in_force() noexcept { return c10::GetCPUAllocator() == &allocator; }
 POOCH int64_t pooch_live_blocks() noexcept { return state.blocks.count(); }
-// The number of the block that is born next.
 POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number of the live block that begins there, as a log has it; -1 where none does, or it was there before us.
 POOCH int64_t pooch_block_at(const void* address) noexcept { return state.blocks.id_at(address); }
@@ -238,7 +237,7 @@ POOCH int64_t pooch_record_end(Scope* scope) noexcept {
 }
 POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noexcept { scope->take_events(out, count); }
 
-// Null where there is no memory or no address space.
+// Null where there is no memory or address space.
 POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
                              int64_t size_bytes, int64_t smallest_bytes) noexcept {
   try {
@@ -250,6 +249,16 @@ POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t*
   } catch (const std::bad_alloc&) {
   }
   return nullptr;
+}
+// 0 while a step is served, where the arena was dropped or there is no memory: then the places are as before.
+POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes, const int64_t* offsets,
+                              const int64_t* points, int64_t smallest_bytes, int64_t kept_bytes) noexcept {
+  try {
+    pooch::Places places{{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
+    return arena->lay_out(std::move(places), smallest_bytes, kept_bytes);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 // 0 where the arena was dropped.
 POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {

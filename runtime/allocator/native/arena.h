@@ -10,10 +10,14 @@
 
 #include <algorithm>
 #include <array>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
+
+#include "live_set.h"
 
 namespace pooch {
 
@@ -32,43 +36,6 @@ using Tallies = std::array<Tally, kFates>;
 
 struct Miss {
   int64_t fate, size_bytes, point, place; // `place`: the one that was expected next
-};
-
-// The blocks that are alive, by their bytes. No two overlap and each lies at a place, so that there are never more than
-// places: the room is made once, and neither a birth nor a death allocates.
-class LiveSet {
- public:
-  void make_room(size_t count) { spans_.reserve(count); }
-  bool insert(int64_t begin, int64_t end) noexcept {
-    const auto after = above(begin);
-    if (after != spans_.end() && after->begin < end) return false;
-    if (after != spans_.begin() && std::prev(after)->end > begin) return false;
-    if (spans_.size() == spans_.capacity()) return false;
-    spans_.insert(after, {begin, end});
-    return true;
-  }
-  void erase(int64_t begin) noexcept {
-    const auto found = above(begin);
-    if (found != spans_.begin() && std::prev(found)->begin == begin) spans_.erase(std::prev(found));
-  }
-  size_t size() const noexcept { return spans_.size(); }
-
-  struct Span {
-    int64_t begin, end;
-  };
-  const std::vector<Span>& spans() const noexcept { return spans_; }
-  // Between the blocks around a byte that is none's; the last gap ends at `size`.
-  Span gap_at(int64_t at, int64_t size) noexcept {
-    const auto after = above(at);
-    return {after == spans_.begin() ? 0 : std::prev(after)->end, after == spans_.end() ? size : after->begin};
-  }
-
- private:
-  std::vector<Span>::iterator above(int64_t begin) noexcept {
-    return std::upper_bound(spans_.begin(), spans_.end(), begin,
-                            [](int64_t value, const Span& span) { return value < span.begin; });
-  }
-  std::vector<Span> spans_; // sorted
 };
 
 // Never freed, only unmapped: a thread that was served may still point to it. It is small without its places.
@@ -91,6 +58,27 @@ class Arena {
     base_ = reinterpret_cast<char*>((address + kHugePage - 1) / kHugePage * kHugePage);
     madvise(base_, static_cast<size_t>(size_bytes_), MADV_HUGEPAGE);
     mapped_count().fetch_add(1);
+    return true;
+  }
+
+  // Other places from now on, for the steps behind this; what lives stays where it is. The machine's memory from
+  // `kept_bytes` on is given back but for that. False while a step is served, and where the arena was dropped.
+  bool lay_out(Places places, int64_t smallest_bytes, int64_t kept_bytes) {
+    std::vector<int64_t> met(places.sizes.size(), 0);
+    std::lock_guard<std::mutex> guard(mutex);
+    if (is_serving_ || is_dropped_) return false;
+    live_.make_room(live_.size() + places.sizes.size());
+    std::swap(places_, places);
+    std::swap(met_, met);
+    smallest_bytes_ = smallest_bytes;
+    range_begin_ = range_end_ = next_ = 0;
+    int64_t from = kept_bytes;
+    for (const LiveSet::Span& span : live_.spans()) {
+      if (span.end <= from) continue;
+      give_back_between(from, span.begin);
+      from = span.end;
+    }
+    give_back_between(from, size_bytes_);
     return true;
   }
 
@@ -276,16 +264,21 @@ class Arena {
   // The machine's memory between the blocks around a byte, once nobody is served any more.
   void give_back_gap(int64_t at) noexcept {
     if (mapping_ == nullptr) return;
-    const int64_t page = sysconf(_SC_PAGESIZE);
     const LiveSet::Span gap = live_.gap_at(at, size_bytes_);
-    const int64_t begin = (gap.begin + page - 1) / page * page, end = gap.end / page * page;
+    give_back_between(gap.begin, gap.end);
+  }
+
+  void give_back_between(int64_t from, int64_t to) noexcept {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t begin = (from + page - 1) / page * page, end = to / page * page;
     if (begin < end) madvise(base_ + begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
   }
 
   Places places_;
   std::vector<int64_t> met_; // the step in which each place was last asked for
   LiveSet live_;
-  const int64_t size_bytes_, smallest_bytes_;
+  const int64_t size_bytes_;
+  int64_t smallest_bytes_;
   char *mapping_ = nullptr, *base_ = nullptr;
   size_t mapped_bytes_ = 0;
   bool is_serving_ = false, is_dropped_ = false;

@@ -206,3 +206,43 @@ def test_no_bytes_are_shared_whatever_a_step_does(native: Library, seed: int) ->
         course.death(serial)
     assert course.wrong == []
     assert course.arena.live_blocks == 0
+
+
+def test_other_places_leave_what_lives_as_it_is_and_are_taken_while_it_does(native: object) -> None:
+    arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, 8 * KIB, 0)), 64 * KIB)
+    with arena.serving():
+        kept, gone = filled(8 * KIB, 1), filled(8 * KIB, 2)
+        with pytest.raises(RuntimeError, match="between two steps"):
+            arena.lay_out(places((8 * KIB, 0, 0)))
+    del gone
+    arena.lay_out(places((4 * KIB, 4 * KIB, 0), (16 * KIB, 8 * KIB, 0), (32 * KIB, 24 * KIB, 0)), kept_bytes=0)
+    assert bool((kept == 1).all())
+    with arena.serving():
+        held = [filled(4 * KIB, 3), filled(16 * KIB, 4), filled(32 * KIB, 5)]
+        assert bool((kept == 1).all())
+        step = arena.counts().step
+        assert (step.served.blocks, step.taken.blocks) == (2, 1)
+        assert [int(one[0]) for one in held] == [3, 4, 5]
+    with pytest.raises(ValueError, match="within 65536"):
+        arena.lay_out(places((8 * KIB, 60 * KIB, 0)))
+    del kept, held
+    arena.close()
+    with pytest.raises(RuntimeError, match="or is closed"):
+        arena.lay_out(places((8 * KIB, 0, 0)))
+
+
+def test_memory_behind_what_is_kept_is_given_back_but_for_what_lives_there(native: object) -> None:
+    arena = Arena(places((1 << 20, 0, 0), (1 << 20, 1 << 20, 0), (1 << 20, 2 << 20, 0)), 4 << 20)
+    with arena.serving():
+        low, middle, high = (filled(1 << 20, number) for number in (1, 2, 3))
+    del low, high
+    if arena.resident_bytes is None:
+        pytest.skip("this kernel does not tell")
+    assert arena.resident_bytes >= 3 << 20
+    arena.lay_out(places((1 << 20, 0, 0)), kept_bytes=1 << 20)
+    assert arena.resident_bytes == 2 << 20
+    assert bool((middle == 2).all())
+    del middle
+    arena.lay_out(places(), kept_bytes=0)
+    assert arena.resident_bytes == 0
+    arena.close()
