@@ -260,7 +260,9 @@ class Session:
         if passed > 1:
             self._serving.at(passed)
         elif self.engine.follows is not None:
-            self._serving.begin(self.plan, is_observed=self._meter.mode.is_on)
+            self._serving.begin(self.plan, self.engine.segment, is_observed=self._meter.mode.is_on)
+        else:
+            self._serving.seal()
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:
@@ -293,7 +295,9 @@ class Session:
         name, peak_bytes = self._name(segment), segment.report.peak_bytes
         if peak_bytes is not None:  # of one that was not metered nothing is known
             steps = self._tally.steps_of(name)
-            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name)
+            self._is_settled[name] = self._keeper.is_settled(
+                steps, peak_bytes, self.plan, name, has_gradients=bool(segment.gradient_bytes)
+            )
             self._meter.settled(all(self._is_settled.values()))
 
     def _is_new(self, segment: Segment) -> bool:

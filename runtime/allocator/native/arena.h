@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <array>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
