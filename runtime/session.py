@@ -25,6 +25,7 @@ from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.step_events import StepEvents
 from poochplan.runtime.watch.keeper import BudgetKeeper
 from poochplan.runtime.watch.step_meter import StepMeter, When
 from poochplan.runtime.watch.tally import Tally
@@ -97,15 +98,17 @@ class Session:
             self._choosers[""] if "" in self._choosers else ByModel(self._choosers),
             chosen=weakly(self, Session._check_gradients),
             began=weakly(self, Session._step_begins),
-            over=weakly(self, Session._step_is_over),
             ended=weakly(self, Session._end_of_step),
             elsewhere=weakly(self, Session._called_elsewhere),
             observers=[self._meter.mode],
             hooks=_metered_hooks(self._meter.mode, models),
             gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
-            point=weakly(self, Session._point) if serving is not None else None,
-            departed=weakly(self, Session._departed),
-            optimizing=weakly(self, Session._optimizing),
+            events=StepEvents(
+                point=weakly(self, Session._point) if serving is not None else None,
+                over=weakly(self, Session._step_is_over),
+                departed=weakly(self, Session._departed),
+                optimizing=weakly(self, Session._optimizing),
+            ),
         )
 
         self._attachment.around_region = _metered_regions(self._meter.mode)
