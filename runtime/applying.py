@@ -23,8 +23,9 @@ from poochplan.runtime.watch.users_line import users_line
 
 from .attachment import together
 from .budget_watch import OverBudget
+from .learning.lessons import Pack
 from .model_check import by_name, check_alike, check_model, profiles_for
-from .serving import ArenaMode, Pack, serving_for
+from .serving import ArenaMode, serving_for
 from .session import Session
 
 
@@ -132,7 +133,7 @@ def apply(
         meter=meter,
         cap_bytes=cap_bytes,
         keeper=BudgetKeeper(OverBudget(on_over_budget), replanner, profiles),
-        serving=serving_for(arena, where.type, every, pack),
+        serving=serving_for(arena, where.type, every, pack, learns_observed=meter == "always"),
     )
 
 

@@ -18,6 +18,7 @@ from poochplan.runtime.drivers.driver import Chooser
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.modes import (
     ToggledMode,
@@ -57,16 +58,13 @@ class Attachment:
     chooser: gives each segment its driver.
     chosen: told when the open segment has its driver.
     began: told each segment before anything happens in it; the engine and its device are there.
-    over: told each segment when its step is over: its optimizer has stepped, a model is called without gradients, what
-        follows is in-core, or the next begins.
     ended: told each segment when all is known of it, as the next begins.
     elsewhere: told a model that is called with gradients on another thread.
     observers, rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own.
     gives_up: whether anything may leave the device.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
-    point, departed: the engine's ``on_point`` and ``on_departure``, which is told of a forward that raises, too.
-    optimizing: told an optimizer of the models' that is about to step.
+    events: who is told of what happens in a step.
     """
 
     def __init__(
@@ -79,16 +77,13 @@ class Attachment:
         chosen: Callable[[], None],
         ended: Callable[[Segment], None],
         began: Callable[[Segment], None] = lambda _: None,
-        over: Callable[[Segment], None] = lambda _: None,
         elsewhere: Callable[[str], None] = lambda _: None,
         observers: Sequence[ToggledMode] = (),
         rebuild: Rebuild = rebuild_together,
         hooks: Callable[[Engine], Hooks] = own_hooks,
         gives_up: bool = True,
         apart: bool = True,
-        point: Callable[[int], None] | None = None,
-        departed: Callable[[], None] = lambda: None,
-        optimizing: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        events: StepEvents = NO_EVENTS,
     ) -> None:
         self.models = models
         self.whole = together(models)
@@ -98,13 +93,12 @@ class Attachment:
         self._chosen = chosen
         self._ended = ended
         self._began = began
-        self._over = over
         self._elsewhere = elsewhere
         self._observers = observers
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
-        self._point, self._departed, self._optimizing = point, departed, optimizing
+        self._events = events
         self._parts = models if apart and self.whole is not models.get("") else {}
         self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         """Gives what is called in the place of a compiled callable; None for that itself."""
@@ -140,11 +134,9 @@ class Attachment:
                 observers=self._observers,
                 parts=self._parts,
                 on_segment_begin=self._began,
-                on_segment_over=self._over,
                 on_segment_end=self._ended,
                 on_idle=self._idle,
-                on_point=self._point,
-                on_departure=self._departed,
+                events=self._events,
             )
             stack.enter_context(around_compiled(self.whole, self._without_modes))
             for name, model in self.models.items():
@@ -209,7 +201,7 @@ class Attachment:
         if self.state != "open":
             raise UsageError(f"away(): expected an open session, found a {self.state} one")
         if self.engine.segment.used:
-            self._over(self.engine.segment)
+            self._events.over(self.engine.segment)
         self.state = "away"
         with self.engine.quiet():
             self._hooks.__exit__()
@@ -252,7 +244,7 @@ class Attachment:
 
     def _forward_without_gradients(self) -> None:
         if self._is_ours() and self.engine.segment.used and not in_backward():  # a validation behind the step
-            self._over(self.engine.segment)
+            self._events.over(self.engine.segment)
 
     def _begin(self, name: str | None = None, *, announced: bool = False) -> None:
         self.engine.begin(name, announced=announced)
@@ -262,11 +254,11 @@ class Attachment:
     def _forward_raised(self) -> None:
         if self._is_ours() and not in_backward():
             self.engine.forward_raised()
-            self._departed()
+            self._events.departed()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
-            self._optimizing(optimizer)
+            self._events.optimizing(optimizer)
 
     def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
         if self._is_ours():

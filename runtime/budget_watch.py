@@ -29,7 +29,7 @@ class OverBudget(StrEnum):
 
 
 class BudgetWatch:
-    """State: the peak of the last step that ended, and whether a step above its budget has been told of.
+    """State: the peak of the last step of each kind that ended, and whether a step above its budget has been told of.
 
     It knows neither sessions nor meters: :meth:`look` is given what a step took, and asks who holds it only where that
     is to be said.
@@ -37,7 +37,8 @@ class BudgetWatch:
 
     def __init__(self, policy: OverBudget = OverBudget.WARN) -> None:
         self.policy = policy
-        self._last_peak_bytes = 0
+        self._last_peak_bytes: dict[bool, int] = {}
+        """By whether gradients were there already, which then live beside the step."""
         self._told = False
 
     def is_over(self, peak_bytes: int, plan: Plan) -> bool:
@@ -69,14 +70,17 @@ class BudgetWatch:
 
     def starts_anew(self) -> None:
         """Another plan is followed from now on."""
-        self._told, self._last_peak_bytes = False, 0
+        self._told = False
+        self._last_peak_bytes.clear()
 
-    def is_settled(self, steps: int, peak_bytes: int, plan: Plan) -> bool:
+    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, *, has_gradients: bool = False) -> bool:
         """Whether steps are alike, now that so many have ended, the last of them with this peak.
 
-        They are not where each takes more than the one before and than was predicted: something is left behind in each.
+        They are not where each takes more than the one of its kind before and than was predicted: something is left
+        behind in each.
         """
-        before_bytes, self._last_peak_bytes = self._last_peak_bytes, peak_bytes
+        before_bytes = self._last_peak_bytes.get(has_gradients, 0)
+        self._last_peak_bytes[has_gradients] = peak_bytes
         grows = peak_bytes > max(before_bytes, plan.prediction.peak_bytes)
         return steps >= _FIRST_STEPS and (self._told or not grows)
 

@@ -68,6 +68,11 @@ class StepReport(msgspec.Struct, kw_only=True):
     hooks_s: float = 0.0
     """Seconds of the calling thread in the hooks of autograd: all that moving, replaying and waiting took, and the
     hooks themselves."""
+    served_bytes: int = 0
+    """Taken from an arena, each block anew; of a segment that is over."""
+    unserved_bytes: int = 0
+    """Taken of the ordinary allocator in segments that an arena served, in blocks that their layout has elsewhere or
+    not at all."""
     fallbacks: int = 0
     """Times the plan was not followed: a step that diverged (counted once), a value kept on a full disk, one that
     could not be recomputed."""
@@ -87,6 +92,8 @@ class StepReport(msgspec.Struct, kw_only=True):
         self.replayed_values += other.replayed_values
         self.stall_s += other.stall_s
         self.hooks_s += other.hooks_s
+        self.served_bytes += other.served_bytes
+        self.unserved_bytes += other.unserved_bytes
         self.fallbacks += other.fallbacks
         for kind, times in other.fallback_kinds.items():
             self.fallback_kinds[kind] = self.fallback_kinds.get(kind, 0) + times
@@ -177,7 +184,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
         if self.arena is not None:
-            rows += _arena_rows(self.arena)
+            rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
 
     def _peak(self, step: StepReport) -> str:
@@ -193,11 +200,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 _HEADINGS = ("", "last step", "all steps")
 
 
-def _arena_rows(arena: ArenaReport) -> list[tuple[str, str, str]]:
+def _arena_rows(arena: ArenaReport, total: StepReport) -> list[tuple[str, str, str]]:
     if arena.larger_bytes:
         return [("arena", f"not used: {format_bytes(arena.larger_bytes)} more than there is room for", "")]
     return [
         ("arena", format_bytes(arena.size_bytes), ""),
-        ("served from it", f"{arena.served} blocks, {format_bytes(arena.served_bytes)}", ""),
+        (
+            "served from it",
+            f"{arena.served} blocks, {format_bytes(arena.served_bytes)}",
+            format_bytes(total.served_bytes),
+        ),
         *(("not served", f"{format_bytes(one.size_bytes)} in {one.layer}: {one.why}", "") for one in arena.unserved),
     ]

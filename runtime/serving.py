@@ -9,111 +9,85 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from poochplan.errors import AllocatorError, UsageError
-from poochplan.formats.plan import OUTSIDE, Layout, Place, Plan
-from poochplan.runtime.allocator.allocation_log import AllocationLog
-from poochplan.runtime.allocator.arena import Arena, Fates, Places
+from poochplan.formats.plan import Plan
+from poochplan.runtime.allocator.allocation_log import AllocationLog, Table
 from poochplan.runtime.allocator.building import why_unavailable
-from poochplan.runtime.allocator.observed import STEP_END, observed_blocks
+from poochplan.runtime.allocator.observed import STEP_END
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.learning.laid_arena import LaidArena
+from poochplan.runtime.learning.lessons import Kind, Lesson, Lessons, Pack
 from poochplan.runtime.metering.allocated import step_scope
 
-from .run_report import ArenaReport, Unserved
+from .run_report import ArenaReport, StepReport, Unserved
 
 ArenaMode = Literal["auto", "on", "off"]
 _MOST_TOLD = 8
-_MOST_LESSONS = 3
-"""So many times what a step has taken is laid out anew."""
-
-
-class Pack(Protocol):
-    """Finds places; the runtime does not know how."""
-
-    def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes; if it can be, no more
-        than ``room_bytes``.
-        """
-
-
-@dataclass
-class Lesson:
-    """What is known of a plan's steps."""
-
-    plan: Plan
-    layout: Layout | None = None
-    """As a step was; None until there is one, and where its arena would be too large."""
-    times: int = 0
-    """So often it has been laid out anew."""
-    larger_bytes: int = 0
-    """How much the arena of the last step that was looked at would be above what there is room for."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.times >= _MOST_LESSONS
 
 
 class Serving:
-    """State: what is known of each plan's steps; the arena of the plan that was followed last; whether the step that
-    runs is one that follows it; and, until a step is served without a miss, the log of the step that runs or ran last.
+    """State: what is known of each kind of step; the arena; whether the step that runs is one that follows a plan; and,
+    until a step of its kind is served without a miss, the log of the step that runs or ran last.
 
-    The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step as it was:
-    autograd adds gradients up in place where no dispatch mode looks on, as one did when the step was profiled. Until
-    there is such a step, and where its arena would be larger than the budget has room for, nothing is served. Nor is
-    it where steps go on to differ from those they were laid out by, as those of other sizes do that a larger plan is
-    followed for.
+    The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step of the same
+    kind as it was. Until there is such a step, and where its arena would be larger than the budget has room for,
+    nothing is served. Nor is it where steps go on to differ from those they were laid out by.
 
-    One arena at a time: that of another plan takes its place, and goes with the last tensor in it.
-
-    ``pack`` lays out what a step has taken.
+    Parameters
+    ----------
+    pack: lays out what a step has taken.
+    learns_observed: whether there is something to be learned of steps that dispatch modes look on, since that is every
+        step. Where it is some, they are served by what was learned of the others, as far as that goes.
     """
 
     _logging: ClassVar[weakref.ref[Serving] | None] = None
     """Who writes a log: one at a time in a process, and the next step of another is as good."""
 
-    def __init__(self, pack: Pack) -> None:
+    def __init__(self, pack: Pack, *, learns_observed: bool = False) -> None:
         self._pack = pack
-        self._lessons: dict[int, Lesson] = {}
-        """By the identity of the plan that they hold."""
+        self._learns_observed = learns_observed
+        self._lessons = Lessons()
         self._lesson: Lesson | None = None
-        """Of the plan that was followed last."""
-        self._arena: Arena | None = None
+        """Of the step that began last."""
+        self._laid = LaidArena()
+        self._report: StepReport | None = None
         self._is_on = False
+        self._is_served = False
+        """Whether the step that began last is one whose blocks have places."""
         self._is_whole = False
-        """Whether the step goes on to its end as it began."""
+        """Whether the step is an example of its kind, and goes on to its end as it began."""
         self._point = 0
         self._log: AllocationLog | None = None
+        self._events: Table | None = None
+        """Of the step that ran last, if it was logged."""
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
-    def begin(self, plan: Plan, *, is_observed: bool) -> None:
+    def begin(self, plan: Plan, segment: Segment, *, is_observed: bool) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock; ``is_observed``: by dispatch modes,
-        so that what it takes is no example.
+        so that what it takes is no example of what others do.
         """
-        self._learn()
-        if plan.layout is None:
+        self.learn()
+        is_example = self._learns_observed or not is_observed
+        kind = Kind(bool(segment.gradient_bytes), segment.inputs, is_observed and self._learns_observed)
+        has_layout = plan.layout is not None
+        self._lesson = lesson = self._lessons.begin(plan, kind, is_example=is_example) if has_layout else None
+        layout = lesson.layout if lesson is not None else None
+        room_bytes = lesson.room_bytes if lesson is not None else 0
+        self._is_served = self._laid.lay(layout, self._lessons.largest_bytes, room_bytes)
+        if lesson is None:
             return
-        self._follow(self._lessons.setdefault(id(plan), Lesson(plan)))
-        assert self._lesson is not None
-        self._is_on = self._is_whole = True
-        self._point = 1
-        if self._arena is not None:
-            self._arena.begin(1)
-        if not is_observed and not self._lesson.is_over:
+        self._is_on, self._is_whole = True, is_example
+        self._report, self._point = segment.report, 1
+        if self._laid.arena is not None and self._is_served:
+            self._laid.arena.begin(1)
+        if is_example and lesson.wants_log:
             self._write_down()
-
-    def _follow(self, lesson: Lesson) -> None:
-        if lesson is self._lesson:
-            return
-        self._close_arena()
-        self._lesson = lesson
-        if lesson.layout is not None:
-            self._arena = _arena(lesson.layout)
 
     def _write_down(self) -> None:
         scope, other = step_scope(), Serving._logging() if Serving._logging is not None else None
@@ -129,8 +103,8 @@ class Serving:
         """The segment has passed so many points."""
         if self._is_on:
             self._point = point
-            if self._arena is not None:
-                self._arena.at(point)
+            if self._laid.arena is not None and self._is_served:
+                self._laid.arena.at(point)
             if self._log is not None:
                 self._log.mark(point)
 
@@ -152,66 +126,61 @@ class Serving:
         if not self._is_on:
             return
         self._is_on = False
-        if self._arena is not None:
-            self._arena.end()
         if self._log is not None:
             self._log.mark(STEP_END)
+        if self._laid.arena is not None and self._is_served:
+            self._laid.arena.end()
+            fates = self._laid.arena.counts().step
+            if self._report is not None:
+                self._report.served_bytes += fates.served.size_bytes
+                self._report.unserved_bytes += fates.unplanned.size_bytes + fates.taken.size_bytes
+        self._report = None
+
+    def seal(self) -> None:
+        """A segment begins that is not served: what it takes is not in the log of the one before."""
+        self.step_is_over()
+        if self._log is not None:
+            log, self._log = self._log, None
+            log.__exit__(None, None, None)
+            self._events = log.events
 
     def close(self) -> None:
         """Nothing is served any more; what lies in the arena stays as it is."""
-        self.step_is_over()
-        if self._log is not None:
-            self._log.__exit__(None, None, None)
-            self._log = None
-        if self._arena is not None:
-            self._arena.close()
+        self.seal()
+        self._events, self._is_whole = None, False
+        self._laid.close()
 
-    def _learn(self) -> None:
+    def forget(self, plan: Plan) -> None:
+        """Its steps are not followed any more."""
+        if self._lesson is not None and self._lesson.plan is plan:
+            self.seal()
+            self._events = self._lesson = None
+        self._lessons.forget(plan)
+
+    def learn(self) -> None:
         """From the step before, which has ended by now; where it was not served as planned it is laid out anew."""
-        log, self._log = self._log, None
-        if log is not None:
-            log.__exit__(None, None, None)
-        lesson = self._lesson
-        if lesson is None or not self._is_whole or self._point < len(lesson.plan.values) + len(lesson.plan.uses):
+        self.seal()
+        events, self._events = self._events, None
+        lesson, is_whole = self._lesson, self._is_whole
+        self._is_whole = False  # nothing is learned twice
+        if lesson is None or not is_whole or self._point < len(lesson.plan.values) + len(lesson.plan.uses):
             return  # it has not come to its end, as a forward whose loss nobody wanted
-        if log is not None:
-            self._learn_from(log, lesson)
-        elif lesson.is_over and self._arena is not None and _is_misfit(self._arena.counts().step):
-            self._close_arena()
-            lesson.layout = None
-
-    def _learn_from(self, log: AllocationLog, lesson: Lesson) -> None:
-        if self._arena is not None and not _misses(self._arena.counts().step):
-            lesson.times = _MOST_LESSONS
-            return
-        lesson.times += 1
-        assert lesson.plan.layout is not None
-        least_bytes = lesson.plan.layout.least_bytes
-        observed = observed_blocks(log.events, least_bytes)
-        inside = [block for block in observed if block.end]
-        room_bytes = _room_bytes(lesson.plan)
-        spans = [(block.start, block.end, block.size_bytes) for block in inside]
-        offsets, arena_bytes = self._pack(spans, room_bytes)
-        found = iter(offsets)
-        places = tuple(
-            Place(block.point, block.size_bytes, next(found) if block.end else OUTSIDE) for block in observed
-        )
-        self._close_arena()
-        lesson.layout = None
-        lesson.larger_bytes = max(0, arena_bytes - room_bytes)
-        if not lesson.larger_bytes:
-            lesson.layout = Layout(arena_bytes=arena_bytes, least_bytes=least_bytes, places=places)
-            self._arena = _arena(lesson.layout)
+        fates = self._laid.arena.counts().step if self._laid.arena is not None and self._is_served else None
+        if events is not None:
+            if lesson.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
+                self._laid.leave()  # what lies in places of its own there may be there to stay
+        elif fates is not None:
+            lesson.served(fates)
 
     def report(self, plan: Plan) -> ArenaReport | None:
-        """What became of the blocks so far; None where there is no arena yet."""
+        """What became of the blocks of the step that began last; None where there were no places for them."""
         lesson = self._lesson
-        if lesson is None or lesson.layout is None or self._arena is None:
+        if lesson is None or lesson.layout is None or self._laid.arena is None or not self._is_served:
             return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
-        counts = self._arena.counts()
+        counts = self._laid.arena.counts()
         misses = [
             Unserved(size_bytes=miss.size_bytes, layer=_layer(plan, miss.point), why=miss.fate)
-            for miss in self._arena.misses()[:_MOST_TOLD]
+            for miss in self._laid.arena.misses()[:_MOST_TOLD]
         ]
         return ArenaReport(
             size_bytes=lesson.layout.arena_bytes,
@@ -224,45 +193,17 @@ class Serving:
             unserved=misses,
         )
 
-    def _close_arena(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
 
-
-def _arena(layout: Layout) -> Arena:
-    table = np.array(layout.places, dtype=np.int64).reshape(-1, 3)
-    places = Places(sizes_bytes=table[:, 1], offsets=table[:, 2], points=table[:, 0])
-    return Arena(places, layout.arena_bytes, layout.least_bytes)
-
-
-def _misses(fates: Fates) -> int:
-    """Blocks that lay outside against the layout. What was expected and did not come does no harm: of micro-batches
-    only the first takes gradients.
-    """
-    return fates.taken.blocks + fates.unplanned.blocks
-
-
-def _is_misfit(fates: Fates) -> bool:
-    return _misses(fates) > fates.served.blocks
-
-
-def _room_bytes(plan: Plan) -> int:
-    """For the arena: what was planned for it, and what the budget has beside."""
-    found = plan.prediction
-    if found.arena_bytes is None or found.arena_peak_bytes is None:
-        return 0
-    return found.arena_bytes + max(0, plan.budget_bytes - found.arena_peak_bytes)
-
-
-def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:
+def serving_for(
+    mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None, *, learns_observed: bool = False
+) -> Serving | None:
     """What serves the steps of these plans; None where they are to go to the ordinary allocator.
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
     reason = why_not_served(mode, device, plans)
     if not reason and pack is not None:
-        return Serving(pack)
+        return Serving(pack, learns_observed=learns_observed)
     if mode == "on":
         raise UsageError(f'arena: expected "on" to be possible, found {reason}')
     return None

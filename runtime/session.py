@@ -25,6 +25,7 @@ from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.step_events import StepEvents
 from poochplan.runtime.watch.keeper import BudgetKeeper
 from poochplan.runtime.watch.step_meter import StepMeter, When
 from poochplan.runtime.watch.tally import Tally
@@ -97,15 +98,17 @@ class Session:
             self._choosers[""] if "" in self._choosers else ByModel(self._choosers),
             chosen=weakly(self, Session._check_gradients),
             began=weakly(self, Session._step_begins),
-            over=weakly(self, Session._step_is_over),
             ended=weakly(self, Session._end_of_step),
             elsewhere=weakly(self, Session._called_elsewhere),
             observers=[self._meter.mode],
             hooks=_metered_hooks(self._meter.mode, models),
             gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
-            point=weakly(self, Session._point) if serving is not None else None,
-            departed=weakly(self, Session._departed),
-            optimizing=weakly(self, Session._optimizing),
+            events=StepEvents(
+                point=weakly(self, Session._point) if serving is not None else None,
+                over=weakly(self, Session._step_is_over),
+                departed=weakly(self, Session._departed),
+                optimizing=weakly(self, Session._optimizing),
+            ),
         )
 
         self._attachment.around_region = _metered_regions(self._meter.mode)
@@ -260,7 +263,9 @@ class Session:
         if passed > 1:
             self._serving.at(passed)
         elif self.engine.follows is not None:
-            self._serving.begin(self.plan, is_observed=self._meter.mode.is_on)
+            self._serving.begin(self.plan, self.engine.segment, is_observed=self._meter.mode.is_on)
+        else:
+            self._serving.seal()
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:
@@ -293,7 +298,9 @@ class Session:
         name, peak_bytes = self._name(segment), segment.report.peak_bytes
         if peak_bytes is not None:  # of one that was not metered nothing is known
             steps = self._tally.steps_of(name)
-            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name)
+            self._is_settled[name] = self._keeper.is_settled(
+                steps, peak_bytes, self.plan, name, has_gradients=bool(segment.gradient_bytes)
+            )
             self._meter.settled(all(self._is_settled.values()))
 
     def _is_new(self, segment: Segment) -> bool:

@@ -25,6 +25,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
@@ -74,6 +75,7 @@ class Loop:
     fits: whether a step may run in-core, by a profile without times.
     room: most bytes that a segment may take that is studied.
     follower: takes the segments that are not watched.
+    observers, events: the attachment's.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Loop:
         follower: Follower,
         workload: str = "",
         observers: Sequence[ToggledMode] = (),
+        events: StepEvents = NO_EVENTS,
     ) -> None:
         self.alternatives: Sequence[Instructions] = ()
         self.lines = Lines()
@@ -117,6 +120,7 @@ class Loop:
             rebuild=self._rebuild,
             hooks=self._hooks,
             apart=False,
+            events=events,
         )
         self.attachment.around_region = self._around_region
         self.scene = Scene(self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers)

@@ -51,6 +51,7 @@ from .handle import Handle
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .saved_value import SavedValue
+from .step_events import NO_EVENTS, StepEvents
 
 _SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
 _KEPT = "what is saved before the model is called is kept, and the call begins a step"
@@ -68,11 +69,9 @@ class Engine:
     rebuild: how replays are run.
     observers: modes that see the step's ops and, like the recorder, are away while a compiled callable runs.
     on_segment_begin: told each segment before anything happens in it.
-    on_segment_over: told each segment when the step is over, before other things run.
     on_segment_end: told each segment when all is known of it, as the next begins.
     on_idle: told when the last handle is gone.
-    on_point: told at each planned point, before anything is done there, how many of the segment have been passed.
-    on_departure: told when a segment leaves its plan.
+    events: who is told of what happens in a step.
     """
 
     def __init__(
@@ -85,11 +84,9 @@ class Engine:
         observers: Sequence[ToggledMode] = (),
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
         on_segment_begin: Callable[[Segment], None] = lambda _: None,
-        on_segment_over: Callable[[Segment], None] = lambda _: None,
         on_segment_end: Callable[[Segment], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
-        on_point: Callable[[int], None] | None = None,
-        on_departure: Callable[[], None] = lambda: None,
+        events: StepEvents = NO_EVENTS,
     ) -> None:
         self.device = device
         self._index = -1 if device.where.index is None else device.where.index  # as tensors say it
@@ -106,10 +103,8 @@ class Engine:
         self._parts = parts
         self._observers = observers
         self._on_segment_begin = on_segment_begin
-        self._on_segment_over = on_segment_over
         self._on_segment_end = on_segment_end
-        self._on_point = on_point
-        self._on_departure = on_departure
+        self._events = events
         self.fallbacks = Fallbacks()
         self._lock = threading.RLock()
 
@@ -172,7 +167,7 @@ class Engine:
         """The open segment ends; what is still held stays usable."""
         self.recorder.switch_off()
         if self.cursor.is_open:
-            self._on_segment_over(self.segment)
+            self._events.over(self.segment)
         self.cursor.end()
         self._driver, self._ended = None, self._driver or self._ended
 
@@ -297,8 +292,8 @@ class Engine:
             decision = self._decision(index, tensor, record, ordinal)
             if index is not None:
                 segment.saves += 1
-                if self._on_point is not None:
-                    self._on_point(segment.saves + segment.uses)
+                if self._events.point is not None:
+                    self._events.point(segment.saves + segment.uses)
         except Diverged as reason:
             self._diverge(reason)
             index = None
@@ -375,8 +370,8 @@ class Engine:
             self._diverge(reason)
             return
         segment.uses += 1
-        if self._on_point is not None:
-            self._on_point(segment.saves + segment.uses)
+        if self._events.point is not None:
+            self._events.point(segment.saves + segment.uses)
         if actions is not NOTHING:
             self._carry_out(actions)
 
@@ -404,7 +399,7 @@ class Engine:
             self.end()
             raise
         self.segment.diverged = True
-        self._on_departure()
+        self._events.departed()
         self.recorder.switch_off()
         if reason.departure is not None:
             departure = msgspec.structs.replace(reason.departure, step=self.segment.number)

@@ -86,9 +86,11 @@ class BudgetKeeper:
         watch.starts_anew()
         return changed
 
-    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, name: str = "") -> bool:
-        """Whether the steps of that model are alike by now."""
-        return self._watches[name].is_settled(steps, peak_bytes, plan)
+    def is_settled(
+        self, steps: int, peak_bytes: int, plan: Plan, name: str = "", *, has_gradients: bool = False
+    ) -> bool:
+        """Whether the steps of that model are alike by now; the last had gradients there already, or not."""
+        return self._watches[name].is_settled(steps, peak_bytes, plan, has_gradients=has_gradients)
 
 
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:

@@ -106,15 +106,48 @@ def test_two_sessions_on_two_threads_are_served_each_from_its_own() -> None:
 
 
 @needs_compiler
-def test_where_steps_go_on_to_differ_from_what_was_learned_the_arena_is_given_up() -> None:
+def test_steps_of_smaller_inputs_under_the_same_plan_are_served_from_places_of_their_own() -> None:
     model = Attention()
     plans = PlanSet(plans=(plan_of("attention"),))
     with poochplan.apply(plans, model, arena="on", meter="never") as session:
+        sizes = []
+        for lengths in ((24, 24, 24), (12, 12, 12), (24, 12), (24,)):
+            for length in lengths:
+                _step_of(model, length)
+            found = session.report().arena
+            assert found is not None
+            assert found.served > 20
+            assert not found.unplanned + found.taken
+            sizes.append(found.size_bytes)
+        assert sizes[0] == sizes[3] > sizes[1] == sizes[2]
+        assert session.report().total.fallbacks == 0
+
+
+@needs_compiler
+def test_a_shape_that_came_once_is_not_served_and_its_log_costs_nothing() -> None:
+    model = Attention()
+    with poochplan.apply(PlanSet(plans=(plan_of("attention"),)), model, arena="on", meter="never") as session:
+        for length in (24, 24, 24, 12):
+            _step_of(model, length)
+        assert session.report().arena is None
+        _step_of(model, 24)
+        found = session.report().arena
+        assert found is not None
+        assert found.served > 20
+        assert not found.unplanned + found.taken
+
+
+@needs_compiler
+def test_where_steps_go_on_to_differ_from_what_was_learned_the_arena_is_given_up() -> None:
+    model = Attention()
+    with poochplan.apply(plan_of("attention"), model, arena="on", meter="never") as session:
         for _ in range(SETTLED):
             _step_of(model, 24)
         assert session.report().arena is not None
-        for _ in range(3):
-            _step_of(model, 12)
+        for _ in range(2):
+            hook = model.register_forward_hook(lambda *_: [torch.empty(5000 + size) for size in range(300)] and None)
+            _step_of(model, 24)
+            hook.remove()
         assert session.report().total.fallbacks == 0
         assert session.report().arena is None
 

@@ -276,9 +276,7 @@ POOCH int pooch_arena_join(Arena* arena) noexcept {
   here.step_number = step_number;
   return 1;
 }
-POOCH void pooch_arena_leave(Arena* arena) noexcept {
-  if (here.arena == arena) here.arena = nullptr;
-}
+POOCH void pooch_arena_leave(Arena* arena) noexcept { here.arena = here.arena == arena ? nullptr : here.arena; }
 POOCH void pooch_arena_at(Arena* arena, int64_t point) noexcept { arena->at(point); }
 POOCH void pooch_arena_end(Arena* arena) noexcept {
   arena->end();

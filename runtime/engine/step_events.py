@@ -1,0 +1,35 @@
+"""StepEvents: who is told of what happens in a step, as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .cursor import Segment
+
+
+def nothing(*_: Any) -> None:
+    """Of what nobody wants to be told."""
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """Each is called on the thread of the step, and does nothing by default."""
+
+    point: Callable[[int], None] | None = None
+    """At each save and use point, before anything is done there: how many of the segment have been passed. None costs
+    least."""
+    over: Callable[[Segment], None] = nothing
+    """A segment's step is over, before other things run: its optimizer has stepped, a model is called without
+    gradients, what follows is in-core, or the next begins."""
+    departed: Callable[[], None] = nothing
+    """A segment has left its plan, or its forward has raised."""
+    optimizing: Callable[[torch.optim.Optimizer], None] = nothing
+    """An optimizer of the models' is about to step."""
+
+
+NO_EVENTS = StepEvents()
+"""Nobody is told."""

@@ -1,0 +1,65 @@
+"""LaidArena: one arena for steps of several kinds, which are laid out in it in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from poochplan.errors import AllocatorError
+from poochplan.runtime.allocator.arena import Arena, Places
+
+from .lessons import Learned
+
+_NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
+
+
+class LaidArena:
+    """State: the arena, once there was something to lay out, and whose places it has now.
+
+    Its address space is as large as the largest layout that it has had; the machine's memory is what steps have touched
+    of it, and no more than the budget of the plan that is followed has room for.
+    """
+
+    def __init__(self) -> None:
+        self.arena: Arena | None = None
+        """None as well where there is no address space for it."""
+        self._layout: Learned | None = None
+
+    def lay(self, layout: Learned | None, largest_bytes: int, room_bytes: int) -> bool:
+        """Has the places of ``layout`` for the steps that begin from here on; None is none, and its memory goes.
+
+        Parameters
+        ----------
+        largest_bytes: of the arenas of all layouts that will come again.
+        room_bytes: most that the arena may take in a step of this one.
+
+        Returns whether a step can be served now.
+        """
+        if layout is self._layout:
+            return layout is not None
+        self._layout = None
+        if layout is None:
+            if self.arena is not None:
+                self.arena.lay_out(_NOWHERE, kept_bytes=0)
+            return False
+        if self.arena is not None and self.arena.size_bytes < layout.arena_bytes:
+            self.leave()
+        kept_bytes = max(layout.arena_bytes, min(largest_bytes, room_bytes))
+        try:
+            if self.arena is None:
+                self.arena = Arena(layout.places, max(largest_bytes, layout.arena_bytes), layout.least_bytes)
+            else:
+                self.arena.lay_out(layout.places, layout.least_bytes, min(kept_bytes, self.arena.size_bytes))
+        except AllocatorError:  # no address space: the ordinary allocator asks for less at a time
+            return False
+        self._layout = layout
+        return True
+
+    def leave(self) -> None:
+        """What lies in the arena stays in it, and another one is made for the steps that begin from here on."""
+        self.close()
+        self.arena = self._layout = None
+
+    def close(self) -> None:
+        """Nothing is served any more; its memory goes with the last tensor in it. Its counts can still be read."""
+        if self.arena is not None:
+            self.arena.close()

@@ -1,0 +1,170 @@
+"""Lessons: what was learned of steps that follow a plan, kind by kind, each from a step of the kind as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from poochplan.formats.plan import OUTSIDE, Plan
+from poochplan.formats.plan_set import Signature
+from poochplan.runtime.allocator.allocation_log import Table
+from poochplan.runtime.allocator.arena import Fates, Places
+from poochplan.runtime.allocator.observed import observed_blocks
+
+MOST_LAID_OUT = 3
+"""So many times what a kind of step takes is laid out."""
+MOST_LOGGED = 50
+"""So many steps of a kind are logged, of which some may have missed nothing."""
+MOST_LESSONS = 64
+"""Those that were not used for longest are forgotten."""
+
+
+class Pack(Protocol):
+    """Finds places; the runtime does not know how."""
+
+    def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes; if it can be, no more
+        than ``room_bytes``.
+        """
+
+
+class Kind(NamedTuple):
+    """What steps that follow one plan may differ in, so that they take other blocks."""
+
+    has_gradients: bool
+    """Whether gradients are there already: then autograd adds to them in place."""
+    inputs: Signature | None
+    """Those that the model is called with; None where the session does not ask."""
+    is_observed: bool
+    """Whether dispatch modes look on; autograd adds nothing up in place then."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A layout of a step as it was."""
+
+    arena_bytes: int
+    least_bytes: int
+    """Smaller blocks have no place."""
+    places: Places
+
+
+@dataclass
+class Lesson:
+    """What is known of one kind of step under a plan."""
+
+    plan: Plan
+    steps: int = 0
+    """So many have begun."""
+    layout: Learned | None = None
+    """As one of them was; None until there is one, and where its arena would be too large."""
+    times: int = 0
+    """So often it has been laid out."""
+    logged: int = 0
+    has_missed: bool = False
+    """Whether a step had blocks outside against the layout. Others may do so again that look the same as they begin: of
+    several micro-batches only the last has the optimizer.
+    """
+    is_settled: bool = False
+    """Whether a logged step has missed nothing, and none ever has."""
+    larger_bytes: int = 0
+    """How much the arena of the last step that was looked at would be above what there is room for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is learned."""
+        return self.times >= MOST_LAID_OUT or self.logged >= MOST_LOGGED
+
+    @property
+    def wants_log(self) -> bool:
+        """Whether the step that begins is to be logged."""
+        return not self.is_over and not self.is_settled
+
+    @property
+    def room_bytes(self) -> int:
+        """For the arena: what was planned for it, and what the budget has beside."""
+        found = self.plan.prediction
+        if found.arena_bytes is None or found.arena_peak_bytes is None:
+            return 0
+        return found.arena_bytes + max(0, self.plan.budget_bytes - found.arena_peak_bytes)
+
+    def saw(self, events: Table, fates: Fates | None, pack: Pack) -> bool:
+        """A whole step was logged, ``fates`` of which an arena has served; whether there is another layout now."""
+        self.logged += 1
+        if fates is not None and not misses(fates):
+            self.is_settled = not self.has_missed
+            return False
+        self.has_missed |= fates is not None
+        self.times += 1
+        self.layout = self._laid_out(events, pack)
+        return True
+
+    def served(self, fates: Fates) -> bool:
+        """A whole step was served that was not logged; whether there is no layout any more."""
+        if misses(fates) > fates.served.blocks:
+            self.layout, self.times = None, MOST_LAID_OUT
+            return True
+        if misses(fates):
+            self.has_missed, self.is_settled = True, False
+        return False
+
+    def _laid_out(self, events: Table, pack: Pack) -> Learned | None:
+        assert self.plan.layout is not None
+        least_bytes = self.plan.layout.least_bytes
+        observed = observed_blocks(events, least_bytes)
+        spans = [(block.start, block.end, block.size_bytes) for block in observed if block.end]
+        offsets, arena_bytes = pack(spans, self.room_bytes)
+        self.larger_bytes = max(0, arena_bytes - self.room_bytes)
+        if self.larger_bytes:
+            return None
+        found = iter(offsets)
+        places = Places(
+            sizes_bytes=np.array([block.size_bytes for block in observed], dtype=np.int64),
+            offsets=np.array([next(found) if block.end else OUTSIDE for block in observed], dtype=np.int64),
+            points=np.array([block.point for block in observed], dtype=np.int64),
+        )
+        return Learned(arena_bytes, least_bytes, places)
+
+
+def misses(fates: Fates) -> int:
+    """Blocks that lay outside against the layout. What was expected and did not come does no harm."""
+    return fates.taken.blocks + fates.unplanned.blocks
+
+
+class Lessons:
+    """By plan and kind. A plan's first kind is learned at once, others when they come again."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[int, Kind], Lesson] = OrderedDict()
+        """By the identity of the plan, which the lesson holds."""
+
+    def begin(self, plan: Plan, kind: Kind, *, is_example: bool) -> Lesson | None:
+        """That of a step which begins; None where there is nothing to be learned of it, as it is the first of a kind
+        that is not the plan's first kind, or no example and the first.
+        """
+        key = id(plan), kind
+        lesson = self._of.get(key)
+        if lesson is None:
+            if not is_example:
+                return None
+            is_first = all(one.plan is not plan for one in self._of.values())
+            lesson = self._of[key] = Lesson(plan, steps=int(is_first))
+            if len(self._of) > MOST_LESSONS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(key)
+        lesson.steps += is_example
+        return lesson if lesson.steps > 1 else None
+
+    def forget(self, plan: Plan) -> None:
+        """Its steps are not followed any more."""
+        for key in [key for key, lesson in self._of.items() if lesson.plan is plan]:
+            del self._of[key]
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of their layouts' arenas."""
+        return max((one.layout.arena_bytes for one in self._of.values() if one.layout is not None), default=0)
