@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.resident import IMPORTED
 from poochplan.runtime.session import Session
-from tests.allocated_bytes import AllocatedBytes, allocated_bytes
+from tests.allocated_bytes import allocated_bytes
 
 LARGE_BYTES = 64 << 10
 """An allocation of so much that lies outside the arena against the plan is one too many."""
@@ -31,7 +31,9 @@ class Trained:
     digests: list[str] = field(default_factory=list)
     """Of loss, gradients, buffers, parameters and the generator after each."""
     outside: list[int] = field(default_factory=list)
-    """Most bytes that torch had of the C library at once, in each."""
+    """Most bytes that torch had of the C library at once in each, but for the small blocks."""
+    small: int = 0
+    """Most bytes at once of blocks of less than 64 bytes, which no budget counts."""
     arenas: list[int] = field(default_factory=list)
     """Bytes of the arena that was there when each ended."""
     metered: list[int | None] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Trained:
         """For a file of results."""
         return {
             "peaks": self.peaks,
+            "small_blocks_bytes": self.small,
             "arena_bytes": self.arenas[-1],
             "larger_bytes": self.larger_bytes,
             "metered_peaks": self.metered,
@@ -88,20 +91,22 @@ def train(
 ) -> Trained:
     """So many steps. ``before_bytes``: of what was there before the workload was made, which is none of it."""
     meter, found = allocated_bytes(), Trained()
-    meter.restart()
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
+        meter.restart()  # from here on an arena is taken, and gradients lie in it
         loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
+        peak_bytes = meter.peak
         found.digests.append(digest(model, loss))
+        meter.restart()
         optimizer.step()
-        _read(meter, found, session, before_bytes)
+        found.small = max(found.small, meter.small_peak)
+        found.outside.append(max(peak_bytes, meter.peak) - before_bytes)
+        _read(found, session)
     return found
 
 
-def _read(meter: AllocatedBytes, found: Trained, session: Session | None, before_bytes: int) -> None:
-    found.outside.append(meter.peak - before_bytes)
-    meter.restart()
+def _read(found: Trained, session: Session | None) -> None:
     report = session.report() if session is not None else None
     arena = report.arena if report is not None else None
     found.arenas.append(arena.size_bytes if arena is not None else 0)

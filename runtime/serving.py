@@ -203,6 +203,12 @@ class Serving:
             lesson.layout = Layout(arena_bytes=arena_bytes, least_bytes=least_bytes, places=places)
             self._arena = _arena(lesson.layout)
 
+    @property
+    def arena_bytes(self) -> int:
+        """Of the arena that there is; 0 where there is none."""
+        has_one = self._arena is not None and self._lesson is not None and self._lesson.layout is not None
+        return self._lesson.layout.arena_bytes if has_one else 0  # type: ignore[union-attr]
+
     def report(self, plan: Plan) -> ArenaReport | None:
         """What became of the blocks so far; None where there is no arena yet."""
         lesson = self._lesson

@@ -261,6 +261,7 @@ class Session:
             self._serving.at(passed)
         elif self.engine.follows is not None:
             self._serving.begin(self.plan, is_observed=self._meter.mode.is_on)
+            self._meter.served_from(self._serving.arena_bytes)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:
