@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.errors import BudgetExceededError
@@ -37,8 +37,8 @@ class BudgetWatch:
 
     def __init__(self, policy: OverBudget = OverBudget.WARN) -> None:
         self.policy = policy
-        self._last_peak_bytes: dict[bool, int] = {}
-        """By whether gradients were there already, which then live beside the step."""
+        self._last_peak_bytes: dict[Hashable, int] = {}
+        """By kind of step."""
         self._told = False
 
     def is_over(self, peak_bytes: int, plan: Plan) -> bool:
@@ -73,15 +73,20 @@ class BudgetWatch:
         self._told = False
         self._last_peak_bytes.clear()
 
-    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, *, has_gradients: bool = False) -> bool:
+    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, *, kind: Hashable = None) -> bool:
         """Whether steps are alike, now that so many have ended, the last of them with this peak.
 
         They are not where each takes more than the one of its kind before and than was predicted: something is left
-        behind in each.
+        behind in each. The first of a kind, behind steps of others, has none before it.
+
+        ``kind``: what steps differ in that are not to be compared: gradients that were there already and live beside
+        the step, an arena that counts whole.
         """
-        before_bytes = self._last_peak_bytes.get(has_gradients, 0)
-        self._last_peak_bytes[has_gradients] = peak_bytes
-        grows = peak_bytes > max(before_bytes, plan.prediction.peak_bytes)
+        before_bytes = self._last_peak_bytes.get(kind, peak_bytes if self._last_peak_bytes else 0)
+        self._last_peak_bytes[kind] = peak_bytes
+        promised = plan.prediction
+        in_arena_bytes = min(promised.arena_peak_bytes or 0, plan.budget_bytes)  # what a step takes that one serves
+        grows = peak_bytes > max(before_bytes, promised.peak_bytes, in_arena_bytes)
         return steps >= _FIRST_STEPS and (self._told or not grows)
 
 

@@ -172,6 +172,11 @@ class Serving:
         elif fates is not None:
             lesson.served(fates)
 
+    @property
+    def arena_bytes(self) -> int:
+        """Of the arena that the step which began last is served from; 0 where it is not."""
+        return self._laid.held_bytes
+
     def report(self, plan: Plan) -> ArenaReport | None:
         """What became of the blocks of the step that began last; None where there were no places for them."""
         lesson = self._lesson

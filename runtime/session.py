@@ -264,6 +264,7 @@ class Session:
             self._serving.at(passed)
         elif self.engine.follows is not None:
             self._serving.begin(self.plan, self.engine.segment, is_observed=self._meter.mode.is_on)
+            self._meter.served_from(self._serving.arena_bytes)
         else:
             self._serving.seal()
 
@@ -298,9 +299,8 @@ class Session:
         name, peak_bytes = self._name(segment), segment.report.peak_bytes
         if peak_bytes is not None:  # of one that was not metered nothing is known
             steps = self._tally.steps_of(name)
-            self._is_settled[name] = self._keeper.is_settled(
-                steps, peak_bytes, self.plan, name, has_gradients=bool(segment.gradient_bytes)
-            )
+            kind = bool(segment.gradient_bytes), self._serving is not None and self._serving.arena_bytes > 0
+            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name, kind=kind)
             self._meter.settled(all(self._is_settled.values()))
 
     def _is_new(self, segment: Segment) -> bool:

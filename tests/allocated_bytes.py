@@ -19,11 +19,13 @@ SOURCE = Path(__file__).parent / "allocator_hook.cpp"
 
 
 class AllocatedBytes:
-    """``live`` and ``peak`` bytes of all that torch has allocated on the CPU since :func:`allocated_bytes`."""
+    """Bytes of all blocks of 64 bytes or more that torch has allocated on the CPU since :func:`allocated_bytes`;
+    those of smaller ones, which no budget counts, are told of apart.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("hook_live", "hook_peak"):
+        for name in ("hook_live", "hook_peak", "hook_small_peak"):
             getattr(library, name).restype = ctypes.c_long
         library.hook_install()
 
@@ -35,6 +37,11 @@ class AllocatedBytes:
     def peak(self) -> int:
         """Since the last :meth:`restart`."""
         return int(self._library.hook_peak())
+
+    @property
+    def small_peak(self) -> int:
+        """As :attr:`peak`, of the blocks of less than 64 bytes."""
+        return int(self._library.hook_small_peak())
 
     def restart(self) -> None:
         self._library.hook_restart()

@@ -11,7 +11,16 @@ namespace {
 
 std::mutex mutex;
 std::unordered_map<void*, size_t> sizes;
-long live = 0, peak = 0;
+// Blocks of less than this, such as the step counts of optimizers, are told of apart.
+constexpr size_t kLeast = 64;
+long live = 0, peak = 0, small = 0, small_peak = 0;
+
+void change(size_t size, int sign) {
+  (size < kLeast ? small : live) += sign * static_cast<long>(size);
+  peak = std::max(peak, live);
+  small_peak = std::max(small_peak, small);
+}
+
 c10::Allocator* before;
 
 void give_back(void* address) {
@@ -19,7 +28,7 @@ void give_back(void* address) {
     std::lock_guard<std::mutex> guard(mutex);
     auto found = sizes.find(address);
     if (found != sizes.end()) {
-      live -= static_cast<long>(found->second);
+      change(found->second, -1);
       sizes.erase(found);
     }
   }
@@ -32,8 +41,7 @@ struct Hook : c10::Allocator {
     if (address != nullptr) {
       std::lock_guard<std::mutex> guard(mutex);
       sizes[address] = size;
-      live += static_cast<long>(size);
-      peak = std::max(peak, live);
+      change(size, 1);
     }
     return {address, address, &give_back, c10::Device(c10::kCPU)};
   }
@@ -55,7 +63,12 @@ extern "C" long hook_peak() {
   std::lock_guard<std::mutex> guard(mutex);
   return peak;
 }
+extern "C" long hook_small_peak() {
+  std::lock_guard<std::mutex> guard(mutex);
+  return small_peak;
+}
 extern "C" void hook_restart() {
   std::lock_guard<std::mutex> guard(mutex);
   peak = live;
+  small_peak = small;
 }

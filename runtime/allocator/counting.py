@@ -47,8 +47,18 @@ class ByteCount:
         return self.library.count_most(self._handle)
 
     def reset_peak(self) -> None:
-        """The peak begins anew at what is live."""
-        self.library.count_set_most(self._handle, self.live_bytes)
+        """Both peaks begin anew at what is live."""
+        self.library.count_reset_most(self._handle)
+
+    @property
+    def outside_live_bytes(self) -> int:
+        """As :attr:`live_bytes`, of the blocks that lie in no arena."""
+        return self.library.count_outside(self._handle)
+
+    @property
+    def outside_peak_bytes(self) -> int:
+        """As :attr:`peak_bytes`, of the blocks that lie in no arena."""
+        return self.library.count_outside_most(self._handle)
 
     def mark_peak(self) -> int:
         """Most that was live since the last mark (or the begin), in bytes; the next begins at what is live now.

@@ -24,13 +24,16 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "live_blocks": (_INT64, ()),
     "next_block": (_INT64, ()),
     "block_at": (_INT64, (_HANDLE,)),
+    "is_served": (_INT, (_HANDLE,)),
     "scope_new": (_HANDLE, ()),
     "scope_join": (_HANDLE, (_HANDLE,)),
     "set_aside": (None, (_INT,)),
     "count_begin": (_INT, (_HANDLE, _INT64)),
     "count_live": (_INT64, (_HANDLE,)),
     "count_most": (_INT64, (_HANDLE,)),
-    "count_set_most": (None, (_HANDLE, _INT64)),
+    "count_outside": (_INT64, (_HANDLE,)),
+    "count_outside_most": (_INT64, (_HANDLE,)),
+    "count_reset_most": (None, (_HANDLE,)),
     "count_mark": (_INT64, (_HANDLE,)),
     "count_end": (None, (_HANDLE,)),
     "record_begin": (_INT, (_HANDLE,)),
@@ -68,13 +71,16 @@ class Library:
     live_blocks: Callable[[], int]
     next_block: Callable[[], int]
     block_at: Callable[[int], int]
+    is_served: Callable[[int], int]
     scope_new: Callable[[], int | None]
     scope_join: Callable[[int | None], int | None]
     set_aside: Callable[[int], None]
     count_begin: Callable[[int, int], int]
     count_live: Callable[[int], int]
     count_most: Callable[[int], int]
-    count_set_most: Callable[[int, int], None]
+    count_outside: Callable[[int], int]
+    count_outside_most: Callable[[int], int]
+    count_reset_most: Callable[[int], None]
     count_mark: Callable[[int], int]
     count_end: Callable[[int], None]
     record_begin: Callable[[int], int]

@@ -23,6 +23,12 @@ class LaidArena:
         self.arena: Arena | None = None
         """None as well where there is no address space for it."""
         self._layout: Learned | None = None
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the machine's memory, at most, while steps of the present layout are served; 0 where none is."""
+        return self._held_bytes if self._layout is not None else 0
 
     def lay(self, layout: Learned | None, largest_bytes: int, room_bytes: int) -> bool:
         """Has the places of ``layout`` for the steps that begin from here on; None is none, and its memory goes.
@@ -40,6 +46,7 @@ class LaidArena:
         if layout is None:
             if self.arena is not None:
                 self.arena.lay_out(_NOWHERE, kept_bytes=0)
+            self._held_bytes = 0
             return False
         if self.arena is not None and self.arena.size_bytes < layout.arena_bytes:
             self.leave()
@@ -52,12 +59,14 @@ class LaidArena:
         except AllocatorError:  # no address space: the ordinary allocator asks for less at a time
             return False
         self._layout = layout
+        self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))
         return True
 
     def leave(self) -> None:
         """What lies in the arena stays in it, and another one is made for the steps that begin from here on."""
         self.close()
         self.arena = self._layout = None
+        self._held_bytes = 0
 
     def close(self) -> None:
         """Nothing is served any more; its memory goes with the last tensor in it. Its counts can still be read."""

@@ -55,6 +55,7 @@ def aside() -> contextlib.AbstractContextManager[None]:
 
 class AllocatedPeak:
     """Most bytes allocated in a step: what was there as it began, as a census has it, and what the allocator counts.
+    An arena counts whole, holes and all, and not its blocks.
 
     Steps without a census go on from the last one. What was there before the allocator dies unseen by it: such storages
     of a census are watched.
@@ -64,6 +65,10 @@ class AllocatedPeak:
         self._count = joined_count()
         self._beside_bytes: int | None = None
         """What is to be added to the count: all that lived at the last census."""
+        self._beside_arena_bytes = 0
+        """The same of what lies in no arena."""
+        self.arena_bytes = 0
+        """Of the arena that serves the step; to be kept true by whoever knows."""
         self._first_block = 0
         """Blocks with a lower number were there at the last census."""
         self._most_bytes = 0
@@ -90,9 +95,11 @@ class AllocatedPeak:
         """These, and no others, are there now."""
         if self._count is None:
             return
-        self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
-        self._unknown.clear()
         library = self._count.library
+        self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
+        outside = [one for one in storages.values() if not library.is_served(one.data_ptr())]
+        self._beside_arena_bytes = sum(map(_rounded_bytes, outside)) - self._count.outside_live_bytes
+        self._unknown.clear()
         self._first_block = library.next_block()
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
@@ -104,6 +111,8 @@ class AllocatedPeak:
             block = self._count.library.block_at(storage.data_ptr())
             if block < self._first_block:
                 self._beside_bytes += _rounded_bytes(storage)
+                is_served = self._count.library.is_served(storage.data_ptr())
+                self._beside_arena_bytes += 0 if is_served else _rounded_bytes(storage)
             if block < 0:
                 self._watch(storage_identity(storage), storage)
 
@@ -111,7 +120,10 @@ class AllocatedPeak:
     def peak_bytes(self) -> int:
         """Since the step began."""
         assert self._count is not None
-        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+        found = max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
+        if not self.arena_bytes:
+            return found
+        return max(found, self.arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes)
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
         size_bytes = _rounded_bytes(storage)
@@ -121,6 +133,7 @@ class AllocatedPeak:
         if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
             self._most_bytes = self.peak_bytes
             self._beside_bytes -= size_bytes
+            self._beside_arena_bytes -= size_bytes
             self._count.reset_peak()
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
@@ -14,6 +13,7 @@ from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain
 from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
 
+from .generators import state_of
 from .tape import OFF, RecordedOp, Scratch, StorageRecord, Tape, View
 
 
@@ -65,8 +65,7 @@ class Recorder(ToggledMode):
         op.uninitialised = facts.uninitialised
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
-            with aside():
-                op.state = op.generator.get_state()
+            op.state = state_of(op.generator)
         return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[StorageRecord]:

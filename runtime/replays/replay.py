@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.arguments import Flat, outputs_of, unflatten
 
 from .closure import NotReplayable, closure_of, storage_of
+from .generators import set_state_of, state_of
 from .tape import Content, RecordedOp, Scratch, StorageRecord, View
 
 Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
@@ -87,13 +87,12 @@ def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.Untype
         args, kwargs = unflatten(arguments, op.spec)
         return outputs_of(op.func(*args, **kwargs))
     args, kwargs = unflatten(arguments, op.spec)
-    with aside():
-        now = op.generator.get_state()
-    op.generator.set_state(op.state)
+    now = state_of(op.generator)
+    set_state_of(op.generator, op.state)
     try:
         return outputs_of(op.func(*args, **kwargs))
     finally:
-        op.generator.set_state(now)
+        set_state_of(op.generator, now)
 
 
 def _tensor(

@@ -104,7 +104,7 @@ class RecordedOp(msgspec.Struct, gc=False, eq=False):
     writes: tuple[StorageRecord, ...] = ()
     """Storages that were there before and are written in place."""
     generator: torch.Generator | None = None
-    state: torch.Tensor | None = None
+    state: bytearray | None = None
     """Generator state before the op, when it is random."""
 
     def allocate_only(self, output: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 from poochplan.errors import InfeasibleError
@@ -86,11 +86,9 @@ class BudgetKeeper:
         watch.starts_anew()
         return changed
 
-    def is_settled(
-        self, steps: int, peak_bytes: int, plan: Plan, name: str = "", *, has_gradients: bool = False
-    ) -> bool:
-        """Whether the steps of that model are alike by now; the last had gradients there already, or not."""
-        return self._watches[name].is_settled(steps, peak_bytes, plan, has_gradients=has_gradients)
+    def is_settled(self, steps: int, peak_bytes: int, plan: Plan, name: str = "", *, kind: Hashable = None) -> bool:
+        """Whether the steps of that model are alike by now; see :meth:`BudgetWatch.is_settled`."""
+        return self._watches[name].is_settled(steps, peak_bytes, plan, kind=kind)
 
 
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:

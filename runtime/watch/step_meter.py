@@ -115,6 +115,11 @@ class StepMeter:
             self._open = False
             self.mode.switch_off()
 
+    def served_from(self, arena_bytes: int) -> None:
+        """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
+        if self._of_cpu is not None:
+            self._of_cpu.arena_bytes = arena_bytes
+
     def close(self) -> None:
         """No step is metered any more. In a backward its mode could only be muted: it is taken off here."""
         self.step_is_over()

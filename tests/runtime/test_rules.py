@@ -130,11 +130,11 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("residual", REPLAY),
     ),
     "a random op replays from its recorded state": (
-        (replay, "_call", "op.generator.set_state(op.state)", "None"),
+        (replay, "_call", "set_state_of(op.generator, op.state)", "None"),
         Exact("residual", REPLAY),
     ),
     "a replay leaves the generator as it was": (
-        (replay, "_call", "op.generator.set_state(now)", "None"),
+        (replay, "_call", "set_state_of(op.generator, now)", "None"),
         Exact("drawing", REPLAY),
     ),
     "a replay is not cast": (

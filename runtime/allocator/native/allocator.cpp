@@ -200,6 +200,9 @@ POOCH int64_t pooch_next_block() noexcept { return state.next_id.load(); }
 // The number of the live block that begins there, as a log has it; -1 where none does, or it was there before us.
 POOCH int64_t pooch_block_at(const void* address) noexcept { return state.blocks.id_at(address); }
 
+// Whether such a block lies in an arena.
+POOCH int pooch_is_served(const void* address) noexcept { return state.blocks.is_served(address); }
+
 POOCH Scope* pooch_scope_new() noexcept {
   auto* scope = new (std::nothrow) Scope(state.serials.fetch_add(1) + 1);
   if (scope != nullptr) state.scopes.add(scope);
@@ -218,7 +221,9 @@ POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
 }
 POOCH int64_t pooch_count_live(const Scope* scope) noexcept { return scope->live(); }
 POOCH int64_t pooch_count_most(const Scope* scope) noexcept { return scope->most(); }
-POOCH void pooch_count_set_most(Scope* scope, int64_t bytes) noexcept { scope->set_most(bytes); }
+POOCH int64_t pooch_count_outside(const Scope* scope) noexcept { return scope->outside(); }
+POOCH int64_t pooch_count_outside_most(const Scope* scope) noexcept { return scope->outside_most(); }
+POOCH void pooch_count_reset_most(Scope* scope) noexcept { scope->reset_most(); }
 POOCH int64_t pooch_count_mark(Scope* scope) noexcept { return scope->mark_most(); }
 POOCH void pooch_count_end(Scope* scope) noexcept {
   stop_scope(scope, [](Scope* one) { one->end_count(); });

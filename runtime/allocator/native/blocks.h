@@ -52,12 +52,12 @@ class Shard {
     return true;
   }
 
-  // The number of the block that begins there, or -1.
-  int64_t id_at(const void* address, size_t hash) const noexcept {
-    if (count_ == 0) return -1;
+  // The block that begins there, or null.
+  const Block* at(const void* address, size_t hash) const noexcept {
+    if (count_ == 0) return nullptr;
     size_t at = hash & (capacity_ - 1);
     while (entries_[at].address != nullptr && entries_[at].address != address) at = (at + 1) & (capacity_ - 1);
-    return entries_[at].address == nullptr ? -1 : entries_[at].id;
+    return entries_[at].address == nullptr ? nullptr : &entries_[at];
   }
 
   size_t count() const noexcept { return count_; }
@@ -121,11 +121,22 @@ class LiveBlocks {
     return shard.remove(address, hash >> Shard::kShardBits, found);
   }
 
+  // The number of the block that begins there, or -1.
   int64_t id_at(const void* address) noexcept {
     const size_t hash = Shard::hash_of(address);
     Shard& shard = shard_of(hash);
     std::lock_guard<std::mutex> guard(shard.mutex);
-    return shard.id_at(address, hash >> Shard::kShardBits);
+    const Block* found = shard.at(address, hash >> Shard::kShardBits);
+    return found == nullptr ? -1 : found->id;
+  }
+
+  // Whether one begins there that lies in an arena.
+  bool is_served(const void* address) noexcept {
+    const size_t hash = Shard::hash_of(address);
+    Shard& shard = shard_of(hash);
+    std::lock_guard<std::mutex> guard(shard.mutex);
+    const Block* found = shard.at(address, hash >> Shard::kShardBits);
+    return found != nullptr && found->arena != nullptr;
   }
 
   int64_t count() noexcept {

@@ -51,13 +51,21 @@ class Scope {
     unit_bytes_.store(unit_bytes);
     live_.store(0);
     most_.store(0);
+    outside_.store(0);
+    outside_most_.store(0);
     window_most_.store(0);
     counts_.begin(thread, next_id);
   }
   void end_count() noexcept { counts_.is_on.store(false); }
   int64_t live() const noexcept { return live_.load(); }
   int64_t most() const noexcept { return most_.load(); }
-  void set_most(int64_t bytes) noexcept { most_.store(bytes); }
+  // Of the blocks that lie in no arena.
+  int64_t outside() const noexcept { return outside_.load(); }
+  int64_t outside_most() const noexcept { return outside_most_.load(); }
+  void reset_most() noexcept {
+    most_.store(live_.load());
+    outside_most_.store(outside_.load());
+  }
   int64_t mark_most() noexcept { return window_most_.exchange(live_.load()); }
 
   void begin_record(uint32_t thread, int64_t next_id) noexcept {
@@ -88,7 +96,10 @@ class Scope {
   void born(const Block& block) noexcept {
     if (counts_.is_on.load(std::memory_order_acquire)) {
       const int64_t size_bytes = rounded(block.size_bytes);
-      raise_to(live_.fetch_add(size_bytes) + size_bytes);
+      const int64_t live = live_.fetch_add(size_bytes) + size_bytes;
+      raise_to(live, most_);
+      raise_to(live, window_most_);
+      if (block.arena == nullptr) raise_to(outside_.fetch_add(size_bytes) + size_bytes, outside_most_);
     }
     if (records_.is_on.load(std::memory_order_acquire) && block.thread == records_.thread.load()) {
       append({static_cast<int64_t>(EventKind::kBirth), block.id, static_cast<int64_t>(block.size_bytes),
@@ -96,7 +107,10 @@ class Scope {
     }
   }
   void died(const Block& block, bool is_on_its_thread) noexcept {
-    if (counts_.has(block, serial)) live_.fetch_sub(rounded(block.size_bytes));
+    if (counts_.has(block, serial)) {
+      live_.fetch_sub(rounded(block.size_bytes));
+      if (block.arena == nullptr) outside_.fetch_sub(rounded(block.size_bytes));
+    }
     if (records_.has(block, serial)) {
       append({static_cast<int64_t>(EventKind::kDeath), block.id, static_cast<int64_t>(block.size_bytes),
               !is_on_its_thread});
@@ -115,11 +129,9 @@ class Scope {
     const int64_t unit = unit_bytes_.load(std::memory_order_relaxed);
     return (static_cast<int64_t>(size_bytes) + unit - 1) / unit * unit;
   }
-  void raise_to(int64_t bytes) noexcept {
-    for (std::atomic<int64_t>* most : {&most_, &window_most_}) {
-      int64_t before = most->load(std::memory_order_relaxed);
-      while (before < bytes && !most->compare_exchange_weak(before, bytes)) {
-      }
+  static void raise_to(int64_t bytes, std::atomic<int64_t>& most) noexcept {
+    int64_t before = most.load(std::memory_order_relaxed);
+    while (before < bytes && !most.compare_exchange_weak(before, bytes)) {
     }
   }
   void append(const Event& event) noexcept {
@@ -133,7 +145,7 @@ class Scope {
   }
 
   Since counts_, records_;
-  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, window_most_{0};
+  std::atomic<int64_t> unit_bytes_{1}, live_{0}, most_{0}, window_most_{0}, outside_{0}, outside_most_{0};
   std::vector<Event> events_;
   bool has_lost_ = false;
 };

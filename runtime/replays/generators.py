@@ -1,0 +1,21 @@
+"""States of random generators, as replays keep them: in Python's memory, since no budget has room for them.
+
+A state of the CPU's generator is 5056 bytes, and each random op on the tape has one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from poochplan.runtime.metering.allocated import aside
+
+
+def state_of(generator: torch.Generator) -> bytearray:
+    """The generator's state, a copy."""
+    with aside():
+        return bytearray(generator.get_state().numpy())
+
+
+def set_state_of(generator: torch.Generator, state: bytearray) -> None:
+    """Puts the generator in the state; takes nothing of the device's memory."""
+    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
