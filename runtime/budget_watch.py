@@ -77,9 +77,7 @@ class BudgetWatch:
         They are not where each takes more than the one before and than was predicted: something is left behind in each.
         """
         before_bytes, self._last_peak_bytes = self._last_peak_bytes, peak_bytes
-        promised = plan.prediction
-        in_arena_bytes = min(promised.arena_peak_bytes or 0, plan.budget_bytes)  # what a step takes that one serves
-        grows = peak_bytes > max(before_bytes, promised.peak_bytes, in_arena_bytes)
+        grows = peak_bytes > max(before_bytes, plan.prediction.peak_bytes)
         return steps >= _FIRST_STEPS and (self._told or not grows)
 
 

@@ -291,7 +291,7 @@ class Session:
             self._settle(segment)
 
     def _settle(self, segment: Segment) -> None:
-        name, peak_bytes = self._name(segment), segment.report.peak_bytes
+        name, peak_bytes = self._name(segment), self._meter.blocks_peak_bytes
         if peak_bytes is not None:  # of one that was not metered nothing is known
             steps = self._tally.steps_of(name)
             self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name)
