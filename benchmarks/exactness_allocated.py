@@ -32,7 +32,7 @@ from poochplan.workload import Workload, load_workload
 CONFIGS = Path(__file__).parent.parent / "configs"
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
 BUDGETS = ("80%", "60%", "smallest")
-STEPS = {"off": 3, "on": 7}
+STEPS = {"off": 3, "on": 6}
 """With an arena two are metered by their ops, and one to three are learned from."""
 _MIB = 1 << 20
 Arena = Literal["off", "on"]
@@ -147,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--throttle", default="400MB/s", help="hold copies to this rate")
-    parser.add_argument("--plan-s", type=float, default=5.0, help="seconds for each plan")
+    parser.add_argument("--plan-s", type=float, default=3.0, help="seconds for each plan")
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     ready_to_fork()

@@ -79,14 +79,12 @@ class BudgetWatch:
         They are not where each takes more than the one of its kind before and than was predicted: something is left
         behind in each. The first of a kind, behind steps of others, has none before it.
 
-        ``kind``: what steps differ in that are not to be compared: gradients that were there already and live beside
-        the step, an arena that counts whole.
+        ``kind``: what steps differ in that are not to be compared: gradients that were there already, for example,
+        live beside the step.
         """
         before_bytes = self._last_peak_bytes.get(kind, peak_bytes if self._last_peak_bytes else 0)
         self._last_peak_bytes[kind] = peak_bytes
-        promised = plan.prediction
-        in_arena_bytes = min(promised.arena_peak_bytes or 0, plan.budget_bytes)  # what a step takes that one serves
-        grows = peak_bytes > max(before_bytes, promised.peak_bytes, in_arena_bytes)
+        grows = peak_bytes > max(before_bytes, plan.prediction.peak_bytes)
         return steps >= _FIRST_STEPS and (self._told or not grows)
 
 

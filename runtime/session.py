@@ -296,11 +296,12 @@ class Session:
             self._settle(segment)
 
     def _settle(self, segment: Segment) -> None:
-        name, peak_bytes = self._name(segment), segment.report.peak_bytes
+        name, peak_bytes = self._name(segment), self._meter.blocks_peak_bytes
         if peak_bytes is not None:  # of one that was not metered nothing is known
             steps = self._tally.steps_of(name)
-            kind = bool(segment.gradient_bytes), self._serving is not None and self._serving.arena_bytes > 0
-            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, self.plan, name, kind=kind)
+            self._is_settled[name] = self._keeper.is_settled(
+                steps, peak_bytes, self.plan, name, kind=bool(segment.gradient_bytes)
+            )
             self._meter.settled(all(self._is_settled.values()))
 
     def _is_new(self, segment: Segment) -> bool:

@@ -120,10 +120,16 @@ class AllocatedPeak:
     def peak_bytes(self) -> int:
         """Since the step began."""
         assert self._count is not None
-        found = max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
         if not self.arena_bytes:
-            return found
-        return max(found, self.arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes)
+            return self.blocks_peak_bytes
+        with_arena = self.arena_bytes + self._beside_arena_bytes + self._count.outside_peak_bytes
+        return max(self.blocks_peak_bytes, with_arena)
+
+    @property
+    def blocks_peak_bytes(self) -> int:
+        """The same with an arena's blocks in place of the arena."""
+        assert self._count is not None
+        return max(self._most_bytes, (self._beside_bytes or 0) + self._count.peak_bytes)
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
         size_bytes = _rounded_bytes(storage)
@@ -131,7 +137,7 @@ class AllocatedPeak:
 
     def _died(self, key: int, size_bytes: int) -> None:
         if self._unknown.pop(key, None) is not None and self._count is not None and self._beside_bytes is not None:
-            self._most_bytes = self.peak_bytes
+            self._most_bytes = self.blocks_peak_bytes
             self._beside_bytes -= size_bytes
             self._beside_arena_bytes -= size_bytes
             self._count.reset_peak()

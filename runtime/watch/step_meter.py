@@ -86,11 +86,12 @@ class StepMeter:
         self._open = False
         self._counted: int | None = None
         self._allocated: int | None = None
+        self._blocks: int | None = None
 
     def step_begins(self, engine: Engine, device: Device) -> None:
         """A segment has begun on this thread."""
         self._engine, self._device = engine, device
-        self._open, self._counted, self._allocated = True, None, None
+        self._open, self._counted, self._allocated, self._blocks = True, None, None, None
         self._steps += 1
         if self._when == "never":
             return
@@ -142,6 +143,12 @@ class StepMeter:
         return self._counted if self._allocated is None else max(self._allocated, self._counted or 0)
 
     @property
+    def blocks_peak_bytes(self) -> int | None:
+        """The same without the holes of an arena: what steps are compared by, since an arena comes after some."""
+        peak_bytes = self.peak_bytes
+        return peak_bytes if self._blocks is None else self._blocks
+
+    @property
     def moment(self) -> Moment | None:
         """Where that was; None where the step's ops were not metered."""
         found = self.mode.at_peak
@@ -154,6 +161,7 @@ class StepMeter:
                 self._counted = self.mode.peak_bytes + self._unseen_bytes
             if self._allocated is None and self._of_cpu is not None and self._of_cpu.is_known:
                 self._allocated = self._of_cpu.peak_bytes
+                self._blocks = self._of_cpu.blocks_peak_bytes
 
     def _where(self) -> Moment:
         assert self._engine is not None

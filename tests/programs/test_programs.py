@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.depth import seeds
+from tests.runtime.served import needs_compiler
 
 from .drawing import EVENTS, PLAIN, Feature, draw
 from .mutated import all_mutants, caught_by, ready
+from .served_trial import served_trial
 from .trial import trial
 
 SEEDS = seeds(day=10, deep=100)
@@ -54,6 +56,14 @@ def test_it_trains_bitwise_as_in_core_within_the_bytes_predicted(seed: int) -> N
     outcome = trial(draw(seed))
     assert outcome.problems == []
     assert outcome.counts["steps that followed"] > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", seeds(day=2, deep=50))
+def test_served_from_an_arena_it_trains_bitwise_as_in_core(seed: int) -> None:
+    outcome = served_trial(draw(seed))
+    assert outcome.problems == []
+    assert outcome.counts["blocks served"] > 0
 
 
 def test_a_program_notices_a_wait_that_is_left_out_and_a_release() -> None:

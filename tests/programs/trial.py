@@ -35,9 +35,10 @@ from .drawing import (
 from .network import Running
 from .training import REPLAYED, WRITES, Snapshot, differences, first_step, train
 
-FAILING = "failing"
+FAILING, SERVED = "failing", "served"
 DEVICES = ("cpu", "adversarial")
-"""And the adversarial one whose first copies fail, for the first step under one plan."""
+"""And the adversarial one whose first copies fail, for the first step under one plan; ``SERVED`` is the CPU with an
+arena."""
 WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
 """What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
 KINDS = {
@@ -114,7 +115,7 @@ def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
     try:
         plans, reference = prepared(program)
     except Exception as error:
-        if _is_refused_in_core(program):
+        if is_refused_in_core(program):
             outcome.counts["programs that in-core training refuses"] += 1
         else:
             outcome.problems.append(f"not prepared: {error!r} [{program}]")
@@ -129,7 +130,7 @@ def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
     return outcome
 
 
-def _is_refused_in_core(program: Program) -> bool:
+def is_refused_in_core(program: Program) -> bool:
     try:
         with _quietly():
             train(Running(program))
@@ -184,6 +185,10 @@ class _Judge:
         else:
             counts["steps that followed"] += 1
             self._compare_peak(index, event, last.peak_bytes)
+        if report.arena is not None:
+            counts["steps behind which there is an arena"] += 1
+            counts["blocks served"] += report.arena.served
+            counts["blocks not served"] += report.arena.unplanned + report.arena.taken
 
     def _compare_peak(self, index: int, event: str, peak_bytes: int | None) -> None:
         predicted = self._tried.peak_bytes if index else self._tried.first_peak_bytes
@@ -225,6 +230,9 @@ def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
 @contextlib.contextmanager
 def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Iterator[Session]:
     with contextlib.ExitStack() as stack:
+        if device == SERVED:
+            yield stack.enter_context(poochplan.apply(plan, running.model, meter="never", arena="on"))
+            return
         if device == "cpu":
             yield stack.enter_context(poochplan.apply(plan, running.model, meter="always"))
             return

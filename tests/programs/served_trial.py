@@ -1,0 +1,47 @@
+"""A random program whose steps are served from an arena: whatever it does, it trains bitwise as in-core.
+
+Its steps run twice over, so that those which are not the planned one come behind some that are served. The smallest
+blocks lie in the arena too, and it may be of any size: places are what is tried here, not budgets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+
+from poochplan.formats.plan import Layout
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
+
+from .drawing import Program
+from .trial import SERVED, Outcome, Tried, is_refused_in_core, prepared, under
+
+ANY_BYTES = 1 << 40
+
+
+def served_trial(program: Program) -> Outcome:
+    """Every plan of the program, each in a session that serves from an arena."""
+    outcome = Outcome(counts=Counter({"programs": 1}))
+    twice = replace(program, events=program.events * 2)
+    try:
+        plans, reference = prepared(twice)
+    except Exception as error:
+        if is_refused_in_core(program):
+            outcome.counts["programs that in-core training refuses"] += 1
+        else:
+            outcome.problems.append(f"not prepared: {error!r} [{program}]")
+        return outcome
+    for tried in plans:
+        found = under(twice, with_layout(tried), reference, SERVED)
+        outcome.counts += found.counts
+        outcome.problems += [f"{problem} [{program}, {tried.name}, {SERVED}]" for problem in found.problems]
+    return outcome
+
+
+def with_layout(tried: Tried) -> Tried:
+    """The plan with room for any arena, which a step of its own lays out."""
+    layout = Layout(arena_bytes=0, least_bytes=LEAST_COUNTED_BYTES, places=())
+    prediction = msgspec.structs.replace(tried.plan.prediction, arena_bytes=0, arena_peak_bytes=0)
+    plan = msgspec.structs.replace(tried.plan, layout=layout, prediction=prediction, budget_bytes=ANY_BYTES)
+    return replace(tried, plan=plan)
