@@ -219,11 +219,18 @@ def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
     if mode == "off":
         return "off"
     if device != "cpu":
-        return f"a plan for {device}, whose allocator takes no arena; leave it to that"
+        return why_no_arena(device)
     if all(plan.layout is None for plan in plans):
         return "a plan without a layout; plan again"
     if mode == "auto" and not all(plan.holds_arena for plan in plans if plan.layout is not None):
         return "a plan whose arena is larger than its budget"
+    return why_no_arena(device)
+
+
+def why_no_arena(device: str) -> str:
+    """What is found in place of a device that takes an arena, in one line; empty where it does."""
+    if device != "cpu":
+        return f"a plan for {device}, whose allocator takes no arena; leave it to that"
     try:
         return why_unavailable()
     except AllocatorError as error:

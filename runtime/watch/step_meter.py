@@ -106,8 +106,13 @@ class StepMeter:
             self.mode.begin(storages)
             if self._of_cpu is not None:
                 self._of_cpu.looked_around(self.mode.storages)
-            if self._of_cpu is None or not self._is_settled or self._when == "always":
+            if not self.tells_every_step or not self._is_settled or self._when == "always":
                 self.mode.switch_on()  # else the allocator tells, and ops run as they do without a mode
+
+    @property
+    def tells_every_step(self) -> bool:
+        """Whether the compiled allocator tells what steps take, whose ops then need no mode."""
+        return self._of_cpu is not None and self._of_cpu.has_allocator
 
     def step_is_over(self) -> None:
         """What runs from here on is not of the step. Idempotent."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from poochplan.formats.profile import Profile
-from poochplan.online.background import Background
 from poochplan.online.following import left_free
+from poochplan.online.plans.background import Background
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from tests.online.runs import run_auto, run_plain
@@ -82,11 +83,11 @@ def plannings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
 
     class Counted(Background):
-        def __init__(self, profile: Profile, budget_bytes: int, time_limit_s: float) -> None:
+        def __init__(self, profile: Profile, budget_bytes: int, *others: Any) -> None:
             asked.append(budget_bytes)
-            super().__init__(profile, budget_bytes, time_limit_s)
+            super().__init__(profile, budget_bytes, *others)
 
-    monkeypatch.setattr("poochplan.online.auto_session.Background", Counted)
+    monkeypatch.setattr("poochplan.online.plans.known_plans.Background", Counted)
     return asked
 
 

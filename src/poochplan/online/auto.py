@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ from poochplan.runtime.budget_watch import OverBudget
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.serving import ArenaMode
 from poochplan.units import parse_budget, parse_rate
 
 from .auto_session import AutoSession
@@ -40,6 +41,7 @@ def auto(
     link: Link | None = None,
     time_limit_s: float = 30.0,
     on_over_budget: Literal["warn", "error", "replan"] = "replan",
+    arena: ArenaMode = "auto",
     quiet: bool = False,
 ) -> AutoSession:
     """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
@@ -63,12 +65,17 @@ def auto(
     on_over_budget: what becomes of a step that follows its plan and takes more than the budget, as where something
         lives beside it that did not before: ``"replan"`` says so and makes a new plan that knows of it, ``"warn"`` says
         so, ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` behind it.
+    arena: on the CPU, whether the blocks of segments that follow a plan lie in one arena, and whether plans are made
+        for that: then the budget is on the arena and what lies outside it. It needs the compiled allocator, which is
+        built here if there is none yet; that takes some seconds, once. ``"auto"``: where it can be; ``"on"``: or an
+        error; ``"off"``.
     quiet: say nothing on stderr but warnings.
 
     Raises
     ------
     UsageError
-        An argument is not what it should be, the models are not on one device, or there is no such device.
+        An argument is not what it should be, the models are not on one device, there is no such device, or ``arena`` is
+        ``"on"`` and there can be none.
     SpillError
         The spill directory cannot be used.
     """
@@ -78,6 +85,8 @@ def auto(
     where = checked_device(together(models), None, None, 1)
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
+    if arena not in get_args(ArenaMode):
+        raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
     check_budget(budget)  # here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
@@ -96,6 +105,7 @@ def auto(
         link=lambda: link or known_link(where, folder, rate) or measure_link(where, folder, rate),
         time_limit_s=time_limit_s,
         on_over_budget=on_over_budget,
+        arena=arena,
         is_quiet=quiet,
     )
 

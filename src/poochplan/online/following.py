@@ -21,7 +21,7 @@ from poochplan.runtime.watch.growth import Growth
 from poochplan.runtime.watch.step_meter import EVERY, Moment, StepMeter
 
 ALWAYS = 2
-"""The first segments that follow a plan are metered, and then one in ``EVERY``."""
+"""The first segments that follow a plan are metered by their ops, and then one in ``EVERY`` from a census on."""
 
 
 class Metered(Watch):
@@ -32,6 +32,8 @@ class Metered(Watch):
         self.plan = plan
         self.peak_bytes: int | None = None
         self.moment: Moment | None = None
+        self.is_certain = False
+        """Whether it was metered from a census on, so that what others have made is not in it."""
         self._meter, self._engine = meter, engine
 
     @contextlib.contextmanager
@@ -42,12 +44,14 @@ class Metered(Watch):
         finally:
             self._meter.step_is_over()
             self.peak_bytes, self.moment = self._meter.peak_bytes, self._meter.moment
+            self.is_certain = self._meter.is_certain
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self._meter.mode.around_region(call)
+        return self._meter.mode.around_region(call) if self._meter.mode.is_on else call
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        self._meter.mode.saved(tensor)
+        if self._meter.mode.is_on:
+            self._meter.mode.saved(tensor)
         return pack(tensor)
 
 

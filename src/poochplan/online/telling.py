@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 from poochplan.formats.facts.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import share_that_holds
+from poochplan.runtime.watch.users_line import users_line
 from poochplan.units import format_bytes, format_seconds
 
 
 class Teller:
-    """State: what the line says now. Silent where ``is_quiet``."""
+    """State: what the line says now, and what it has warned of. ``is_quiet``: it says nothing but warnings."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self.is_quiet = is_quiet
         self._said = ""
+        self._told_of: set[str] = set()
 
     def say(self, text: str) -> None:
         """The line is this from now on. Off a terminal each new text is a line of its own."""
@@ -26,6 +29,12 @@ class Teller:
         padding = " " * max(0, len(self._said) - len(text)) if is_terminal else ""
         print(f"poochplan: {text}{padding}", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
         self._said = text
+
+    def warn(self, text: str) -> None:
+        """A warning that cites the user's line; the same one comes once."""
+        if text not in self._told_of:
+            self._told_of.add(text)
+            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
 
     def end(self) -> None:
         """What comes next is on a line of its own."""

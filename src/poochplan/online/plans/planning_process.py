@@ -1,6 +1,6 @@
 """The process that plans beside a training loop: ``pooch plan``, at low priority, gone when its parent is.
 
-    python -m poochplan.online.planning_process PROFILE --budget BYTES -o PLAN ...
+    python -m poochplan.online.plans.planning_process PROFILE --budget BYTES -o PLAN ...
 
 Arguments are those of ``pooch plan``.
 """

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
@@ -21,7 +21,13 @@ END_S = 5.0
 class Background:
     """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`."""
 
-    def __init__(self, profile: Profile, budget_bytes: int, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        budget_bytes: int,
+        time_limit_s: float,
+        arena: Literal["auto", "on", "off"] = "auto",
+    ) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         folder = Path(self._folder.name)
@@ -29,7 +35,7 @@ class Background:
         self._told = folder / "messages"
         profile.save(folder / "profile.json")
         self._words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
-        self._words += ["--threads", "1", "--time-limit", str(time_limit_s)]
+        self._words += ["--threads", "1", "--time-limit", str(time_limit_s), "--arena", arena]
 
     def start(self) -> None:
         """Planning begins. Idempotent."""
@@ -37,7 +43,7 @@ class Background:
             return
         with self._told.open("wb") as told:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.planning_process", *self._words],
+                [sys.executable, "-m", "poochplan.online.plans.planning_process", *self._words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,

@@ -16,7 +16,9 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.lines import Key
+from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.model_check import model_signature
+from poochplan.runtime.serving import ArenaMode
 from poochplan.tensors.torch_private import is_compiled
 
 VERSION = 1
@@ -27,18 +29,20 @@ class PlanCache:
     """What is wrong or missing there is no error: it is profiled and planned anew.
 
     A fingerprint is of the code that defines the model's classes and of the program that runs (a plan's replays were
-    tried with that code), of model, its switches, inputs, place in the loop, device, threads, host, budget, and the
-    version of torch.
+    tried with that code), of model, its switches, inputs, place in the loop, device, threads, host, budget, arena,
+    whether the allocator tells what ops take, and the version of torch.
     """
 
-    def __init__(self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float) -> None:
+    def __init__(
+        self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float, arena: ArenaMode
+    ) -> None:
         self._folder = folder
         machine = this_machine(where)
         self._model = model_signature(model)
         self._common = (
             *(self._model.fingerprint, code_digest(model), switches_digest(model)),
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node()),
-            *(repr(budget), torch.__version__, VERSION),
+            *(repr(budget), arena, where.type == "cpu" and step_scope() is not None, torch.__version__, VERSION),
         )
 
     def find(self, key: Key) -> tuple[Profile, Plan | None] | None:

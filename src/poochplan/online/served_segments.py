@@ -1,0 +1,128 @@
+"""ServedSegments: the segments of a running loop that follow a plan, served from an arena; the allocator for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from poochplan.errors import AllocatorError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.runtime.allocator.building import is_built
+from poochplan.runtime.allocator.library import library
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
+from poochplan.runtime.run_report import ArenaReport
+from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena, why_not_served
+from poochplan.sessions import packed
+
+from .telling import Teller
+
+BUILDING = "building the allocator that counts what ops take; some seconds, once for this torch"
+
+
+def build_allocator(mode: ArenaMode, where: torch.device, teller: Teller) -> None:
+    """Builds the compiled allocator, where there is none yet and one can be, and says so: before anything is trained.
+    The first segments are profiled, and a profile that was begun without it would never have what ops take.
+
+    Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
+    """
+    reason = why_no_arena(where.type)
+    if not reason:
+        if not is_built():
+            teller.say(BUILDING)
+        try:
+            library()
+        except AllocatorError as error:
+            reason = str(error)
+    if reason and mode == "on":
+        raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+
+
+class ServedSegments:
+    """State: the plan that the open segment follows, until it begins or leaves it. Segments that follow none, as those
+    that are studied, are never served.
+
+    Parameters
+    ----------
+    mode: as for :func:`poochplan.auto`.
+    is_observed: whether a dispatch mode looks on now.
+    """
+
+    def __init__(self, mode: ArenaMode, device: str, teller: Teller, is_observed: Callable[[], bool]) -> None:
+        self._mode, self._device, self._teller = mode, device, teller
+        self._is_observed = is_observed
+        is_possible = mode != "off" and not why_no_arena(device)
+        self._serving = Serving(packed) if is_possible else None
+        self._plan: Plan | None = None
+        self._segment: Segment | None = None
+        self._served: Plan | None = None
+        """The one whose segments were served last."""
+        self._reasons: dict[int, tuple[Plan, str]] = {}
+        """By the identity of a plan that is in force, why its segments are not served; empty where they are."""
+
+    @property
+    def events(self) -> StepEvents:
+        """For the loop."""
+        if self._serving is None:
+            return NO_EVENTS
+        return StepEvents(
+            point=self._at,
+            over=lambda _: self._step_is_over(),
+            departed=self._departed,
+            optimizing=self._serving.optimizer_steps,
+        )
+
+    def begins(self, segment: Segment, plan: Plan | None) -> None:
+        """A segment has begun, which follows that plan or none."""
+        if self._serving is None:
+            return
+        self._segment = segment
+        self._plan = plan if plan is not None and not self._why_not(plan) else None
+        if self._plan is None:
+            self._serving.seal()
+
+    def _why_not(self, plan: Plan) -> str:
+        known = self._reasons.get(id(plan))
+        if known is None:
+            known = self._reasons[id(plan)] = plan, why_not_served(self._mode, self._device, [plan])
+            if known[1] and self._mode == "on":
+                self._teller.warn(f"steps of a kind are not served from an arena: {known[1]}")
+        return known[1]
+
+    def dropped(self, plan: Plan) -> None:
+        """No segment follows that plan any more."""
+        self._reasons.pop(id(plan), None)
+        if self._serving is not None:
+            self._serving.forget(plan)
+
+    def close(self) -> None:
+        """Nothing is served any more; what lies in the arena stays as it is."""
+        self._plan = None
+        if self._serving is not None:
+            self._serving.close()
+
+    def report(self) -> ArenaReport | None:
+        """What became of the blocks of the last segment that could be served; None before there was one."""
+        if self._serving is None or self._served is None:
+            return None
+        return self._serving.report(self._served)
+
+    # -- told by the loop -------------------------------------------------------------------------------------
+
+    def _at(self, passed: int) -> None:
+        assert self._serving is not None
+        if passed > 1:
+            self._serving.at(passed)
+        elif self._plan is not None and self._segment is not None:
+            self._served = self._plan
+            self._serving.begin(self._plan, self._segment, is_observed=self._is_observed())
+
+    def _step_is_over(self) -> None:
+        assert self._serving is not None
+        self._serving.step_is_over()
+
+    def _departed(self) -> None:
+        assert self._serving is not None
+        self._plan = None
+        self._serving.departed()
