@@ -68,6 +68,12 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
         for value, block in _at(own, op.outputs, clock[tick], ends, clock[-1]):
             is_gradient = value >= 0 and profile.values[value].kind is Kind.GRADIENT
             (gradients if is_gradient else by_ops).append(block)
+    borne = {value for op in profile.ops for value in op.outputs}
+    by_ops += [
+        Block(clock[profile.op_ticks[record.born]], ends[v], record.size_bytes)
+        for v, record in enumerate(profile.values)
+        if record.born >= 0 and v not in borne
+    ]
     again = {value_of[saved]: clock[end[saved] + 1] for saved in range(len(back)) if back[saved] >= 0}
     replayed: list[Block] = []
     now = {run.tick: clock[run.tick] for run in walk.replays}

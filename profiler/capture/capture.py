@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.allocations.strays import Stray
+from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
@@ -36,7 +38,6 @@ from poochplan.tensors.writes import writes_of
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of
 from .regions import Regions
-from .workspace import Workspace, workspace_of
 
 
 class Capture(ToggledMode):
@@ -72,22 +73,16 @@ class Capture(ToggledMode):
         self._workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Any, Any]] = []
         """Each op, between its two marks."""
-        self.regions = Regions(self)
+        self.regions = Regions(self, self._workspace)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
 
     def _new_workspace(self) -> Workspace:
         return workspace_of(torch.device(self.device_type))
 
-    def strays(self) -> dict[int, int]:
-        """Bytes of what was taken between ops and is no value's, by how many ops had run when it was given back; -1
-        where that is not known.
-        """
-        place = {op: number for number, op in enumerate(self.ops)}
-        found: Counter[int] = Counter()
-        for op, size_bytes in self._workspace.strays().items():
-            found[-1 if op is None else place.get(op, -1)] += size_bytes
-        return dict(found)
+    def strays(self) -> Sequence[Stray]:
+        """What was taken between ops and is no value's."""
+        return self._workspace.strays()
 
     @property
     def memory(self) -> Memory:
@@ -107,11 +102,16 @@ class Capture(ToggledMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose ops are not the step's."""
+        """A block whose ops are not the step's, and neither is what it allocates."""
+        with self.unseen(), aside():
+            yield
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """A block whose ops are a compiled region's, and none of their own."""
         before, self._paused = self._paused, True
         try:
-            with aside():
-                yield
+            yield
         finally:
             self._paused = before
 
@@ -238,7 +238,8 @@ class Capture(ToggledMode):
     def _gone(self, number: int) -> None:
         """Tells the compiled region that runs, if nothing holds the value any more."""
         if number not in self._deaths and not self._live_handles.get(number) and not self._live_copies[number]:
-            self.regions.freed(self.values[number].size_bytes, self.rounded_bytes(number))
+            value = self.values[number]
+            self.regions.freed(value.size_bytes, self.rounded_bytes(number), value.born)
 
     def rounded_bytes(self, number: int) -> int:
         """What the value takes of the allocator."""
@@ -273,7 +274,7 @@ class Capture(ToggledMode):
             value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
             value.dtype, value.shape = dtype, shape
-            self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
+            self._passes(PointKind.SAVE, ordinal)
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
             again = False
@@ -283,7 +284,11 @@ class Capture(ToggledMode):
 
     def used(self, ordinal: int) -> None:
         """Notes the first use of a handle."""
-        self.points.append((PointKind.USE, ordinal, len(self.ops)))
+        self._passes(PointKind.USE, ordinal)
+
+    def _passes(self, kind: PointKind, ordinal: int) -> None:
+        self.points.append((kind, ordinal, len(self.ops)))
+        self._workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
@@ -303,6 +308,7 @@ class Capture(ToggledMode):
         inside_region = self.regions.is_running
         number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
         if inside_region:
+            self._workspace.holds(self.ops[-1], len(self.ops[-1].outputs), tensor.untyped_storage())
             self.ops[-1].outputs.append(number)
         return number
 

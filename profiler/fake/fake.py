@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
+from poochplan.profiler.allocations.workspace import NoWorkspace, Workspace
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.cloned import ClonedCapture
-from poochplan.profiler.capture.workspace import NoWorkspace, Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.formats.profile import Memory, Profile
+from poochplan.profiler.allocations.workspace import NoWorkspace
 from poochplan.profiler.capture import capture as capturing
-from poochplan.profiler.capture.workspace import NoWorkspace
 from poochplan.runtime.allocator.building import why_unavailable
 from tests.runtime.nets import LINK
 
