@@ -79,32 +79,31 @@ def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
 def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: int) -> tuple[Value, ...]:
     """Those that do not pass as values that no op bears and nobody decides about.
 
-    A value says by an op when it is born. Where a point lies between that and the next op, it is the op before: the
-    stray then counts at that op's tick too. Small ones of one lifetime are one value.
+    Small ones of one lifetime are one value.
     """
-    small: Counter[tuple[int, int]] = Counter()
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    small: Counter[tuple[int, int, int]] = Counter()
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for stray in strays:
         if is_passing(stray):
             continue
-        born, last = _born(stray.born, op_ticks), _last_tick(stray.died, op_ticks, tick_count)
+        done, first, last = stray.born.ops, _tick(stray.born), _last_tick(stray.died, op_ticks, tick_count)
         if stray.size_bytes < LEAST_PLACED_BYTES:
-            small[born, last] += counted_bytes(stray.size_bytes)
+            small[done, first, last] += counted_bytes(stray.size_bytes)
         else:
-            found[born].append((last, stray.size_bytes))
-    for (born, last), size_bytes in small.items():
-        found[born].append((last, size_bytes))
+            found[done].append((first, last, stray.size_bytes))
+    for (done, first, last), size_bytes in small.items():
+        found[done].append((first, last, size_bytes))
     return tuple(
-        _value(f"{STEM}#{born}" if not number else f"{STEM}#{born}.{number + 1}", size_bytes, born, last)
-        for born, several in sorted(found.items())
-        for number, (last, size_bytes) in enumerate(several)
+        _value(f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}", size_bytes, done - 1, first, last)
+        for done, several in sorted(found.items())
+        for number, (first, last, size_bytes) in enumerate(several)
+        if size_bytes
     )
 
 
-def _born(moment: Moment, op_ticks: Sequence[int]) -> int:
-    """The op at whose tick it is first counted; -1 for the beginning of the step."""
-    is_next = moment.ops < len(op_ticks) and op_ticks[moment.ops] == moment.ops + moment.points
-    return moment.ops if is_next else min(moment.ops, len(op_ticks)) - 1
+def _tick(moment: Moment) -> int:
+    """The first one behind a moment between ticks."""
+    return moment.ops + moment.points
 
 
 def _last_tick(moment: Moment | None, op_ticks: Sequence[int], tick_count: int) -> int:
@@ -112,10 +111,10 @@ def _last_tick(moment: Moment | None, op_ticks: Sequence[int], tick_count: int) 
         return tick_count - 1
     if moment.inside and moment.ops < len(op_ticks):
         return op_ticks[moment.ops]
-    return moment.ops + moment.points - 1
+    return _tick(moment) - 1
 
 
-def _value(name: str, size_bytes: int, born: int, last_tick: int) -> Value:
+def _value(name: str, size_bytes: int, born: int, first_tick: int, last_tick: int) -> Value:
     return Value(
         name=name,
         layer="",
@@ -124,6 +123,7 @@ def _value(name: str, size_bytes: int, born: int, last_tick: int) -> Value:
         dtype="uint8",
         shape=(size_bytes,),
         born=born,
+        born_tick=first_tick,
         forward_death=last_tick,
         freed=last_tick,
     )
