@@ -86,9 +86,10 @@ class OpSpec:
             if isinstance(leaf, TensorSpec) and cached is not None and leaf.storage not in cached
         )
         self.cached = cached if missing_bytes > SMALL_BYTES else None
-        self.key = hashlib.sha256(
-            f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}".encode()
-        ).hexdigest()[:24]
+        self.with_grad = torch.is_grad_enabled()
+        """Some kernels ask: oneDNN's LSTM for one keeps what backward needs only then."""
+        said = f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}|{self.with_grad}"
+        self.key = hashlib.sha256(said.encode()).hexdigest()[:24]
         simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.runnable = traits(func).trusted and all(
             leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
@@ -147,7 +148,7 @@ class OpBench:
         found: dict[str, OpCost] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
-        with restored(GeneratorStates()), torch.no_grad():
+        with restored(GeneratorStates()):
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
         write_cache(self._path, msgspec.json.encode(self._known))
@@ -182,7 +183,8 @@ def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:
     try:
         storages = spec.made_up()
         # What is written in place is written again: a few runs take numbers of about one nowhere where they are slower.
-        return _median_cost(lambda: spec.arguments(storages), spec.func, scope)
+        with torch.set_grad_enabled(spec.with_grad):  # nothing requires gradients
+            return _median_cost(lambda: spec.arguments(storages), spec.func, scope)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
 

@@ -31,6 +31,7 @@ def takes_and_gives_back(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+takes_and_gives_back.register_fake(torch.empty_like)
 takes_and_gives_back.register_autograd(lambda _, gradient: 2 * gradient)
 
 

@@ -110,6 +110,6 @@ def _unmeasured_ops(profile: ProfileData) -> str:
     if not count:
         return ""
     return (
-        f"what {count} distinct ops take and give back inside is not known, since they could not be run by themselves: "
-        "peaks may be higher than predicted; profile in mode run or swap-all where the step can run"
+        f"what ops take and give back inside is not known of {count} that could not be run by themselves: peaks may be "
+        "higher than predicted; profile in mode run or swap-all where the step can run"
     )
