@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from poochplan.formats.occupancy import born_ticks
 from poochplan.formats.profile import Kind, Op, OpBlock, Profile
 from poochplan.planner.judge.simulate import ReplayRun, Walk, lives
 from poochplan.planner.problem.problem import Problem
@@ -62,12 +63,18 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     for saved, value in enumerate(value_of):
         last_tick[value] = first_end[saved]
     ends = {value: clock[tick + 1] for value, tick in enumerate(last_tick)}
-    before = [Block(0, ends[v], record.size_bytes) for v, record in enumerate(profile.values) if record.born < 0]
+    in_step = {v for v, record in enumerate(profile.values) if record.born >= 0 or record.born_tick is not None}
+    before = [Block(0, ends[v], record.size_bytes) for v, record in enumerate(profile.values) if v not in in_step]
     by_ops, gradients = list[Block](), list[Block]()
     for op, tick, own in zip(profile.ops, profile.op_ticks, taken, strict=True):
         for value, block in _at(own, op.outputs, clock[tick], ends, clock[-1]):
             is_gradient = value >= 0 and profile.values[value].kind is Kind.GRADIENT
             (gradients if is_gradient else by_ops).append(block)
+    born = born_ticks(profile, range(len(profile.values))).tolist()
+    by_ops += [
+        Block(clock[born[v]], ends[v], profile.values[v].size_bytes)
+        for v in sorted(in_step - {value for op in profile.ops for value in op.outputs})  # taken between ops
+    ]
     again = {value_of[saved]: clock[end[saved] + 1] for saved in range(len(back)) if back[saved] >= 0}
     replayed: list[Block] = []
     now = {run.tick: clock[run.tick] for run in walk.replays}

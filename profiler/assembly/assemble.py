@@ -16,13 +16,14 @@ from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import held_until, live_bytes
 from poochplan.formats.profile import Device, Kind, Link, Memory, Phase, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.allocations.strays import stray_values
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 
 from .host import this_host, versions_here
 from .notes import step_facts
 from .reconcile import Floats, PhaseSeconds, reconcile
-from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint, stray_values
+from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
 
 
 def assemble(
@@ -43,7 +44,6 @@ def assemble(
     """The profile: seconds of its ops, (steps, ops), reconciled with the ``measured`` steps, and the in-core peak of
     its lifetimes. ``held_bytes``: what else is there all step long, by name.
     """
-    strays = capture.strays()
     seconds = reconcile([op.phase for op in capture.ops], [op.layer for op in capture.ops], runs, measured)
     ops, points = build_ops(capture, seconds.durations_s, seconds.spreads_s), build_points(capture)
     last_tick = len(ops) + len(points) - 1
@@ -52,7 +52,6 @@ def assemble(
     values += tuple(
         held_until(f"before/{name}", size_bytes, last_tick) for name, size_bytes in held_bytes.items() if size_bytes
     )
-    values += stray_values(strays, ops, points)
     draft = Profile(
         workload=workload or type(model).__name__,
         mode=mode,
@@ -77,7 +76,8 @@ def assemble(
         handles=build_handles(capture),
         points=points,
     )
-    return _with_peak(draft)
+    strays = stray_values(capture.strays(), draft.op_ticks, draft.tick_count)
+    return _with_peak(msgspec.structs.replace(draft, values=(*values, *strays)))
 
 
 def untimed(

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from poochplan.formats.profile import Kind, RuntimeCost, StepFacts
+from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
 from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes
@@ -51,6 +51,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
         kept_bytes=sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values()),
         unmeasured_regions=capture.regions.unmeasured,
+        unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
     )
 
 

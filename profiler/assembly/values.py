@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
 
-from poochplan.formats.occupancy import held_until
 from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
@@ -69,24 +66,6 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
             )
         )
     return tuple(values)
-
-
-def stray_values(strays: Mapping[int, int], ops: tuple[Op, ...], points: tuple[Point, ...]) -> tuple[Value, ...]:
-    """What was taken between ops, by how many had run when it was given back (-1 for never). When in the step it was
-    taken is not said: it counts from the beginning.
-    """
-    at = [point.op for point in points]
-    last_tick = len(ops) + len(points) - 1
-    return tuple(
-        held_until(
-            f"step/between ops#{done}",
-            size_bytes,
-            done + bisect_right(at, done) - 1 if 0 <= done < len(ops) else last_tick,
-            Kind.TEMPORARY,
-        )
-        for done, size_bytes in strays.items()
-        if size_bytes
-    )
 
 
 def build_handles(capture: Capture) -> tuple[Handle, ...]:

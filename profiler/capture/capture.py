@@ -7,9 +7,7 @@ original tells when forward itself lets go of it (forward death), and the death 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,8 @@ import torch
 
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.allocations.strays import Stray
+from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
@@ -30,13 +30,13 @@ from poochplan.tensors.storages import (
     parts_of,
     storage_key,
 )
-from poochplan.tensors.torch_private import in_backward, pytree, storage_identity, version_of
+from poochplan.tensors.torch_private import in_backward, pytree, version_of
 from poochplan.tensors.writes import writes_of
 
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of
+from .lifetimes import Lifetimes
 from .regions import Regions
-from .workspace import Workspace, workspace_of
 
 
 class Capture(ToggledMode):
@@ -48,7 +48,8 @@ class Capture(ToggledMode):
         self.tracker = tracker
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
-        self.values: list[CapturedValue] = []
+        self.lifetimes = Lifetimes(lambda: self.last_tick, self._gone)
+        self.values = self.lifetimes.values
         self.handles: list[tuple[int, str, str, tuple[int, ...]]] = []
         """(value, layer, dtype, shape) of each pack."""
         self.points: list[tuple[PointKind, int, int]] = []
@@ -61,38 +62,31 @@ class Capture(ToggledMode):
         """Values that only a collection of garbage has freed; see ``garbage.py``."""
         self._static = static
         self._paused = False
-        self._by_key: dict[int, int] = {}
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._live_copies: Counter[int] = Counter()
-        """Storages of copies, by value."""
-        self._live_handles: dict[int, int] = {}
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
         self._workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Any, Any]] = []
         """Each op, between its two marks."""
-        self.regions = Regions(self)
+        self.regions = Regions(self, self._workspace)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
 
     def _new_workspace(self) -> Workspace:
         return workspace_of(torch.device(self.device_type))
 
-    def strays(self) -> dict[int, int]:
-        """Bytes of what was taken between ops and is no value's, by how many ops had run when it was given back; -1
-        where that is not known.
-        """
-        place = {op: number for number, op in enumerate(self.ops)}
-        found: Counter[int] = Counter()
-        for op, size_bytes in self._workspace.strays().items():
-            found[-1 if op is None else place.get(op, -1)] += size_bytes
-        return dict(found)
+    def strays(self) -> Sequence[Stray]:
+        """What was taken between ops and is no value's."""
+        return self._workspace.strays()
 
     @property
     def memory(self) -> Memory:
         """What peaks of this step count."""
         return self._workspace.memory
+
+    @property
+    def unmeasured_ops(self) -> int:
+        """Distinct ops of which it is not known what they take inside, where it is known of others."""
+        return 0
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
@@ -107,11 +101,16 @@ class Capture(ToggledMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose ops are not the step's."""
+        """A block whose ops are not the step's, and neither is what it allocates."""
+        with self.unseen(), aside():
+            yield
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """A block whose ops are a compiled region's, and none of their own."""
         before, self._paused = self._paused, True
         try:
-            with aside():
-                yield
+            yield
         finally:
             self._paused = before
 
@@ -129,11 +128,6 @@ class Capture(ToggledMode):
     def last_tick(self) -> int:
         return len(self.ops) + len(self.points) - 1
 
-    def held(self) -> set[int]:
-        """Values born in the step that something still holds: themselves, or autograd a handle."""
-        saved = {number for number, handles in self._live_handles.items() if handles}
-        return {number for number in self._deaths.keys() | saved if self.values[number].born >= 0}
-
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage; one met for the first time was there before the step."""
         known = self.value_if_known(tensor)
@@ -141,7 +135,7 @@ class Capture(ToggledMode):
 
     def value_if_known(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage, or -1."""
-        return self._by_key.get(storage_key(tensor), -1)
+        return self.lifetimes.find(tensor)
 
     # -- ops --------------------------------------------------------------------------------------------------
 
@@ -207,7 +201,7 @@ class Capture(ToggledMode):
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None:
         """What is new among the leaves is borne by the op, the ``born``-th."""
         for part in self.ordinary(leaves):
-            if storage_key(part) not in self._by_key:
+            if self.value_if_known(part) < 0:
                 self._workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
@@ -219,26 +213,12 @@ class Capture(ToggledMode):
             op.partly_unwritten = [self.value_of(part) for part in parts]
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
-        number = len(self.values)
-        value = CapturedValue(tensor, layer, born)
-        self.values.append(value)
         self._workspace.knows(tensor.untyped_storage())
-        self._by_key[value.key] = number
-        self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
-        return number
+        return self.lifetimes.add(tensor, layer, born)
 
-    def _died(self, number: int) -> None:
-        value = self.values[number]
-        value.died = self.last_tick
-        self._deaths.pop(number, None)
-        if self._by_key.get(value.key) == number:
-            del self._by_key[value.key]
-        self._gone(number)
-
-    def _gone(self, number: int) -> None:
-        """Tells the compiled region that runs, if nothing holds the value any more."""
-        if number not in self._deaths and not self._live_handles.get(number) and not self._live_copies[number]:
-            self.regions.freed(self.values[number].size_bytes, self.rounded_bytes(number))
+    def _gone(self, value: CapturedValue) -> None:
+        """Tells the compiled region that runs."""
+        self.regions.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
 
     def rounded_bytes(self, number: int) -> int:
         """What the value takes of the allocator."""
@@ -273,7 +253,7 @@ class Capture(ToggledMode):
             value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
             value.dtype, value.shape = dtype, shape
-            self.points.append((PointKind.SAVE, ordinal, len(self.ops)))
+            self._passes(PointKind.SAVE, ordinal)
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
             again = False
@@ -283,7 +263,11 @@ class Capture(ToggledMode):
 
     def used(self, ordinal: int) -> None:
         """Notes the first use of a handle."""
-        self.points.append((PointKind.USE, ordinal, len(self.ops)))
+        self._passes(PointKind.USE, ordinal)
+
+    def _passes(self, kind: PointKind, ordinal: int) -> None:
+        self.points.append((kind, ordinal, len(self.ops)))
+        self._workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
@@ -296,47 +280,13 @@ class Capture(ToggledMode):
                 self.kept.append((kind, where, {storage_key(x): x.untyped_storage().nbytes() for x in parts}))
 
     def _packed_value(self, tensor: torch.Tensor) -> int:
-        known = self._by_key.get(storage_key(tensor))
-        if known is not None:
+        known = self.value_if_known(tensor)
+        if known >= 0:
             return known
         # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
         inside_region = self.regions.is_running
         number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
         if inside_region:
+            self._workspace.holds(self.ops[-1], len(self.ops[-1].outputs), tensor.untyped_storage())
             self.ops[-1].outputs.append(number)
         return number
-
-    # -- copies of saved values, on which backward runs ------------------------------------------------------
-
-    def holds(self, number: int) -> None:
-        """One holder more of the copy of a saved value: a handle, or what the handles share."""
-        self._live_handles[number] = self._live_handles.get(number, 0) + 1
-        self.values[number].let_go = None
-
-    def let_go(self, number: int) -> None:
-        """One holder less."""
-        self._live_handles[number] -= 1
-        self._perhaps_let_go(number)
-
-    def _perhaps_let_go(self, number: int) -> None:
-        """Notes when autograd's last hold of the value ends: no handle is left, nor anything that was unpacked.
-
-        A compiled backward drops all of its handles as it begins and lets go of what they gave one by one.
-        """
-        if not self._live_handles[number] and not self._live_copies[number]:
-            self.values[number].let_go = self.last_tick
-            self._gone(number)
-
-    def is_copied_to(self, storage: torch.UntypedStorage, number: int) -> None:
-        """The storage holds what was saved of a value: ops that read it read the value."""
-        key = storage_identity(storage)
-        if key not in self._copy_deaths:
-            self._by_key[key] = number
-            self._live_copies[number] += 1
-            self._copy_deaths[key] = weakref.ref(storage, lambda _: self._copy_died(key, number))
-
-    def _copy_died(self, key: int, number: int) -> None:
-        self._by_key.pop(key, None)
-        self._copy_deaths.pop(key, None)
-        self._live_copies[number] -= 1
-        self._perhaps_let_go(number)

@@ -56,8 +56,8 @@ class ClonedCapture(Capture):
             with self.regions.set_aside():
                 clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
-        self.holds(number)
-        return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.let_go)
+        self.lifetimes.holds(number)
+        return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.lifetimes.let_go)
 
     def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
         if isinstance(handle, torch.Tensor):
@@ -76,7 +76,7 @@ class ClonedCapture(Capture):
         """A copy of the value ``number``, which lies in ``storage``."""
         with self.paused():
             copy = self._copy(storage)
-        self.is_copied_to(copy, number)
+        self.lifetimes.is_copied_to(copy, number)
         return Clone(copy)
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:

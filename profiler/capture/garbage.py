@@ -20,9 +20,9 @@ def collected_after(capture: Capture) -> Iterator[None]:
     gc.disable()
     try:
         yield
-        held = capture.held()
+        held = capture.lifetimes.held()
         gc.collect()
-        capture.garbage |= held - capture.held()
+        capture.garbage |= held - capture.lifetimes.held()
     finally:
         if was_on:
             gc.enable()

@@ -1,6 +1,6 @@
 """Regions: calls of compiled callables in a capture, each one op, and each compiled backward another.
 
-No dispatch mode looks into them: what they take is measured at the allocator.
+No dispatch mode looks into them: what they take is measured at the allocator, or the step's log tells it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
-from poochplan.runtime.metering.allocated import aside
+from poochplan.profiler.allocations.op_blocks import Taker
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.tensors.torch_private import last_sequence_number, pytree, version_of
 
 from .captured import CapturedOp
-from .clock import region_of
 
 
 class Noting(Protocol):
@@ -37,18 +37,19 @@ class Noting(Protocol):
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
     def rounded_bytes(self, number: int) -> int: ...
     def away(self) -> contextlib.AbstractContextManager[None]: ...
-    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+    def unseen(self) -> contextlib.AbstractContextManager[None]: ...
     def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Regions:
     """State: what the compiled region that runs has saved, and what the compiled backward that runs has freed."""
 
-    def __init__(self, capture: Noting) -> None:
-        self._capture = capture
-        self._region = region_of(torch.device(capture.device_type))
+    def __init__(self, capture: Noting, workspace: Workspace) -> None:
+        self._capture, self._workspace = capture, workspace
+        self._region = workspace.region()
+        self._running: list[CapturedOp] = []
+        """A checkpoint has a compiled forward run again within a compiled backward."""
         self._backward = contextlib.ExitStack()
-        self._backward_op: CapturedOp | None = None
         self._freed_bytes = 0
         """Of the values of which the last hold has ended since a compiled backward began."""
         self._saved: list[torch.UntypedStorage] | None = None
@@ -66,10 +67,12 @@ class Regions:
         if self._saved is not None:
             self._saved.append(storage)
 
-    def freed(self, size_bytes: int, rounded_bytes: int) -> None:
-        """The last hold of a value has ended."""
+    def freed(self, size_bytes: int, rounded_bytes: int, born: int) -> None:
+        """The last hold of a value has ended that the ``born``-th op has borne."""
         self._freed_bytes += rounded_bytes
         self._region.freed(size_bytes)
+        if self._running and not (self.is_running and born == len(self._capture.ops) - 1):
+            self._workspace.freed(size_bytes)
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block of which nothing that is allocated is the region's."""
@@ -107,33 +110,40 @@ class Regions:
     def _run(self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | None]:
         """Its result, and what it took."""
         self._saved = []
-        self._region.begin()
+        self._begins(op)
         try:
-            with self._capture.timed(op), aside():
+            with self._capture.timed(op):
                 outputs = call(*args, **kwargs)
         finally:
-            taken_bytes = self._ended()
+            taken_bytes = self._ended(op, Taker.FORWARD_REGION)
             self._saved = None
         return outputs, taken_bytes
 
     def _backward_begins(self, path: str) -> None:
-        self._backward_op, self._freed_bytes = self._new_op(path), 0
-        self._region.begin()
-        self._backward.enter_context(self._capture.paused())
-        self._backward.enter_context(self._capture.timed(self._backward_op))
+        op, self._freed_bytes = self._new_op(path), 0
+        self._begins(op)
+        self._backward.enter_context(self._capture.unseen())
+        self._backward.enter_context(self._capture.timed(op))
 
     def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
-        capture, op = self._capture, self._backward_op
-        assert op is not None, "a compiled backward ends that has not begun"
+        assert self._running, "a compiled backward ends that has not begun"
+        capture, op = self._capture, self._running[-1]
         self._backward.close()
-        taken_bytes = self._ended()
+        taken_bytes = self._ended(op, Taker.BACKWARD_REGION)
         capture.bear(op, gradients, len(capture.ops))
         if taken_bytes is not None:  # what died in it is not live at the op, which comes behind all that it unpacked
             op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
         capture.ops.append(op)
 
-    def _ended(self) -> int | None:
+    def _begins(self, op: CapturedOp) -> None:
+        self._running.append(op)
+        self._workspace.region_begins()
+        self._region.begin()
+
+    def _ended(self, op: CapturedOp, taker: Taker) -> int | None:
         taken_bytes = self._region.end()
+        self._running.pop()
+        self._workspace.region_ends(op, taker)
         self.unmeasured += taken_bytes is None
         return taken_bytes
 

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from poochplan.errors import StepError
+from poochplan.formats.profile import Memory
+from poochplan.profiler.allocations.workspace import NoWorkspace, Workspace
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.cloned import ClonedCapture
-from poochplan.profiler.capture.workspace import NoWorkspace, Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
@@ -48,13 +49,13 @@ from poochplan.tensors.torch_private import (
 
 from .corrections import CORRECTED, corrected
 from .op_bench import OpSpec
+from .op_memory import Told
 from .recency import Recency, cache_bytes
 from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})
 SMALL_ELEMENTS = 1 << 20
 """Up to so many elements a tensor of a step may be real: a causal mask of 1,024 tokens."""
-
 
 _TORCH_LOG = logging.getLogger(FAKE_LOG)
 _NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -120,11 +121,21 @@ class FakeCapture(ClonedCapture):
         self.specs: list[OpSpec] = []
         """Of each op, where there is no roofline."""
         self._recency = Recency(cache_bytes())
+        self.told = Told(Memory.LIVE, ())
+        """What is known of what ops take inside: nothing before they have been run by themselves."""
         self._uncounted = ""
         """The first op with a sparse tensor: how many elements that has, only data can tell."""
 
     def _new_workspace(self) -> Workspace:
         return NoWorkspace()
+
+    @property
+    def memory(self) -> Memory:
+        return self.told.memory
+
+    @property
+    def unmeasured_ops(self) -> int:
+        return len(self.told.unknown)
 
     def notes(self) -> list[str]:
         """What data would have decided and nothing here has."""

@@ -19,6 +19,7 @@ from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
 from .op_bench import OpBench
+from .op_memory import give_memory, memory_note
 from .roofline import Roofline
 
 
@@ -38,7 +39,7 @@ def fake_profile(
             differ = steps_differ(model, where, runner.one_step, capture.ops)
         about = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
         notes = [*about, *notes, *fake.notes(), *differ]
-    device, link, note = _machine_of(fake, roofline, where, options)
+    device, link, own = _machine_of(fake, roofline, where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
     for op in capture.ops:
         phase_seconds[op.phase] += op.duration_s
@@ -54,7 +55,7 @@ def fake_profile(
         device=device,
         notes=[
             *notes,
-            note,
+            *own,
             "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
         ],
         accumulate=runner.accumulate,
@@ -64,19 +65,23 @@ def fake_profile(
 
 def _machine_of(
     capture: FakeCapture, roofline: Roofline | None, where: torch.device, options: Options
-) -> tuple[Device, Link, str]:
-    """The roofline's device and link, or this machine's, where the ops are given their durations; and a note."""
+) -> tuple[Device, Link, list[str]]:
+    """The roofline's device and link, or this machine's, where the ops are given their costs; and notes."""
     if roofline is not None:
         device = Device(kind="cpu", name=roofline.name + ROOFLINE, memory_bytes=roofline.memory_bytes)
-        note = f"durations are a roofline's ({roofline.name}), nothing was run"
-        return device, options.link or preset_link(roofline.link), note
+        note = f"durations are a roofline's ({roofline.name}), nothing was run, and peaks count live tensors alone"
+        return device, options.link or preset_link(roofline.link), [note]
     link = options.link
     if link is None:
         options.say("measuring the link")
         link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
     device = this_machine(where)
     bench = OpBench(device)
-    for op, duration_s in zip(capture.ops, bench.seconds(capture.specs, options.say), strict=True):
-        op.duration_s = duration_s
+    costs = bench.costs(capture.specs, options.say)
+    for op, cost in zip(capture.ops, costs, strict=True):
+        op.duration_s = cost.seconds
+    keys = [spec.key for spec in capture.specs]
+    capture.told = give_memory(capture.ops, capture.values, keys, costs)
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
-    return device, link, f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
+    note = f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
+    return device, link, [note, memory_note(capture.told, len(set(keys)))]

@@ -1,4 +1,4 @@
-"""Durations of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
+"""Costs of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
 
 Two ops are the same when operator, arguments and the layout of every tensor are, and what the processor's cache holds
 of them (``recency.py``): where something large is not there, the cache is emptied before each run, and what the step's
@@ -9,6 +9,7 @@ kept in a file of the user's cache folder, one for each version of torch, device
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -26,11 +27,15 @@ from poochplan.formats.profile import Device
 from poochplan.profiler.assembly.host import processor_name
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
+from poochplan.runtime.allocator.allocation_log import AllocationLog
+from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
 from poochplan.tensors.torch_private import pytree, storage_identity
 
+from .op_memory import OpCost, OpMemory, memory_of_run
 from .recency import cache_bytes
 from .roofline import op_bytes
 
@@ -81,9 +86,10 @@ class OpSpec:
             if isinstance(leaf, TensorSpec) and cached is not None and leaf.storage not in cached
         )
         self.cached = cached if missing_bytes > SMALL_BYTES else None
-        self.key = hashlib.sha256(
-            f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}".encode()
-        ).hexdigest()[:24]
+        self.with_grad = torch.is_grad_enabled()
+        """Some kernels ask: oneDNN's LSTM for one keeps what backward needs only then."""
+        said = f"{func}|{self.leaves}|{self._spec}|{self.cached and sorted(self.cached)}|{self.with_grad}"
+        self.key = hashlib.sha256(said.encode()).hexdigest()[:24]
         simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
         self.runnable = traits(func).trusted and all(
             leaf is None or isinstance(leaf, (*simple, TensorSpec)) for leaf in self.leaves
@@ -128,71 +134,82 @@ def _filled(spec: TensorSpec) -> torch.UntypedStorage:
 
 
 class OpBench:
-    """Seconds of ops, measured or remembered. ``counts`` says how many distinct ones came from where."""
+    """Costs of ops, measured or remembered. ``counts`` says how many distinct ones came from where."""
 
     def __init__(self, device: Device) -> None:
+        self._scope = step_scope()
         self._path = cache_path(device)
         self._known = _read(self._path)
         self.counts = {"measured": 0, "cached": 0, "estimated": 0}
         self._copy_bytes_per_s = 0.0
 
-    def seconds(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[float]:
-        """Seconds of each, in order; what is new is written to the cache."""
-        found: dict[str, float] = {}
+    def costs(self, specs: list[OpSpec], say: Callable[[str], None] = lambda _: None) -> list[OpCost]:
+        """That of each, in order; what is new is written to the cache."""
+        found: dict[str, OpCost] = {}
         distinct = {spec.key: spec for spec in specs}
         say(f"running {len(distinct)} distinct ops by themselves")
-        with restored(GeneratorStates()), torch.no_grad():
+        with restored(GeneratorStates()):
             for key, spec in distinct.items():
                 found[key] = self._one(spec)
         write_cache(self._path, msgspec.json.encode(self._known))
         return [found[spec.key] for spec in specs]
 
-    def _one(self, spec: OpSpec) -> float:
-        if spec.key in self._known:
+    def _one(self, spec: OpSpec) -> OpCost:
+        known = self._known.get(spec.key)
+        if known is not None and (known.memory is not None or self._scope is None):
             self.counts["cached"] += 1
-            return self._known[spec.key]
+            return known if self._scope is not None else OpCost(known.seconds)
         if not spec.runnable and not spec.bytes:  # a mark of torch's own profiler, say
-            return 0.0
-        measured_s = _measured(spec) if spec.runnable and 2 * spec.bytes < available_bytes() else None
-        if measured_s is None:
+            return OpCost(0.0, OpMemory(0) if self._scope is not None else None)
+        measured = _measured(spec, self._scope) if spec.runnable and 2 * spec.bytes < available_bytes() else None
+        if measured is None:
             self.counts["estimated"] += 1
-            return spec.bytes / self._copy_rate()
+            return OpCost(spec.bytes / self._copy_rate())
         self.counts["measured"] += 1
-        self._known[spec.key] = measured_s
-        return measured_s
+        self._known[spec.key] = measured
+        return measured
 
     def _copy_rate(self) -> float:
         """Bytes per second that a copy reads and writes."""
         if not self._copy_bytes_per_s:
             source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
-            took_s = _median_s(lambda: Arguments((source,), {}), torch.clone)
-            self._copy_bytes_per_s = 2 * _COPIED_BYTES / took_s
+            took = _median_cost(lambda: Arguments((source,), {}), torch.clone, None)
+            self._copy_bytes_per_s = 2 * _COPIED_BYTES / took.seconds
         return self._copy_bytes_per_s
 
 
-def _measured(spec: OpSpec) -> float | None:
-    """Median seconds of the op; None when it fails on made-up contents."""
+def _measured(spec: OpSpec, scope: ThreadScope | None) -> OpCost | None:
+    """Median seconds of the op, and what it takes; None when it fails on made-up contents."""
     try:
         storages = spec.made_up()
         # What is written in place is written again: a few runs take numbers of about one nowhere where they are slower.
-        return _median_s(lambda: spec.arguments(storages), spec.func)
+        with torch.set_grad_enabled(spec.with_grad):  # nothing requires gradients
+            return _median_cost(lambda: spec.arguments(storages), spec.func, scope)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
 
 
-def _median_s(prepare: Callable[[], Arguments], run: Callable[..., Any]) -> float:
-    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`ENOUGH_S`."""
+def _median_cost(prepare: Callable[[], Arguments], run: Callable[..., Any], scope: ThreadScope | None) -> OpCost:
+    """Of several runs behind a first that is thrown away, each with fresh outputs; see :data:`ENOUGH_S`. What it takes
+    is that of the last run: libraries set themselves up in the first.
+    """
     times_s: list[float] = []
+    memory: OpMemory | None = None
     for _ in range(1 + REPEATS):
         arguments = prepare()
         if arguments.cached is not None:
             _fill_cache(arguments.cached)
-        start_s = time.perf_counter()
-        run(*arguments.args, **arguments.kwargs)
-        times_s.append(time.perf_counter() - start_s)
+        log = AllocationLog(scope) if scope is not None else None
+        with log or contextlib.nullcontext():
+            start_s = time.perf_counter()
+            result = run(*arguments.args, **arguments.kwargs)
+            times_s.append(time.perf_counter() - start_s)
+        if scope is not None and log is not None:
+            memory = memory_of_run(scope, log, result, (arguments.args, arguments.kwargs))
+        del result
         if times_s[0] > LONG_S or (len(times_s) > 1 and sum(times_s) > ENOUGH_S):
             break
-    return median(times_s[1:] or times_s)
+    return OpCost(median(times_s[1:] or times_s), memory)
 
 
 def _fill_cache(storages: list[torch.UntypedStorage]) -> None:
@@ -208,15 +225,15 @@ def _evictor() -> torch.Tensor:
 
 
 def cache_path(device: Device) -> Path:
-    """The file of durations for this torch, device and thread count, in the user's cache folder."""
-    machine = f"{torch.__version__}|{device.kind}|{device.name}|{processor_name()}|{device.threads}"
+    """The file of costs for this torch, device and thread count, in the user's cache folder."""
+    machine = f"costs|{torch.__version__}|{device.kind}|{device.name}|{processor_name()}|{device.threads}"
     return cache_folder() / f"ops-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path) -> dict[str, float]:
+def _read(path: Path) -> dict[str, OpCost]:
     """What the file knows; nothing when there is none, or it is broken."""
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, OpCost])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    return {key: value for key, value in known.items() if math.isfinite(value) and value >= 0}
+    return {key: cost for key, cost in known.items() if math.isfinite(cost.seconds) and cost.seconds >= 0}

@@ -22,7 +22,6 @@ from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.watch.census import census
 from poochplan.tensors.storages import static_keys
-from poochplan.tensors.torch_private import storage_identity
 
 from .watch import Pack, Scene, Unpack, Watch
 
@@ -49,17 +48,17 @@ class EngineCapture(Capture):
         if key not in self._ends:
             self._numbers[key] = number
             self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.holds(number)
+            self.lifetimes.holds(number)
 
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""
         number = self._numbers.get(id(value))
-        if number is not None and storage_identity(storage) not in self._by_key:
-            self.is_copied_to(storage, number)
+        if number is not None and not self.lifetimes.is_known(storage):
+            self.lifetimes.is_copied_to(storage, number)
 
     def _ended(self, key: int) -> None:
         del self._ends[key]
-        self.let_go(self._numbers.pop(key))
+        self.lifetimes.let_go(self._numbers.pop(key))
 
 
 class Capturing(Watch):

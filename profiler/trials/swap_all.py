@@ -132,7 +132,7 @@ class HostedCapture(ClonedCapture):
             with without_modes():
                 clone.storage = self._store.get(clone.offset, clone.size_bytes)
             clone.home = self._store.device.compute
-            self.is_copied_to(clone.storage, number)
+            self.lifetimes.is_copied_to(clone.storage, number)
         assert clone.home is not None
         self._store.device.use(clone.storage, clone.home)
         return clone.storage

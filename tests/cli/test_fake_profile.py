@@ -26,6 +26,15 @@ def test_a_workload_larger_than_memory_is_profiled_and_planned(pooch: Pooch, wor
     assert (result.code, result.err) == (0, "")
 
 
+def test_what_is_known_of_memory_is_one_line_of_the_table(pooch: Pooch, workloads: Path, tmp_path: Path) -> None:
+    result = pooch("profile", f"{workloads}:small", "--mode", "fake", "-o", "here.json", "--json")
+    assert result.code == 0
+    (note,) = (one for one in Profile.load(tmp_path / "here.json").notes if "take and give back inside" in one)
+    assert "\n" not in note
+    shown = " ".join(pooch("show", "here.json").out.split())
+    assert note.split(";")[0].split(":")[0][:40] in shown
+
+
 def test_a_plan_with_a_roofline_s_times_runs_only_when_forced(pooch: Pooch, workloads: Path) -> None:
     pooch("profile", f"{workloads}:small", "--mode", "fake", "--roofline", "v100", "-o", "v100.json")
     pooch("plan", "v100.json", "--budget", "100%", "-o", "plan.json")

@@ -189,6 +189,7 @@ class _Judge:
         total = 0
         for value, record in enumerate(self.profile.values):
             born = self.tick_of_op[record.born] if record.born >= 0 else 0
+            born = born if record.born_tick is None else record.born_tick
             if tick < born:
                 continue
             entry = self.entries.get(self.entry_of.get(value, -1))

@@ -55,8 +55,8 @@ def test_all_but_the_seconds_is_as_with_a_roofline() -> None:
 
 def test_an_op_with_more_work_takes_longer() -> None:
     small, large = torch.empty(16, 16), torch.empty(1024, 1024)
-    short_s, long_s = OpBench(HERE).seconds([spec(aten.mm.default, x, x) for x in (small, large)])
-    assert short_s < long_s
+    short, long = OpBench(HERE).costs([spec(aten.mm.default, x, x) for x in (small, large)])
+    assert short.seconds < long.seconds
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff\xfe", b'{"x": 1e999}'])
@@ -66,7 +66,7 @@ def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
     path.write_bytes(content)
     add = spec(aten.add.Tensor, torch.empty(8), torch.empty(8))
     bench = OpBench(HERE)
-    bench.seconds([add])
+    bench.costs([add])
     assert bench.counts["measured"] == 1
     assert add.key in msgspec.json.decode(path.read_bytes())
 
@@ -74,7 +74,7 @@ def test_a_broken_cache_is_as_good_as_none(content: bytes) -> None:
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert OpBench(HERE).seconds([spec(aten.relu.default, torch.empty(8))])[0] > 0
+    assert OpBench(HERE).costs([spec(aten.relu.default, torch.empty(8))])[0].seconds > 0
 
 
 def test_durations_are_kept_apart_by_thread_count_and_device() -> None:
@@ -111,14 +111,14 @@ def test_an_op_that_finds_its_input_in_the_cache_is_another_than_one_that_does_n
 def test_what_cannot_be_run_by_itself_is_estimated_and_never_cached() -> None:
     out_of_range = spec(aten.mm.default, torch.empty(2, 3), torch.empty(2, 3))  # fails
     bench = OpBench(HERE)
-    assert bench.seconds([out_of_range])[0] >= 0
+    assert bench.costs([out_of_range])[0].seconds >= 0
     assert bench.counts == {"measured": 0, "cached": 0, "estimated": 1}
     assert out_of_range.key not in msgspec.json.decode(cache_path(HERE).read_bytes())
 
 
 def test_the_step_s_tensors_and_generators_are_left_alone() -> None:
     state, written = torch.get_rng_state(), torch.ones(8)
-    OpBench(HERE).seconds([spec(aten.add_.Tensor, written, 1.0), spec(aten.uniform_.default, written)])
+    OpBench(HERE).costs([spec(aten.add_.Tensor, written, 1.0), spec(aten.uniform_.default, written)])
     assert torch.equal(written, torch.ones(8))
     assert torch.equal(state, torch.get_rng_state())
 

@@ -50,8 +50,13 @@ def live_bytes(profile: ProfileData, values: Sequence[int] | None = None, *, wor
 
 def born_ticks(profile: ProfileData, values: Iterable[int]) -> Ints:
     """The tick at which each of these values is born; 0 for what was there before the step."""
-    born = (profile.values[value].born for value in values)
-    return ints(profile.op_ticks[op] if op >= 0 else 0 for op in born)
+    return ints(_born_tick(profile, profile.values[value]) for value in values)
+
+
+def _born_tick(profile: ProfileData, value: Value) -> int:
+    if value.born_tick is not None:
+        return value.born_tick
+    return profile.op_ticks[value.born] if value.born >= 0 else 0
 
 
 def ints(numbers: Iterable[int]) -> Ints:

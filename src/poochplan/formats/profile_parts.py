@@ -125,7 +125,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     dtype: str
     shape: tuple[int, ...]
     born: int
-    """Op that created it; -1 when it was there before the step."""
+    """Op that created it; -1 when it was there before the step. Of what no op creates, the last one before that."""
+    born_tick: int | None = None
+    """First tick at which it is live, where no op creates it: of what the step takes between ops."""
     forward_death: int
     """Last tick at which something other than autograd holds it (may lie in backward; the last tick of the step
     when it outlives it)."""

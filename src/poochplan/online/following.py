@@ -84,7 +84,8 @@ class Beside:
         """
         unit, now_bytes = ALLOCATION_UNIT_BYTES, census_bytes(device_type)
         self.growth.saw(number, now_bytes)
-        planned_bytes = sum(-(-value.size_bytes // unit) * unit for value in profile.values if value.born < 0)
+        there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
+        planned_bytes = sum(-(-value.size_bytes // unit) * unit for value in there)
         more_bytes = now_bytes - planned_bytes
         room_bytes = plan.budget_bytes - plan.prediction.peak_bytes - more_bytes
         rate = self.growth.latest_bytes_per_segment

@@ -19,7 +19,8 @@ GARBAGE_SHARE = 0.05
 
 def advice(profile: ProfileData) -> tuple[str, ...]:
     """What to change about the step, a line each, what matters most first; empty where there is nothing to say."""
-    lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), _unmeasured(profile)]
+    unknown = [_unmeasured(profile), _unmeasured_ops(profile)]
+    lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), *unknown]
     return tuple(line for line in lines if line)
 
 
@@ -101,4 +102,14 @@ def _unmeasured(profile: ProfileData) -> str:
     return (
         f"what {count} runs of compiled regions take and give back inside is not known, since another profiler was on: "
         "peaks may be higher than predicted; profile again without it"
+    )
+
+
+def _unmeasured_ops(profile: ProfileData) -> str:
+    count = profile.facts.unmeasured_ops if profile.facts else 0
+    if not count:
+        return ""
+    return (
+        f"what ops take and give back inside is not known of {count} that could not be run by themselves: peaks may be "
+        "higher than predicted; profile in mode run or swap-all where the step can run"
     )

@@ -20,3 +20,5 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of saved tensors that are sparse, nested or of a subclass, which no plan decides about."""
     unmeasured_regions: int = 0
     """Runs of compiled regions of which it is not known what they take and give back inside."""
+    unmeasured_ops: int = 0
+    """Distinct ops of which the same is not known, where it is of others (mode ``fake``)."""

@@ -1,0 +1,1 @@
+"""What a step takes of the device's allocator beside its values: inside ops, in compiled regions, between ops."""

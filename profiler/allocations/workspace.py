@@ -1,0 +1,123 @@
+"""What an op takes and gives back inside, and which blocks it leaves behind, as the device's allocator tells."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from poochplan.formats.profile import Memory
+from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.runtime.metering.allocated import joined_count, step_scope
+
+from .logged import LoggedWorkspace
+from .op_blocks import Taker
+from .region import Region, region_of
+from .strays import Stray
+
+
+class Workspace(Protocol):
+    """State: of CPUs, the log of the step."""
+
+    @property
+    def memory(self) -> Memory:
+        """Whether it knows what ops take."""
+
+    def region(self) -> Region:
+        """The meter of compiled regions."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose ops are asked about; behind it their blocks are known."""
+
+    def begin(self) -> None:
+        """Before an op."""
+
+    def end(self, op: CapturedOp) -> None:
+        """Behind it, while its outputs live: notes its workspace."""
+
+    def region_begins(self) -> None:
+        """Before a compiled region, or its backward."""
+
+    def region_ends(self, op: CapturedOp, taker: Taker) -> None:
+        """Behind it."""
+
+    def freed(self, size_bytes: int) -> None:
+        """The last hold of a value ends in a region that has not borne it."""
+
+    def passes_point(self) -> None:
+        """A point of the runtime's clock has been passed."""
+
+    def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
+        """That output of the op lies there."""
+
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """A value lies there."""
+
+    def strays(self) -> Sequence[Stray]:
+        """What was taken between ops and is no value's, as a checkpoint's states of generators."""
+
+
+class NoWorkspace:
+    """Of a CPU without the compiled allocator, and of steps without memory."""
+
+    memory = Memory.LIVE
+    _where = torch.device("cpu")
+
+    def region(self) -> Region:
+        return region_of(self._where)
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def end(self, op: CapturedOp) -> None:
+        """Nothing is known."""
+
+    def region_begins(self) -> None:
+        """The region's meter knows."""
+
+    def region_ends(self, op: CapturedOp, taker: Taker) -> None:
+        """The region's meter knows."""
+
+    def freed(self, size_bytes: int) -> None:
+        """The region's meter is told."""
+
+    def passes_point(self) -> None:
+        """Nothing to do."""
+
+    def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
+        """It tells no blocks."""
+
+    def knows(self, storage: torch.UntypedStorage) -> None:
+        """It tells no blocks."""
+
+    def strays(self) -> Sequence[Stray]:
+        return ()
+
+
+class CudaWorkspace(NoWorkspace):
+    """The caching allocator's peak during the op, less what is allocated behind it."""
+
+    memory = Memory.ALLOCATED
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._where)
+
+    def end(self, op: CapturedOp) -> None:
+        taken = torch.cuda.memory_stats(self._where)
+        op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
+
+
+def workspace_of(where: torch.device) -> Workspace:
+    """The meter of that device."""
+    if where.type == "cuda":
+        return CudaWorkspace(where)
+    scope = step_scope()
+    return NoWorkspace() if scope is None or joined_count() is None else LoggedWorkspace(scope)

@@ -1,0 +1,171 @@
+"""What a compiled region allocates inside is in the profile as the blocks of its op, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.profile import Memory, OpBlock, Phase, Profile
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, rounded_up
+from poochplan.planner.arena.blocks import blocks_of, taken_by
+from poochplan.planner.arena.packing import live_peak
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, Event, Taker, events_by_op, taken_in
+from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, EVENT, MARK
+from poochplan.runtime.allocator.building import why_unavailable
+from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
+
+needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Wide(nn.Module):
+    """Temporaries in forward and backward that are larger than what goes in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        wide = self.up(batch)
+        return self.down(wide * torch.sigmoid(wide) + torch.tanh(wide))
+
+
+class Between(nn.Module):
+    """Compiled modules between plain layers."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.wide = nn.ModuleList(Wide() for _ in range(2))
+        for module in self.wide:
+            module.compile(backend=backend)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = self.first(batch).tanh()
+        for module in self.wide:
+            batch = batch + module(batch)
+        return self.last(batch)
+
+
+def _steps(backend: str) -> tuple[Profile, list[int]]:
+    """The profile, and the metered peaks of steps that keep everything."""
+    torch.manual_seed(0)
+    model, batch = Between(backend), torch.randn(64, 32)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    peaks = []
+    with poochplan.apply(random_plan(profile, 0, (1, 0, 0)), model, meter="always", arena="off") as session:
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            loss = model(batch).square().mean()
+            loss.backward()
+            del loss
+            peaks.append(session.report().last_step.peak_bytes or 0)
+    return profile, peaks
+
+
+def _most_bytes(blocks: Sequence[OpBlock]) -> int:
+    """At any time while the op runs."""
+    most = 0
+    for now in range(len(blocks)):
+        alive = (one for at, one in enumerate(blocks) if at <= now and (one.until > now or one.until < 0))
+        most = max(most, sum(rounded_up(one.size_bytes) for one in alive))
+    return most
+
+
+def _check(profile: Profile, peaks: list[int]) -> list[tuple[OpBlock, ...]]:
+    """The blocks of each region."""
+    assert profile.memory is Memory.ALLOCATED
+    regions = [op for op in profile.ops if op.name == COMPILED_REGION]
+    assert [op.phase for op in regions] == [Phase.FORWARD] * 2 + [Phase.BACKWARD] * 2
+    found = [taken_by(profile, op) for op in regions]
+    for op, blocks in zip(regions, found, strict=True):
+        assert {one.output for one in blocks} >= set(range(len(op.outputs)))
+        for one in blocks:
+            assert one.output < 0 or one.size_bytes == profile.values[op.outputs[one.output]].size_bytes
+        most_bytes = op.workspace_bytes + sum(rounded_up(profile.values[value].size_bytes) for value in op.outputs)
+        assert most_bytes - 16 * LEAST_PLACED_BYTES <= _most_bytes(blocks) <= most_bytes
+    assert set(peaks[1:]) == {profile.in_core_peak_bytes}
+    return found
+
+
+@needs_allocator
+def test_a_region_has_the_blocks_that_it_takes_and_the_peak_is_metered_to_the_byte() -> None:
+    for blocks in _check(*_steps("aot_eager")):
+        assert any(one.output < 0 and one.until >= 0 for one in blocks), "it gives something back inside"
+
+
+@needs_allocator
+@pytest.mark.deep
+def test_a_region_of_inductor_has_the_blocks_that_it_takes() -> None:
+    _check(*_steps("inductor"))
+
+
+@needs_allocator
+def test_blocks_of_a_step_with_regions_are_never_more_than_the_simulator_s_bytes() -> None:
+    profile, _ = _steps("aot_eager")
+    problem = build_problem(profile)
+    for seed in range(4):
+        schedule = schedule_of(random_plan(profile, seed, (1, 1, 0)), problem)
+        blocks = blocks_of(profile, problem, schedule)
+        most_bytes = live_peak([one for one in (*blocks.before, *blocks.of_step) if one.size_bytes >= 64])
+        assert 0.9 * simulate(problem, schedule).peak_bytes < most_bytes <= simulate(problem, schedule).peak_bytes
+
+
+@needs_allocator
+def test_regions_beside_another_profiler_are_measured_too() -> None:
+    with torch.profiler.profile():
+        beside, _ = _steps("aot_eager")
+    alone, _ = _steps("aot_eager")
+    assert beside.facts is not None
+    assert beside.facts.unmeasured_regions == 0
+    regions = [[op.workspace_bytes for op in one.ops if op.name == COMPILED_REGION] for one in (beside, alone)]
+    assert regions[0] == regions[1]
+    assert min(regions[1]) > 0
+
+
+# -- of a log --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_freed_in_a_backward_is_there_until_then() -> None:
+    events: list[Event] = [(BIRTH, 1, 8192, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0), (DEATH, 1, 8192, 0)]
+    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.BACKWARD_REGION)
+    assert [tuple(one) for one in blocks] == [(10240, -1, 2), (8192, -1, 3), (4096, 0, -1)]
+    assert workspace_bytes == 8192 + 10240 - 4096
+
+
+def test_what_is_freed_in_a_forward_is_live_at_its_tick_and_no_workspace() -> None:
+    events: list[Event] = [(MARK, -1, 0, -10240), (BIRTH, 1, 4096, 0), (BIRTH, 2, 4096, 0), (DEATH, 1, 4096, 0)]
+    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.FORWARD_REGION)
+    assert [tuple(one) for one in blocks] == [(4096, -1, 2), (4096, 0, -1)]
+    assert workspace_bytes == 0
+
+
+def test_what_was_there_before_a_region_and_dies_in_it_is_told_once() -> None:
+    events: list[Event] = [(DEATH, 9, 10240, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0)]
+    assert taken_in(events, {2: 0}, 1, Taker.BACKWARD_REGION).workspace_bytes == 10240 - 4096
+
+
+def test_a_region_that_runs_within_a_backward_has_its_events_for_itself() -> None:
+    rows = [
+        (MARK, -1, 0, BEGINS), (BIRTH, 1, 64, 0), (MARK, -1, 0, BEGINS), (BIRTH, 2, 64, 0), (MARK, -1, 0, ENDS),
+        (BIRTH, 3, 64, 0), (MARK, -1, 0, ENDS),
+    ]  # fmt: skip
+
+    found = [[block for _, block, _, _ in events] for events in events_by_op(np.array(rows, EVENT))]
+    assert found == [[2], [1, 3]]

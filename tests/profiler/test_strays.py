@@ -1,0 +1,145 @@
+"""What a step takes between its ops counts from the moment at which it is taken to that at which it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from poochplan.formats.profile import Profile
+from poochplan.planner.arena.blocks import blocks_of
+from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, POINT, Event
+from poochplan.profiler.allocations.strays import STEM, Moment, Stray, passing_bytes, stray_values, strays_in
+from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
+from poochplan.runtime.allocator.building import why_unavailable
+from tests.depth import seeds
+from tests.profiler.test_workspace import takes_and_gives_back
+from tests.runtime.nets import Case, metered_peaks
+from tests.runtime.random_plans import random_plan
+
+needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
+STATE_BYTES = torch.get_rng_state().nbytes
+
+
+def mark(value: int) -> Event:
+    return MARK, -1, 0, value
+
+
+OP = (mark(BEGINS), mark(ENDS))
+POINTED = (mark(POINT),)
+
+
+def events(*parts: tuple[Event, ...] | tuple[int, int, int]) -> list[Event]:
+    """Parts are several marks, or one block's birth or death: kind, number, bytes."""
+    found: list[Event] = []
+    for part in parts:
+        if isinstance(part[0], tuple):
+            found += part  # type: ignore[arg-type]
+        else:
+            found.append((*part, 0))  # type: ignore[misc]
+    return found
+
+
+def test_a_stray_is_born_and_dies_between_the_ops_and_points_that_the_log_has() -> None:
+    log = events(OP, (BIRTH, 7, 5000), POINTED, OP, OP, (DEATH, 7, 5000), OP)
+    (stray,) = strays_in(log, known=())
+    assert stray == Stray(5000, Moment(1, 0), Moment(3, 1))
+    (value,) = stray_values([stray], op_ticks=[0, 2, 3, 4], tick_count=5)
+    assert (value.born, value.born_tick, value.freed) == (0, 1, 3)
+
+
+def test_values_and_what_ops_take_themselves_are_no_strays() -> None:
+    inside = (mark(BEGINS), (BIRTH, 1, 5000, 0), mark(ENDS))
+    assert strays_in(events(inside, (BIRTH, 2, 5000), (BIRTH, 3, 8), OP), known={2}) == []
+
+
+def test_a_stray_that_dies_inside_an_op_lives_at_its_tick() -> None:
+    (stray,) = strays_in(events((BIRTH, 1, 5000), OP, (mark(BEGINS), (DEATH, 1, 5000, 0), mark(ENDS)), OP), known=())
+    (value,) = stray_values([stray], op_ticks=[0, 1, 2], tick_count=3)
+    assert (value.born_tick, value.freed) == (0, 1)
+
+
+def test_a_stray_that_nobody_gives_back_lives_to_the_end() -> None:
+    (value,) = stray_values(strays_in(events(OP, (BIRTH, 1, 5000), OP), known=()), op_ticks=[0, 1], tick_count=2)
+    assert (value.born_tick, value.freed) == (1, 1)
+
+
+def test_what_is_gone_before_the_next_op_counts_with_that_op_alone() -> None:
+    strays = strays_in(events(OP, (BIRTH, 1, 5000), (DEATH, 1, 5000), OP), known=())
+    assert stray_values(strays, op_ticks=[0, 1], tick_count=2) == ()
+    assert passing_bytes(strays) == {1: 5120}
+
+
+def test_small_strays_of_one_lifetime_are_one_value_and_large_ones_their_own() -> None:
+    births = [(BIRTH, number, size) for number, size in enumerate([100, 200, 5000, 6000])]
+    values = stray_values(strays_in(events(OP, *births, OP), known=()), op_ticks=[0, 1], tick_count=2)
+    assert sorted(value.size_bytes for value in values) == [1024, 5000, 6000]
+    assert len({value.name for value in values}) == 3
+
+
+# -- in profiles -----------------------------------------------------------------------------------------------------
+
+
+class Checkpoints(nn.Module):
+    """The most bytes live in its first op, before two checkpoints in sequence take their states of generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = takes_and_gives_back(self.first(batch))
+        for layer in (self.second, self.third):
+            hidden = checkpoint(layer, hidden, use_reentrant=False)  # type: ignore[assignment]
+        return hidden
+
+
+def _checkpoints() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    batch = torch.randn(4, 16)
+    return Checkpoints(), lambda model: model(batch).square().mean()
+
+
+CASE = Case(_checkpoints)
+
+
+def _strays_of(profile: Profile) -> list[int]:
+    return [number for number, value in enumerate(profile.values) if value.name.startswith(STEM)]
+
+
+@needs_allocator
+def test_the_states_of_two_checkpoints_are_in_the_profile_from_when_they_are_taken() -> None:
+    profile = CASE.profile()
+    taken = next(tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if "takes_and" in op.name)
+    strays = [profile.values[number] for number in _strays_of(profile)]
+    states = [value for value in strays if value.size_bytes == STATE_BYTES]
+    assert len(states) >= 2
+    assert all(value.born_tick is not None and taken < value.born_tick <= value.freed for value in states)
+    assert not any(value.pinned for value in states)
+    assert profile.static_bytes["input"] < STATE_BYTES
+
+
+@needs_allocator
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0)], ids=["keep", "swap"])
+def test_the_peak_before_two_checkpoints_is_the_metered_one_to_the_byte(weights: tuple[float, float, float]) -> None:
+    profile = CASE.profile()
+    for seed in seeds(deep=5):
+        plan = random_plan(profile, seed, weights)
+        problem = build_problem(profile)
+        predicted = simulate(problem, schedule_of(plan, problem)).peak_bytes
+        assert metered_peaks(CASE, plan)[1] == predicted
+
+
+@needs_allocator
+def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> None:
+    profile = CASE.profile()
+    problem = build_problem(profile)
+    blocks = blocks_of(profile, problem, schedule_of(random_plan(profile, 0, (1, 0, 0)), problem))
+    states = sum(profile.values[number].size_bytes == STATE_BYTES for number in _strays_of(profile))
+    assert sum(block.size_bytes == STATE_BYTES for block in blocks.by_ops) >= states >= 2
+    assert not any(block.size_bytes == STATE_BYTES for block in blocks.before)
