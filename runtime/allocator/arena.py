@@ -95,6 +95,7 @@ class Arena:
 
     def __init__(self, places: Places, size_bytes: int, smallest_bytes: int = LEAST_PLACED_BYTES) -> None:
         sizes, offsets, points = _checked(places, size_bytes)
+        self.size_bytes = size_bytes
         self._library = library()
         at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
         handle = self._library.arena_new(len(sizes), *at, size_bytes, smallest_bytes)
@@ -105,6 +106,21 @@ class Arena:
         self._handle: int = handle
         self._drop = weakref.finalize(self, self._library.arena_drop, handle)
         self._drop.atexit = False
+
+    def lay_out(self, places: Places) -> None:
+        """Serves other places from the next step on. What lives keeps its bytes, which are handed out to nobody.
+
+        Raises
+        ------
+        ValueError
+            As the constructor does.
+        RuntimeError
+            A step is being served, or the arena is closed.
+        """
+        sizes, offsets, points = _checked(places, self.size_bytes)
+        at = sizes.ctypes.data, offsets.ctypes.data, points.ctypes.data
+        if not self._library.arena_lay_out(self._handle, len(sizes), *at):
+            raise RuntimeError("expected an open arena between two steps, found one in a step or closed")
 
     def begin(self, point: int = 0) -> None:
         """Serves this thread from here on, as a new step whose clock is at ``point``.

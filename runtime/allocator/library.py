@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "record_end": (_INT64, (_HANDLE,)),
     "record_take": (None, (_HANDLE, _HANDLE, _INT64)),
     "arena_new": (_HANDLE, (_INT64, _HANDLE, _HANDLE, _HANDLE, _INT64, _INT64)),
+    "arena_lay_out": (_INT, (_HANDLE, _INT64, _HANDLE, _HANDLE, _HANDLE)),
     "arena_begin": (_INT, (_HANDLE, _INT64)),
     "arena_join": (_INT, (_HANDLE,)),
     "arena_leave": (None, (_HANDLE,)),
@@ -81,6 +82,7 @@ class Library:
     record_end: Callable[[int], int]
     record_take: Callable[[int, int, int], None]
     arena_new: Callable[[int, int, int, int, int, int], int | None]
+    arena_lay_out: Callable[[int, int, int, int, int], int]
     arena_begin: Callable[[int, int], int]
     arena_join: Callable[[int], int]
     arena_leave: Callable[[int], None]

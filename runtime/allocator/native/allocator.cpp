@@ -238,18 +238,30 @@ POOCH int64_t pooch_record_end(Scope* scope) noexcept {
 }
 POOCH void pooch_record_take(Scope* scope, pooch::Event* out, int64_t count) noexcept { scope->take_events(out, count); }
 
+static pooch::Places places_of(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points) {
+  return {{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
+}
+
 // Null where there is no memory or no address space.
 POOCH Arena* pooch_arena_new(int64_t count, const int64_t* sizes, const int64_t* offsets, const int64_t* points,
                              int64_t size_bytes, int64_t smallest_bytes) noexcept {
   try {
-    pooch::Places places{{sizes, sizes + count}, {offsets, offsets + count}, {points, points + count}};
-    auto* arena = new Arena(std::move(places), size_bytes, smallest_bytes);
+    auto* arena = new Arena(places_of(count, sizes, offsets, points), size_bytes, smallest_bytes);
     state.arenas.add(arena);
     if (arena->map()) return arena;
     arena->drop();
   } catch (const std::bad_alloc&) {
   }
   return nullptr;
+}
+// 0 where the arena serves a step or was dropped, or there is no memory: then it has the places that it had.
+POOCH int pooch_arena_lay_out(Arena* arena, int64_t count, const int64_t* sizes, const int64_t* offsets,
+                              const int64_t* points) noexcept {
+  try {
+    return arena->lay_out(places_of(count, sizes, offsets, points));
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 // 0 where the arena was dropped.
 POOCH int pooch_arena_begin(Arena* arena, int64_t point) noexcept {

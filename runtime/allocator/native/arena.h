@@ -34,8 +34,8 @@ struct Miss {
   int64_t fate, size_bytes, point, place; // `place`: the one that was expected next
 };
 
-// The blocks that are alive, by their bytes. No two overlap and each lies at a place, so that there are never more than
-// places: the room is made once, and neither a birth nor a death allocates.
+// The blocks that are alive, by their bytes. No two overlap and each lies at a place, of this layout or from before it:
+// the room is made with the layout, and neither a birth nor a death allocates.
 class LiveSet {
  public:
   void make_room(size_t count) { spans_.reserve(count); }
@@ -75,10 +75,20 @@ class LiveSet {
 class Arena {
  public:
   Arena(Places places, int64_t size_bytes, int64_t smallest_bytes)
-      : places_(std::move(places)), size_bytes_(size_bytes), smallest_bytes_(smallest_bytes) {
-    met_.assign(places_.sizes.size(), 0);
-    live_.make_room(places_.sizes.size());
+      : size_bytes_(size_bytes), smallest_bytes_(smallest_bytes) {
+    lay_out(std::move(places));
     misses_.reserve(kMostMisses);
+  }
+
+  // Other places from the next step on; what lives keeps its bytes. False within a step, and once it was dropped.
+  bool lay_out(Places places) {
+    std::vector<int64_t> met(places.sizes.size(), 0);
+    std::lock_guard<std::mutex> guard(mutex);
+    if (is_serving_ || is_dropped_) return false;
+    live_.make_room(live_.size() + places.sizes.size());
+    places_ = std::move(places);
+    met_ = std::move(met);
+    return true;
   }
 
   // False where there is no address space.
