@@ -30,7 +30,7 @@ def around_calls(model: torch.nn.Module, begins: Begins, ends: Ends) -> Iterator
     """
     if isinstance(model, torch.nn.TransformerEncoderLayer):
         raise UsageError(
-            "arena(): expected a model whose ops are the same with hooks, found torch.nn.TransformerEncoderLayer, "
+            "model: expected one whose ops are the same with hooks, found torch.nn.TransformerEncoderLayer, "
             "which then leaves its fast path; give the module that it is a part of, or torch.nn.Sequential(layer)"
         )
     if "" in compiled_modules(model):

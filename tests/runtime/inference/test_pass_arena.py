@@ -296,12 +296,11 @@ def test_copies_and_pickles_of_the_model_have_no_part_in_its_arena() -> None:
 
 
 def test_an_arena_within_a_session_is_refused_in_one_line() -> None:
-    model, _, _ = CASES["attention"].fresh()
-    with (
-        poochplan.apply(plan_of("attention"), model),
-        pytest.raises(UsageError, match=r"^arena\(\): expected no open session on this thread"),
-    ):
-        poochplan.arena(nn.Linear(2, 2))
+    model, loss_of, _ = CASES["attention"].fresh()
+    with poochplan.apply(plan_of("attention"), model):
+        with pytest.raises(UsageError, match=r"^arena\(\): expected no open session on this thread"):
+            poochplan.arena(nn.Linear(2, 2))
+        loss_of().backward()
 
 
 def test_passes_within_a_session_are_ordinary() -> None:
