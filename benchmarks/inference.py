@@ -2,7 +2,8 @@ r"""Forward passes from one arena: seconds, page faults and bits against the sam
 separate blocks and the caching allocator's model would take.
 
 Every run is a process of its own, with the C library's allocator as it is. The model is in eval, without gradients. The
-two modes of a network take turns; a ratio is that of the medians of two neighbours:
+two modes of a network take turns; a ratio is that of the medians of two neighbours, of seconds by the clock and of
+processor seconds, which other work on the machine changes less:
 
 * plain:  the pass in PyTorch
 * arena:  the same within ``poochplan.arena(model)``
@@ -81,15 +82,18 @@ def run(name: str, mode: str, passes: int) -> dict[str, Any]:
 
 def _passes(step: Callable[[], torch.Tensor], passes: int) -> dict[str, Any]:
     digest = hashlib.sha256()
-    seconds, faults = [], []
+    seconds, processor, faults = [], [], []
     for _ in range(passes):
-        faults_before, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+        faults_before, used_s = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.process_time()
+        began_s = time.perf_counter()
         loss = float(step())
         seconds.append(time.perf_counter() - began_s)
+        processor.append(time.process_time() - used_s)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before)
         digest.update(str(loss).encode())
     return {
         "pass_s": statistics.median(seconds[SETTLED:]),
+        "processor_s": statistics.median(processor[SETTLED:]),
         "faults": statistics.median(faults[SETTLED:]),
         "digest": digest.hexdigest()[:16],
     }
@@ -102,12 +106,18 @@ def one(name: str, pairs: int, passes: int) -> dict[str, Any]:
     for turn in range(pairs):
         for mode in MODES if turn % 2 == 0 else MODES[::-1]:
             rows[mode].append(_child(name, mode, passes))
-    ratios = [a["pass_s"] / b["pass_s"] for a, b in zip(rows["arena"], rows["plain"], strict=True)]
     return found | {
         "bitwise": len({row["digest"] for mode in MODES for row in rows[mode]}) == 1,
-        "arena_against_plain": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "arena_against_plain": _ratios(rows, "pass_s"),
+        "arena_against_plain_processor": _ratios(rows, "processor_s"),
         "modes": {mode: sorted(rows[mode], key=lambda row: row["pass_s"])[len(rows[mode]) // 2] for mode in MODES},
     }
+
+
+def _ratios(rows: dict[str, list[dict[str, Any]]], what: str) -> dict[str, float]:
+    """Of neighbours: the median, the least and the most."""
+    found = [a[what] / b[what] for a, b in zip(rows["arena"], rows["plain"], strict=True)]
+    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
 
 def _child(name: str, mode: str, passes: int) -> dict[str, Any]:
@@ -126,7 +136,8 @@ def line(row: dict[str, Any]) -> str:
     ratio = row["arena_against_plain"]
     return (
         f"{row['workload']:11} {'same bits' if row['bitwise'] else 'OTHER BITS'}; arena/plain {ratio['median']:.3f} "
-        f"({ratio['least']:.3f} to {ratio['most']:.3f}); faults {plain['faults']:.0f} -> {served['faults']:.0f}; "
+        f"({ratio['least']:.3f} to {ratio['most']:.3f}), processor "
+        f"{row['arena_against_plain_processor']['median']:.3f}; faults {plain['faults']:.0f} -> {served['faults']:.0f}; "
         f"arena {row['arena_bytes'] / 2**20:.1f} MiB, {row['above_live']:.1%} above live; less than separate "
         f"{row['less_than_separate']:.1%}, than the caching allocator {row['less_than_caching']:.1%}; "
         f"not served {served['not_served']}"
