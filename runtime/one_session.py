@@ -55,6 +55,17 @@ def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
             )
 
 
+def is_in_session(model: torch.nn.Module) -> bool:
+    """Whether what this thread does now may be a session's, or the model has one."""
+    if not len(_ENTERED):
+        return False
+    here = threading.get_ident()
+    return any(
+        session.thread is not None and (session.thread == here or any(own is model for own in session.models.values()))
+        for session in tuple(_ENTERED)
+    )
+
+
 def _end(session: OpenSession, what: str) -> None:
     """One that was left open: after an exception, by code that enters it and has no ``with`` to leave it again."""
     name = " and ".join(type(model).__name__ for model in session.models.values())

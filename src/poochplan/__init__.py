@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .online.auto import auto
     from .plan_sets import plan_set
     from .report.peak import explain_peak
+    from .sessions import arena
     from .workload import Workload
 
 __version__ = "0.2.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Profile",
     "Workload",
     "apply",
+    "arena",
     "auto",
     "explain_peak",
     "plan",
@@ -54,6 +56,7 @@ _HOMES = {
     "Profile": ".formats.profile",
     "Workload": ".workload",
     "apply": ".runtime.applying",
+    "arena": ".sessions",
     "auto": ".online.auto",
     "explain_peak": ".report.peak",
     "plan": ".planner.planning",

@@ -1,15 +1,25 @@
-"""Sessions with all that they may ask for: here runtime and planner meet, which do not know each other."""
+"""Sessions and arenas with all that they may ask for: here runtime and planner meet, which do not know each other."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from poochplan.errors import AllocatorError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.library import library
 from poochplan.runtime.applying import apply as runtime_apply
+from poochplan.runtime.inference.pass_arena import PassArena
+from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.session import Session
+from poochplan.runtime.watch.users_line import users_line
+from poochplan.tensors.storages import own_tensors
 
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
@@ -18,6 +28,56 @@ REPLAN_S = 10.0
 @functools.wraps(runtime_apply)
 def apply(*args: Any, **kwargs: Any) -> Session:
     return runtime_apply(*args, **({"replanner": replanned, "pack": packed} | kwargs))
+
+
+def arena(model: torch.nn.Module) -> PassArena:
+    """An arena for passes without gradients: within ``with poochplan.arena(model) as arena:`` the blocks of each call
+    of ``model`` come from one stretch of memory, in which an earlier call was laid out.
+
+    It serves from the start, and also without a ``with`` until ``close()``. The first call is ordinary and the second
+    is laid out, of each kind: shapes and types of the inputs, train mode, autocast, inference mode. The eight kinds
+    that were used last share one arena, as large as the largest needs. What a call returns lies outside, and so does
+    what somebody keeps. Bytes in use are never handed out. With gradients on nothing is served; nor is what another
+    thread calls meanwhile, or what runs inside a session of :func:`poochplan.apply`.
+
+    Parameters
+    ----------
+    model: on the CPU; called as ``model(x)``, for ``model.forward(x)`` is not seen.
+
+    Returns what has ``report()``: the arena's bytes, what was served of the last such call, what was not and why, and
+    bytes to compare it with: the sum of its blocks, and the most of them that live at once.
+
+    Warns, in one line, where nothing can be served: there is no compiler, or the model is not on the CPU. Calls are
+    ordinary then.
+
+    Raises
+    ------
+    UsageError
+        There is a session on this thread, or one for this model; or the model is itself a
+        ``torch.nn.TransformerEncoderLayer``, whose kernels are others where there are hooks.
+    """
+    check_no_session("arena()", [model])
+    reason = _why_no_arena(model)
+    if reason:
+        warnings.warn(
+            f"poochplan: arena() expected passes that can be served, found {reason}; they are ordinary",
+            RuntimeWarning,
+            stacklevel=users_line(),
+        )
+    return PassArena(model, packed, reason)
+
+
+def _why_no_arena(model: torch.nn.Module) -> str:
+    elsewhere = next((one.device for one in own_tensors(model) if one.device.type != "cpu"), None)
+    if elsewhere is not None:
+        return f"a model on {elsewhere}, whose allocator takes no arena"
+    try:
+        reason = why_unavailable()
+        if not reason:
+            library()
+        return reason
+    except AllocatorError as error:
+        return str(error)
 
 
 def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:

@@ -11,6 +11,7 @@ from poochplan.errors import UsageError
 from poochplan.units import format_seconds, format_with_spread, parse_rate
 
 from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
+from .inference import add_inference_argument, check_inference, profile_inference
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
@@ -30,13 +31,15 @@ class ProfileVerb(Verb):
         "in-core swaps every saved value meanwhile. WORKLOAD is the name of a config that ships, such as unet3d, or a "
         "TOML, package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
         "data, so that one that fits no machine can be planned; each distinct op is then timed by itself on this "
-        "machine, or durations and link are those of --roofline."
+        "machine, or durations and link are those of --roofline. With --inference it is the forward pass alone, in "
+        "eval and without gradients, as poochplan.arena(model) serves it."
     )
     examples = """\
   pooch profile unet3d -o profile.json
   pooch profile train.py:workload --set batch_size=64 --top 10
   pooch profile gpt2 --device cuda -o gpu.json
   pooch profile gpt2 --set layers=48 --mode fake --roofline v100
+  pooch profile resnet50 --inference -o pass.json
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
 """
 
@@ -68,6 +71,7 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
         )
+        add_inference_argument(parser)
         parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument(
             "--throttle",
@@ -101,8 +105,10 @@ class ProfileVerb(Verb):
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         self._check_mode()
         loaded = self._load()
-        path = self.output(options.output or f"{loaded.name}.profile.json")
+        path = self.output(options.output or f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
         assert path is not None
+        if options.inference:
+            return profile_inference(self, loaded, path)
         start_s = time.perf_counter()
         profile = self._measure(loaded, throttle)
         profile.save(path, force=options.force)
@@ -115,6 +121,8 @@ class ProfileVerb(Verb):
     def _check_mode(self) -> None:
         """Tells before torch is loaded and a model is built."""
         options = self.options
+        if options.inference:
+            check_inference(options)
         if self._is_fake() and options.iterations is not None:
             raise UsageError("--iterations: mode fake times no steps; drop --iterations, or take --mode run")
         if self._is_fake() and options.roofline is not None:

@@ -157,6 +157,11 @@ def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> 
         raise InputFileError(f"{source}: truncated or not JSON ({error}); expected a {what}; {again}") from None
     found = header.get("kind")
     if found is None or msgspec.json.decode(found) != what:
+        if found is not None and msgspec.json.decode(found) == "inference":
+            raise InputFileError(
+                f"{source}: expected a {what} of a training step, found a forward pass alone, of which nothing has to "
+                "be moved; its layout is in the file and poochplan.arena(model) serves it, `pooch show` says what it is"
+            )
         seen = "no kind" if found is None else f"kind {bytes(found).decode()}"
         raise InputFileError(f'{source}: expected a {what} (kind "{what}"), found {seen}; {again}')
     version = msgspec.json.decode(header.get("schema_version", msgspec.Raw(b"0")))

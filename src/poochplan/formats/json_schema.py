@@ -1,4 +1,4 @@
-"""JSON Schemas of the two files, for those who read them without this package.
+"""JSON Schemas of the files, for those who read them without this package.
 
 ``python -m poochplan.formats.json_schema docs/schemas`` writes them anew; a test holds them to the types.
 """
@@ -10,10 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from .passes.pass_profile import PassProfile
 from .plan import Plan
 from .profile import Profile
 
-FILES: dict[str, type[msgspec.Struct]] = {"profile.schema.json": Profile, "plan.schema.json": Plan}
+FILES: dict[str, type[msgspec.Struct]] = {
+    "profile.schema.json": Profile,
+    "plan.schema.json": Plan,
+    "inference.schema.json": PassProfile,
+}
 
 
 def json_schema(kind: type[msgspec.Struct]) -> bytes:

@@ -209,7 +209,7 @@ def before_forward(model: torch.nn.Module, tell: Callable[[tuple[Any, ...], dict
     def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         tell(args, kwargs)
 
-    with _left_out_of_copies(model.register_forward_pre_hook(hook, with_kwargs=True)):
+    with left_out_of_copies(model.register_forward_pre_hook(hook, with_kwargs=True)):
         yield
 
 
@@ -239,12 +239,12 @@ def where_forward_raises(model: torch.nn.Module, tell: Callable[[], None]) -> It
         if result is None and sys.exc_info()[0] is not None:
             tell()
 
-    with _left_out_of_copies(model.register_forward_hook(hook, always_call=True)):
+    with left_out_of_copies(model.register_forward_hook(hook, always_call=True)):
         yield
 
 
 @contextlib.contextmanager
-def _left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
+def left_out_of_copies(handle: RemovableHandle) -> Iterator[None]:
     """The hook of this handle has no part in copies of its module, and is removed at the end of the block."""
     with handle, contextlib.ExitStack() as stack:
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):

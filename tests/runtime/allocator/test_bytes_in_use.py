@@ -26,6 +26,29 @@ def is_mapped(address: int) -> bool:
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
 
 
+def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_bytes(native: Library) -> None:
+    arena = Arena(places((8 * KIB, 0, 0)), 32 * KIB)
+    with arena.serving():
+        kept = filled(8 * KIB, 1)
+        with pytest.raises(RuntimeError, match="between two steps"):
+            arena.lay_out(places((4 * KIB, 0, 0)))
+    arena.lay_out(places((4 * KIB, 4 * KIB, 0), (4 * KIB, 8 * KIB, 0)))
+    with arena.serving():
+        taken, other = filled(4 * KIB, 2), filled(4 * KIB, 3)
+        assert (holds(kept, 1), holds(taken, 2), holds(other, 3)) == (True, True, True)
+    assert arena.counts().step.taken == Tally(1, 4 * KIB)
+    assert other.data_ptr() - kept.data_ptr() == 8 * KIB
+    del kept, taken, other
+    with arena.serving():
+        both = filled(4 * KIB, 2), filled(4 * KIB, 3)
+        assert arena.live_blocks == len(both)
+    with pytest.raises(ValueError, match=f"within {32 * KIB}"):
+        arena.lay_out(places((4 * KIB, 32 * KIB, 0)))
+    arena.close()
+    with pytest.raises(RuntimeError, match="found one in a step or closed"):
+        arena.lay_out(places((4 * KIB, 0, 0)))
+
+
 def test_a_place_whose_block_is_alive_is_not_handed_out(native: Library) -> None:
     arena = Arena(places((8 * KIB, 0, 0), (8 * KIB, 4 * KIB, 1)), 12 * KIB)
     with arena.serving():

@@ -9,6 +9,7 @@ from poochplan.cli.base import Verb
 from poochplan.errors import UsageError
 
 if TYPE_CHECKING:
+    from poochplan.formats.passes.pass_profile import PassProfile
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
     from poochplan.report.inspection.run_record import RunRecord
@@ -54,6 +55,7 @@ class ShowVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
+        from poochplan.formats.passes.pass_profile import PassProfile
         from poochplan.formats.plan import Plan
         from poochplan.formats.profile import Profile
         from poochplan.report.inspection.any_file import load_any
@@ -68,6 +70,9 @@ class ShowVerb(Verb):
             data = self._show_profile(found)
         elif isinstance(found, Plan):
             data = self._show_plan(found)
+        elif isinstance(found, PassProfile):
+            self._refuse_picture("a forward pass")
+            return self._show_pass(found)
         else:
             self._refuse_picture("a run")
             return self._show_run(found)
@@ -111,6 +116,13 @@ class ShowVerb(Verb):
             headings = {"swap": "swap", "recompute": "recompute", "keep": "keep"}
             self.show(frame_table(f"Decisions by layer ({len(top)} of {len(layers)})", top, headings))
         return plan_file_data(plan)
+
+    def _show_pass(self, found: PassProfile) -> dict[str, Any]:
+        from poochplan.report.inspection.file_rows import pass_file_rows
+        from poochplan.report.tables import summary_table
+
+        self.show(summary_table(f"Forward pass of {found.workload}", pass_file_rows(found)))
+        return found.data()
 
     def _show_run(self, run: RunRecord) -> dict[str, Any]:
         import msgspec

@@ -9,17 +9,18 @@ from pathlib import Path
 import msgspec
 
 from poochplan.errors import InputFileError, UsageError
+from poochplan.formats.passes.pass_profile import PassProfile
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 
 from .run_record import RunRecord
 
-Inspected = Profile | Plan | RunRecord
-KINDS: dict[str, type[Inspected]] = {"profile": Profile, "plan": Plan, "run": RunRecord}
+Inspected = Profile | PassProfile | Plan | RunRecord
+KINDS: dict[str, type[Inspected]] = {"profile": Profile, "inference": PassProfile, "plan": Plan, "run": RunRecord}
 
 
 def load_any(path: str | Path) -> Inspected:
-    """The profile, plan or run in the file, by the kind that it says it is.
+    """The profile (of a step, or a pass), plan or run in the file, by the kind that it says it is.
 
     Raises
     ------

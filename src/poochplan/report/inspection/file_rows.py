@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pandas as pd
 
+from poochplan.formats.passes.pass_profile import PassProfile
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Host, ModelSignature, Profile
@@ -28,6 +29,16 @@ def profile_file_rows(profile: Profile) -> Rows:
         "inputs": describe(profile.inputs),
         **_made_rows(profile.versions, profile.host),
         **profile_rows(profile),
+    }
+
+
+def pass_file_rows(found: PassProfile) -> Rows:
+    """Of a forward pass."""
+    return {
+        "for": _model_text(found.model),
+        "inputs": describe(found.inputs),
+        **_made_rows(found.versions, found.host),
+        **found.rows(),
     }
 
 

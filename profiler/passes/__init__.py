@@ -1,0 +1,1 @@
+"""Profiling a forward pass alone."""

@@ -1,0 +1,206 @@
+"""profile_pass: a workload's forward pass alone, in eval and without gradients, and what it takes of the allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from poochplan.errors import StepError, UsageError
+from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
+from poochplan.formats.plan import OUTSIDE
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, Kind, rounded_up
+from poochplan.planner.arena.caching_allocator import peak_reserved
+from poochplan.planner.arena.packing import Block, live_peak, pack
+from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
+from poochplan.profiler.assembly.assemble import this_machine
+from poochplan.profiler.assembly.host import this_host, versions_here
+from poochplan.runtime.allocator.library import library
+from poochplan.runtime.inference.model_calls import around_calls
+from poochplan.runtime.model_check import model_signature
+from poochplan.tensors.signatures import input_signature, tensor_leaves
+from poochplan.tensors.storages import own_tensors
+
+from .pass_log import LoggedBlock, allocated_peak, live_tensors_peak, logged_pass
+
+
+def profile_pass(
+    step: Callable[[], object],
+    *,
+    model: torch.nn.Module,
+    workload: str = "",
+    iterations: int = 5,
+    warmup: int = 2,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PassProfile:
+    """The first call of ``model`` in ``step()``, measured. The model is in eval meanwhile, and as it was behind.
+
+    Parameters
+    ----------
+    step: calls the model; what it returns is not looked at.
+    iterations, warmup: passes that are timed, and those before.
+    progress: told what is done now.
+
+    Raises
+    ------
+    UsageError
+        The model is not on the CPU, or a hook on it would change its ops.
+    StepError
+        The step does not call the model.
+    AllocatorError
+        There is no compiled allocator, which alone sees all that a pass takes; one line says what to do.
+    """
+    _check_device(model)
+    library()  # before anything is timed
+    with _evaluating(model):
+        progress("timing passes")
+        seen = _timed(step, model, iterations, warmup)
+        progress("logging a pass")
+        blocks, events = logged_pass(step, model)
+        progress("logging a pass op by op")
+        live_bytes = live_tensors_peak(step, model)
+    progress("laying it out")
+    laid = _laid_out(blocks, events)
+    return PassProfile(
+        workload=workload,
+        device=this_machine(torch.device("cpu")),
+        versions=versions_here("cpu"),
+        host=this_host(),
+        model=model_signature(model),
+        inputs=seen.inputs,
+        calls=seen.calls,
+        pass_s=statistics.median(seen.seconds),
+        spread_s=_spread(seen.seconds),
+        iterations=iterations,
+        static_bytes=seen.static_bytes,
+        live_peak_bytes=min(live_bytes, allocated_peak(blocks, events)),
+        allocated_peak_bytes=allocated_peak(blocks, events),
+        total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
+        notes=_notes(seen.calls),
+        blocks=tuple(
+            PassBlock(block.size_bytes, block.start, block.end, offset, block.layer)
+            for block, offset in zip(blocks, laid.offsets, strict=True)
+        ),
+        arena_bytes=laid.arena_bytes,
+        arena_live_bytes=laid.live_bytes,
+        separate_bytes=laid.separate_bytes,
+        outside_bytes=laid.outside_bytes,
+        caching_bytes=laid.caching_bytes,
+    )
+
+
+class _Seen:
+    """State: what the timed passes have shown."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.inputs: tuple[str, ...] = ()
+        self.static_bytes: dict[str, int] = {}
+        self.calls = 0
+
+
+def _timed(step: Callable[[], object], model: torch.nn.Module, iterations: int, warmup: int) -> _Seen:
+    seen = _Seen()
+    depth, began_s = 0, 0.0
+
+    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth, began_s
+        depth += 1
+        if depth == 1:
+            seen.calls += 1
+            if seen.calls == 1:
+                seen.inputs = input_signature(args, kwargs)
+                seen.static_bytes = _static_bytes(model, args, kwargs)
+                began_s = time.perf_counter()
+
+    def ends(_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0 and seen.calls == 1:
+            seen.seconds.append(time.perf_counter() - began_s)
+
+    with around_calls(model, begins, ends):
+        for _ in range(warmup + iterations):
+            seen.calls = 0
+            step()
+            if not seen.calls:
+                raise StepError(
+                    "step(): expected a call of the model, found none; compute it with the model that is given, called "
+                    "as model(x)"
+                )
+    del seen.seconds[:warmup]
+    return seen
+
+
+def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    """Storages by kind, each once and rounded up."""
+    parameters, buffers = list(model.parameters()), list(own_tensors(model))
+    inputs = [leaf for _, leaf in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
+    known: set[int] = set()
+    found: dict[str, int] = {}
+    for kind, tensors in ((Kind.PARAMETER, parameters), (Kind.BUFFER, buffers), (Kind.INPUT, inputs)):
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        found[str(kind)] = sum(rounded_up(size) for key, size in storages.items() if key not in known)
+        known |= storages.keys()
+    return found
+
+
+class _Laid(NamedTuple):
+    """The offset of each block, -1 outside; and the figures of ``PassProfile``."""
+
+    offsets: list[int]
+    arena_bytes: int
+    live_bytes: int
+    separate_bytes: int
+    outside_bytes: int
+    caching_bytes: int
+
+
+def _laid_out(blocks: list[LoggedBlock], events: int) -> _Laid:
+    inside = [i for i, block in enumerate(blocks) if block.end < events and block.size_bytes >= LEAST_PLACED_BYTES]
+    spans = [Block(block.start, block.end, block.size_bytes) for block in blocks]
+    packed = pack([spans[i] for i in inside], LOOKS_PER_BLOCK * len(inside))
+    places = dict(zip(inside, packed.offsets, strict=True))
+    return _Laid(
+        offsets=[places.get(i, OUTSIDE) for i in range(len(blocks))],
+        arena_bytes=packed.arena_bytes,
+        live_bytes=packed.lower_bound_bytes,
+        separate_bytes=sum(rounded_up(blocks[i].size_bytes) for i in inside),
+        outside_bytes=live_peak([span for i, span in enumerate(spans) if i not in places]),
+        caching_bytes=peak_reserved((), spans, events).reserved_bytes,
+    )
+
+
+def _notes(calls: int) -> tuple[str, ...]:
+    return () if calls == 1 else (f"a step calls the model {calls} times; this is the first of them",)
+
+
+def _spread(seconds: list[float]) -> float:
+    low, high = np.quantile(seconds, (0.25, 0.75))
+    return float(high - low)
+
+
+def _check_device(model: torch.nn.Module) -> None:
+    elsewhere = next((one.device for one in own_tensors(model) if one.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise UsageError(
+            f"inference: expected a model on the CPU, found it on {elsewhere}, whose allocator takes no arena; "
+            "profile the pass on the CPU"
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval, without gradients, and each module as it was behind."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        stack.enter_context(torch.no_grad())
+        yield

@@ -1,0 +1,1 @@
+"""Inference: the blocks of a forward pass without gradients, from one arena."""

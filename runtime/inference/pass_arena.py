@@ -1,0 +1,266 @@
+"""PassArena: the blocks of a model's passes without gradients, from one arena in which an earlier pass was laid out."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+
+from poochplan.errors import AllocatorError
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
+from poochplan.runtime.allocator.allocation_log import AllocationLog
+from poochplan.runtime.allocator.arena import Arena
+from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.one_session import is_in_session
+from poochplan.runtime.run_report import Unserved
+from poochplan.runtime.serving import Pack
+from poochplan.tensors.signatures import input_signature
+from poochplan.tensors.torch_private import in_backward, is_tracing
+
+from .lessons import Lesson, Lessons
+from .model_calls import around_calls, around_parts
+from .pass_layout import Call, PassLayout, pass_layout
+from .pass_report import PassReport
+
+_MOST_TOLD = 8
+_here = threading.local()
+"""``arena``: whose pass this thread is in."""
+_logging = threading.Lock()
+"""Of the one log that there is; where another pass writes it, the next is as good."""
+
+
+@functools.cache
+def _scope() -> ThreadScope:
+    """Of all passes that are written down, apart from that of training steps, which may have a log of its own."""
+    return ThreadScope()
+
+
+class PassArena:
+    """A context manager, open from the start. States: *open*; *idle*, where nothing can be served and ``reason`` says
+    why; *closed*.
+
+    A pass begins at the outermost call of the model on a thread, without gradients, and ends where that returns or
+    raises. One pass at a time: those of other threads meanwhile, and those inside a session, go to the ordinary
+    allocator. So does what lies between passes. Of each kind of pass (inputs, switches) the first is ordinary, the
+    second is logged and laid out, and those behind it are served; they are logged too until one is served as laid out.
+
+    Bytes in use are never handed out: results that are kept stay as they are, whatever the passes do.
+
+    Parameters
+    ----------
+    model: in whose calls passes begin; nothing of it changes but hooks.
+    pack: lays out what a pass has taken.
+    reason: why nothing is to be served; empty where it is.
+    """
+
+    def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
+        self._model, self._pack, self._reason = model, pack, reason
+        self._lessons = Lessons()
+        self._arena: Arena | None = None
+        self._laid_out: PassLayout | None = None
+        """Whose places the arena has."""
+        self._is_closed = False
+        self._passes = self._served = 0
+        self._is_free = threading.Lock()
+        """Held while a pass runs, on whichever thread."""
+        self._pass = _Pass()
+        self._stack = ExitStack()
+        if not reason:
+            with ExitStack() as stack:
+                stack.enter_context(around_calls(model, self._call_begins, self._call_ends))
+                stack.enter_context(around_parts(model, self._part_is_called))
+                self._stack = stack.pop_all()
+
+    def __enter__(self) -> PassArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Passes are ordinary from here on, and the hooks are gone. What lies in the arena stays as it is; its memory
+        goes with the last tensor in it. Closing twice is no error.
+        """
+        self._is_closed = True
+        self._stack.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def report(self) -> PassReport:
+        """Of the last pass that was served, and the figures to compare it with."""
+        arena, layout = self._arena, self._laid_out
+        told = PassReport(
+            passes=self._passes, served_passes=self._served, layouts=len(self._lessons), reason=self._reason
+        )
+        if arena is None or layout is None:
+            return told
+        step = arena.counts().step
+        return PassReport(
+            passes=told.passes,
+            served_passes=told.served_passes,
+            layouts=told.layouts,
+            reason=told.reason,
+            size_bytes=arena.size_bytes,
+            layout_bytes=layout.arena_bytes,
+            separate_bytes=layout.separate_bytes,
+            live_bytes=layout.live_bytes,
+            served=step.served.blocks,
+            served_bytes=step.served.size_bytes,
+            unplanned=step.unplanned.blocks,
+            unplanned_bytes=step.unplanned.size_bytes,
+            taken=step.taken.blocks,
+            taken_bytes=step.taken.size_bytes,
+            unserved=[
+                Unserved(size_bytes=miss.size_bytes, layer=layout.layer(miss.point), why=miss.fate)
+                for miss in arena.misses()[:_MOST_TOLD]
+            ],
+        )
+
+    # -- called by the model's hooks ---------------------------------------------------------------------------
+
+    def _call_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        within: PassArena | None = getattr(_here, "arena", None)
+        if within is not None and within._pass.is_running():
+            within._pass.depth += within is self
+            return
+        if within is not None:  # an interrupt has ended it, of which torch tells no hook
+            within._pass_ends(is_whole=False)
+        if torch.is_grad_enabled() or self._reason or self._is_closed or in_backward() or is_tracing():
+            return
+        self._passes += 1
+        if is_in_session(self._model) or not self._is_free.acquire(blocking=False):
+            return
+        _here.arena = self
+        self._pass = _Pass(sys._getframe(2), (input_signature(args, kwargs), _switches(self._model)))
+        self._serve(self._pass)
+
+    def _call_ends(self, result: Any) -> None:
+        if getattr(_here, "arena", None) is not self:
+            return
+        if self._pass.depth:
+            self._pass.depth -= 1
+            return
+        self._pass_ends(is_whole=result is not None or sys.exc_info()[0] is None)
+
+    def _part_is_called(self, path: str) -> None:
+        if getattr(_here, "arena", None) is not self:
+            return
+        running = self._pass
+        call = path, running.calls[path]
+        running.calls[path] += 1
+        if running.served is not None and self._arena is not None:
+            point = running.served.points.get(call)
+            if point is not None:
+                self._arena.at(point)
+        if running.log is not None:
+            running.log.mark(running.points.setdefault(call, len(running.points) + 1))
+
+    # -- a pass ------------------------------------------------------------------------------------------------
+
+    def _serve(self, running: _Pass) -> None:
+        lesson = self._lessons.of(running.kind)
+        lesson.passes += 1
+        running.lesson = lesson
+        if lesson.layout is not None and self._has_places(lesson.layout):
+            assert self._arena is not None
+            running.served = lesson.layout
+            self._served += 1
+            self._arena.begin()
+        if lesson.is_to_be_logged and _logging.acquire(blocking=False):
+            running.log = _opened_log()
+
+    def _has_places(self, layout: PassLayout) -> bool:
+        """Whether the arena has them now. It is made anew where it is too small for them: one mapping for all."""
+        try:
+            if self._arena is None or self._arena.size_bytes < layout.arena_bytes:
+                self._drop_arena()
+                self._arena = Arena(layout.places, self._lessons.arena_bytes, LEAST_PLACED_BYTES)
+            elif self._laid_out is not layout:
+                self._arena.lay_out(layout.places)
+        except AllocatorError as error:
+            self._reason = str(error)
+            return False
+        self._laid_out = layout
+        return True
+
+    def _drop_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _pass_ends(self, *, is_whole: bool) -> None:
+        running, self._pass = self._pass, _Pass()
+        _here.arena = None
+        try:
+            if running.served is not None and self._arena is not None:
+                self._arena.end()
+            if running.log is not None:
+                try:
+                    running.log.__exit__(None, None, None)
+                finally:
+                    _logging.release()
+            if is_whole and not self._is_closed and running.lesson is not None:
+                self._learn(running, running.lesson)
+        finally:
+            self._is_free.release()
+
+    def _learn(self, running: _Pass, lesson: Lesson) -> None:
+        if running.served is not None and self._arena is not None:
+            step = self._arena.counts().step
+            lesson.is_settled = not step.unplanned.blocks + step.taken.blocks
+        if running.log is None or lesson.is_settled:
+            return
+        lesson.times += 1
+        layout = pass_layout(running.log.events, running.points, self._pack)
+        if layout is not None:
+            lesson.layout = layout
+            self._lessons.is_laid_out(running.kind)
+            if self._arena is not None and self._arena.live_blocks:
+                self._drop_arena()  # somebody keeps what lies in it, so that its bytes are no places any more
+
+
+def _opened_log() -> AllocationLog | None:
+    """One that writes; None where as many threads as can be are counted or logged already."""
+    log = AllocationLog(_scope())
+    try:
+        return log.__enter__()
+    except AllocatorError:
+        _logging.release()
+        return None
+
+
+class _Pass:
+    """State of the pass that runs. One without a frame is none."""
+
+    def __init__(self, frame: FrameType | None = None, kind: Hashable = None) -> None:
+        self.frame, self.kind = frame, kind
+        self.depth = 0
+        """Calls of the model within it."""
+        self.calls: Counter[str] = Counter()
+        """Of its parts, so far."""
+        self.points: dict[Call, int] = {}
+        """Those that the log has marks of."""
+        self.lesson: Lesson | None = None
+        self.served: PassLayout | None = None
+        self.log: AllocationLog | None = None
+
+    def is_running(self) -> bool:
+        """Whether the call in which it began is one of those that led here, on its thread."""
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None and (frame := frame.f_back) is not None:
+            if frame is self.frame:
+                return True
+        return False
+
+
+def _switches(model: torch.nn.Module) -> tuple[object, ...]:
+    """What else decides which kernels run."""
+    is_autocast = torch.is_autocast_enabled("cpu")
+    return model.training, torch.is_inference_mode_enabled(), is_autocast and torch.get_autocast_dtype("cpu")

@@ -1,0 +1,1 @@
+"""Files about a forward pass alone."""

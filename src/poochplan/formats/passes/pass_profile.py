@@ -1,0 +1,127 @@
+"""The PassProfile: what a forward pass without gradients takes, block by block, and its layout in one arena.
+
+It is a file of its own, for a Profile says what a training step saves for backward, and here nothing is saved: there is
+nothing to decide, and so neither link, handles nor points.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from poochplan.formats.display.shown_table import html_table
+from poochplan.formats.files import read_struct, write_struct
+from poochplan.formats.profile_parts import Device, Host, ModelSignature
+from poochplan.units import format_bytes, format_seconds
+
+SCHEMA_VERSION = 1
+
+
+class PassBlock(NamedTuple):
+    """One block that the pass takes: bytes, and the events of its log between which it lives."""
+
+    size_bytes: int
+    """As asked for."""
+    start: int
+    """Position in the order of all that is taken and given back."""
+    end: int
+    """The same; the length of that order where the pass does not give it back."""
+    offset: int
+    """In the arena; -1 outside."""
+    layer: str
+    """The part of the model that was called last."""
+
+
+class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass of a model in eval, without gradients.
+
+    Blocks are rounded up to 512 bytes, and those of less than 64 count nothing. What the pass takes is that of its
+    blocks, what it returns among them; ``static_bytes`` come on top.
+    """
+
+    kind: Literal["inference"] = "inference"
+    schema_version: int = SCHEMA_VERSION
+    workload: str
+    device: Device
+    versions: dict[str, str]
+    host: Host | None = None
+    model: ModelSignature
+    inputs: tuple[str, ...]
+    """``path dtype[shape]`` of each tensor that the model is called with."""
+    calls: int
+    """Of the model in a step of the workload. The first is this pass."""
+    pass_s: float
+    """Median, with the ordinary allocator."""
+    spread_s: float
+    """Interquartile range."""
+    iterations: int
+    static_bytes: dict[str, int]
+    """What is there before: parameters, buffers, inputs."""
+    live_peak_bytes: int
+    """Most bytes of tensors that the pass has made and that live at once."""
+    allocated_peak_bytes: int
+    """The same with what ops take and give back inside."""
+    total_bytes: int
+    """Sum of all blocks, each taken separately."""
+    arena_bytes: int
+    """One arena for the blocks that the pass gives back and that have 4096 bytes or more."""
+    arena_live_bytes: int
+    """Most of these that live at once: no arena is smaller."""
+    separate_bytes: int
+    """Their sum."""
+    outside_bytes: int
+    """Most of the other blocks that live at once."""
+    caching_bytes: int
+    """What PyTorch's caching allocator would reserve for all blocks on a GPU, by the planner's model of it."""
+    notes: tuple[str, ...] = ()
+    blocks: tuple[PassBlock, ...]
+
+    def rows(self) -> dict[str, str]:
+        """What ``pooch profile --inference`` and ``pooch show`` say."""
+        static_bytes = sum(self.static_bytes.values())
+        static = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.static_bytes.items() if size)
+        taken_bytes = self.arena_bytes + self.outside_bytes
+        return {
+            "device": f"{self.device.name} ({self.device.kind}, {format_bytes(self.device.memory_bytes)})",
+            "pass": f"{format_seconds(self.pass_s)} (spread {format_seconds(self.spread_s)}, "
+            f"{self.iterations} iterations), in eval and without gradients",
+            "there before": static or "nothing",
+            "peak, with that": f"{format_bytes(static_bytes + self.allocated_peak_bytes)} allocated, "
+            f"{format_bytes(static_bytes + self.live_peak_bytes)} live",
+            "the pass takes at once": f"{format_bytes(self.allocated_peak_bytes)} allocated, "
+            f"{format_bytes(self.live_peak_bytes)} live, in {len(self.blocks)} blocks",
+            "one by one": f"{format_bytes(self.total_bytes)}, each block taken separately",
+            "caching allocator": f"{format_bytes(self.caching_bytes)} reserved on a GPU, by a model of it",
+            "arena": f"{format_bytes(self.arena_bytes)} ({_above(self.arena_bytes, self.arena_live_bytes)} above its "
+            f"live peak); {format_bytes(taken_bytes)} with what lies outside",
+            "saved by the arena": f"{_less(taken_bytes, self.caching_bytes)} of what the caching allocator reserves, "
+            f"{_less(taken_bytes, self.total_bytes)} of the blocks one by one",
+        } | {f"note {number}": note for number, note in enumerate(self.notes, 1)}
+
+    def data(self) -> dict[str, Any]:
+        """The figures for ``--json``: all fields but blocks and model."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return {name: value for name, value in found.items() if name not in ("blocks", "model")}
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the same rows."""
+        return html_table(f"Forward pass of {self.workload}", list(self.rows().items()))
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Writes it as JSON (compressed when the name ends in ``.gz``)."""
+        return write_struct(path, self, force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PassProfile:
+        """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
+        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION)
+
+
+def _above(size_bytes: int, least_bytes: int) -> str:
+    return f"{size_bytes / least_bytes - 1:.1%}" if least_bytes else "nothing"
+
+
+def _less(size_bytes: int, other_bytes: int) -> str:
+    return f"{1 - size_bytes / other_bytes:.1%}" if other_bytes else "nothing"

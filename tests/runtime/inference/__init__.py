@@ -1,0 +1,1 @@
+"""Passes without gradients that an arena serves."""
