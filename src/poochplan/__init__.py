@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
+    from .fitting.fit import fit
     from .online.auto import auto
     from .plan_sets import plan_set
     from .report.peak import explain_peak
@@ -37,6 +38,7 @@ __all__ = [
     "apply",
     "auto",
     "explain_peak",
+    "fit",
     "plan",
     "plan_set",
     "profile",
@@ -56,6 +58,7 @@ _HOMES = {
     "apply": ".runtime.applying",
     "auto": ".online.auto",
     "explain_peak": ".report.peak",
+    "fit": ".fitting.fit",
     "plan": ".planner.planning",
     "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",
