@@ -1,4 +1,4 @@
-"""fit(): a workload, one of its parameters and a memory in; the largest value that trains there out, and what it costs."""
+"""fit(): a workload, a parameter and a memory in; the largest value that trains there out, and what it costs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.units import format_bytes, parse_bytes
 
+from .aiming import Size, aimed
 from .family import Family, Target, family_of
 from .ladder import Rung, bytes_of, ladder, ladder_values
-from .largest import Found, Gait, largest
+from .largest import NEIGHBOURS, Answer, Found, Gait, largest
 from .probes import Effort, Probes, one_line
 from .taking import Machine, bytes_alone, of_real_steps, with_times
 from .trial import Trial, tried
@@ -180,33 +181,40 @@ class _Search:
         return self.real or self.timed
 
     def run(self) -> Found:
-        """The value, by profiles without memory, and settled by real ones where the machine is this one.
+        """The value by profiles without memory, settled by real ones where the machine is this one.
 
         Raises ``InfeasibleError`` where the smallest value does not fit, and what the first value raises.
         """
         self.quick.sight(self.start)
-        found = largest(self.quick.has_plan, self.start, self.low, self.high)
+        found = self._largest(self.quick.has_plan, self.quick.smallest, self.high)
         if found.value is None:
             raise self._infeasible(found, self.quick)
-        self.in_core = largest(self.quick.in_core, min(self.start, found.value), self.low, found.value).value
+        self.in_core = self._largest(self.quick.in_core, self.quick.in_core_peak, found.value, neighbours=1).value
         if self.most_overhead is not None:
             first = self.in_core or self.start
             found = largest(self.timed.fits, min(first, found.value), self.low, found.value)
             if found.value is None:
                 raise self._infeasible(found, self.timed)
+        assert found.value is not None
         return found if self.real is None else self._settled(self.real, found.value)
 
+    def _largest(self, fits: Answer, size_bytes: Size, high: int, neighbours: int = NEIGHBOURS) -> Found:
+        """The largest value that fits, searched from where the bytes of a few say it is."""
+        first = min(self.start, high)
+        guess = aimed(size_bytes, self.machine.budget_bytes, first, self.low, high)
+        return largest(fits, guess, self.low, high, Gait.STEP, neighbours)
+
     def _settled(self, real: Probes, guess: int) -> Found:
-        """The value by real profiles, which know what ops take inside; they begin where these bytes put the guess."""
+        """The value by real profiles, which know what ops take inside; searched from where these bytes put it."""
         taken = real.sight(guess)
         if taken.smallest_peak_bytes > real.budget_bytes:
             more = taken.smallest_peak_bytes / self.quick.sight(guess).smallest_peak_bytes
 
-            def would_fit(value: int) -> bool | None:
-                fits = self.quick.has_plan(value)
-                return self.quick.sight(value).smallest_peak_bytes * more <= real.budget_bytes if fits else fits
+            def size_bytes(value: int) -> int | None:
+                size = self.quick.smallest(value)
+                return None if size is None else int(size * more)
 
-            guess = largest(would_fit, guess, self.low, guess).value or self.low
+            guess = aimed(size_bytes, real.budget_bytes, guess, self.low, guess)
         found = largest(real.fits, guess, self.low, self.high, Gait.STEP, neighbours=1)
         if found.value is None:
             raise self._infeasible(found, real)
@@ -221,7 +229,8 @@ class _Search:
             least = probes.plan(smallest).prediction.overhead
             return InfeasibleError(
                 f"no {self.family.parameter} has a plan within {budget} at an overhead of at most "
-                f"{self.most_overhead:.1%}: the smallest, {smallest}, takes {least:+.1%}; allow more, or name more memory",
+                f"{self.most_overhead:.1%}: the smallest, {smallest}, takes {least:+.1%}; allow more overhead, or name "
+                "more memory",
                 smallest_budget_bytes=peak_bytes,
             )
         return InfeasibleError(

@@ -64,6 +64,8 @@ def largest(
     """
     asked = _Asked(fits, low, high)
     start = min(max(start, low), high)
+    existing = asked.existing(_around(start, low - 1, high + 1))
+    start = start if existing is None else existing
     below, above = _bracket(asked, start, gait)
     if above is not None:
         below = _halved(asked, below, above)

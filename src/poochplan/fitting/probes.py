@@ -74,6 +74,14 @@ class Probes:
         """Whether some plan of the value fits, at any overhead."""
         return self._asked(value, lambda: self.sight(value).smallest_peak_bytes <= self.budget_bytes)
 
+    def smallest(self, value: int) -> int | None:
+        """Bytes of the smallest possible peak; None where the workload does not take the value."""
+        return None if self.has_plan(value) is None else self.sight(value).smallest_peak_bytes
+
+    def in_core_peak(self, value: int) -> int | None:
+        """Bytes of the in-core peak; None where the workload does not take the value."""
+        return None if self.has_plan(value) is None else self.sight(value).in_core_peak_bytes
+
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and within the overhead that is asked for."""
         if self._most_overhead is None or not self.has_plan(value):
