@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from poochplan.errors import InfeasibleError, UsageError
@@ -12,10 +13,10 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.units import format_bytes, parse_bytes
 
-from .aiming import Size, aimed
+from .aiming import aimed
 from .family import Family, Target, family_of
 from .ladder import Rung, bytes_of, ladder, ladder_values
-from .largest import NEIGHBOURS, Answer, Found, Gait, largest
+from .largest import NEIGHBOURS, Found, Gait, largest
 from .probes import Effort, Probes, one_line
 from .taking import Machine, bytes_alone, of_real_steps, with_times
 from .trial import Trial, tried
@@ -23,6 +24,8 @@ from .trial import Trial, tried
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
 Say = Callable[[str], None]
+Fits = Callable[[Probes, int], bool | None]
+Bytes = Callable[[Probes, int], int | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,8 +145,8 @@ def fit(
         following=search.following(found),
         best=_best(rungs) if family.is_comparable else None,
         rungs=rungs,
-        plan=search.last.plan(found.value),
-        profile=search.last.sight(found.value).profile,
+        plan=search.judge.plan(found.value),
+        profile=search.judge.sight(found.value).profile,
         trial=trial,
         notes=tuple(search.notes(found)),
     )
@@ -170,15 +173,20 @@ class _Search:
         def probes(take: Callable[[int], Profile]) -> Probes:
             return Probes(take, machine.budget_bytes, effort, most_overhead)
 
-        self.quick = probes(bytes_alone(family, machine, say))
-        self.timed = self.quick if machine.roofline else probes(with_times(family, machine, say))
-        self.real = probes(of_real_steps(family, machine, say)) if machine.is_here else None
+        self.quick = Probes(bytes_alone(family, machine, say), machine.budget_bytes, effort, most_overhead)
+        self.judge = self.quick if machine.roofline else self._judge(effort)
         self.in_core: int | None = None
 
-    @property
-    def last(self) -> Probes:
-        """The profiles that have the last word."""
-        return self.real or self.timed
+    def _judge(self, effort: Effort) -> Probes:
+        """Profiles that have the last word where no roofline has: of real steps, or of another machine's."""
+        take = of_real_steps if self.machine.is_here else with_times
+        return Probes(
+            take(self.family, self.machine, self.say),
+            self.machine.budget_bytes,
+            effort,
+            self.most_overhead,
+            exists=lambda value: self.quick.has_plan(value) is not None,
+        )
 
     def run(self) -> Found:
         """The value by profiles without memory, settled by real ones where the machine is this one.
@@ -186,42 +194,36 @@ class _Search:
         Raises ``InfeasibleError`` where the smallest value does not fit, and what the first value raises.
         """
         self.quick.sight(self.start)
-        found = self._largest(self.quick.has_plan, self.quick.smallest, self.high)
+        found = self._largest(Probes.has_plan, Probes.smallest, self.high, NEIGHBOURS)
         if found.value is None:
-            raise self._infeasible(found, self.quick)
-        self.in_core = self._largest(self.quick.in_core, self.quick.in_core_peak, found.value, neighbours=1).value
+            raise self._infeasible(found)
+        self.in_core = self._largest(Probes.in_core, Probes.in_core_peak, found.value, 1).value
         if self.most_overhead is not None:
-            first = self.in_core or self.start
-            found = largest(self.timed.fits, min(first, found.value), self.low, found.value)
+            first = min(self.in_core or self.start, found.value)
+            found = largest(self.judge.fits, first, self.low, found.value)
             if found.value is None:
-                raise self._infeasible(found, self.timed)
-        assert found.value is not None
-        return found if self.real is None else self._settled(self.real, found.value)
-
-    def _largest(self, fits: Answer, size_bytes: Size, high: int, neighbours: int = NEIGHBOURS) -> Found:
-        """The largest value that fits, searched from where the bytes of a few say it is."""
-        first = min(self.start, high)
-        guess = aimed(size_bytes, self.machine.budget_bytes, first, self.low, high)
-        return largest(fits, guess, self.low, high, Gait.STEP, neighbours)
-
-    def _settled(self, real: Probes, guess: int) -> Found:
-        """The value by real profiles, which know what ops take inside; searched from where these bytes put it."""
-        taken = real.sight(guess)
-        if taken.smallest_peak_bytes > real.budget_bytes:
-            more = taken.smallest_peak_bytes / self.quick.sight(guess).smallest_peak_bytes
-
-            def size_bytes(value: int) -> int | None:
-                size = self.quick.smallest(value)
-                return None if size is None else int(size * more)
-
-            guess = aimed(size_bytes, real.budget_bytes, guess, self.low, guess)
-        found = largest(real.fits, guess, self.low, self.high, Gait.STEP, neighbours=1)
-        if found.value is None:
-            raise self._infeasible(found, real)
+                raise self._infeasible(found)
         return found
 
-    def _infeasible(self, found: Found, probes: Probes) -> InfeasibleError:
+    def _largest(self, fits: Fits, size_bytes: Bytes, high: int, neighbours: int) -> Found:
+        """The largest value that fits; searched from where the bytes of a few say it is, by the judge from what the
+        quick profiles found: it may know of more bytes, such as what ops take inside.
+        """
+        budget_bytes, quick, judge = self.machine.budget_bytes, self.quick, self.judge
+        guess = aimed(partial(size_bytes, quick), budget_bytes, min(self.start, high), self.low, high)
+        found = largest(partial(fits, quick), guess, self.low, high, Gait.STEP, neighbours)
+        if judge is quick or found.value is None or not self.machine.is_here:
+            return found
+        known, told = size_bytes(judge, found.value), size_bytes(quick, found.value)
+        guess = found.value
+        if known is not None and told and known > budget_bytes:
+            more = known / told
+            guess = aimed(lambda value: _times(size_bytes(quick, value), more), budget_bytes, guess, self.low, guess)
+        return largest(partial(fits, judge), guess, self.low, high, Gait.STEP, 1)
+
+    def _infeasible(self, found: Found) -> InfeasibleError:
         """Nothing fits: what the smallest value would take."""
+        probes = self.judge
         smallest = found.following if found.following is not None else self.start
         name, peak_bytes = f"{self.family.parameter} {smallest}", probes.sight(smallest).smallest_peak_bytes
         budget = f"{probes.budget_bytes} bytes ({format_bytes(probes.budget_bytes)})"
@@ -242,13 +244,13 @@ class _Search:
 
     def trial(self, value: int, steps: int) -> Trial | None:
         """Steps of the value under its plan, where the machine is this one."""
-        if self.real is None or not steps:
+        if not self.machine.is_here or not steps:
             return None
-        in_core = self.real.sight(value).profile.mode == "run"
+        in_core = self.judge.sight(value).profile.mode == "run"
         return tried(
             self.family,
             value,
-            self.real.plan(value),
+            self.judge.plan(value),
             steps,
             in_core=in_core,
             spill_dir=self.machine.spill_dir,
@@ -256,21 +258,15 @@ class _Search:
         )
 
     def ladder(self, value: int) -> tuple[Rung, ...]:
-        """The rungs up to the value found; that one by the profile that has the last word."""
-        in_core = self.in_core if self.in_core is None or self.in_core <= value else None
-        fitting = [x for x in (self.start, value) if x <= value]
-        values = ladder_values(in_core, value, min(fitting))
-
-        def by(rung: int) -> tuple[Probes, bool]:
-            return (self.last, self.real is not None) if rung == value else (self.timed, False)
-
-        return ladder(self.family, values, by)
+        """The rungs up to the value found."""
+        values = ladder_values(self.in_core, value, min(self.start, value))
+        return ladder(self.family, values, self.judge, is_measured=self.machine.is_here)
 
     def following(self, found: Found) -> Rung | None:
         """What the next value would take."""
         if found.following is None:
             return None
-        return bytes_of(found.following, self.last.sight(found.following), is_measured=self.real is not None)
+        return bytes_of(found.following, self.judge.sight(found.following), is_measured=self.machine.is_here)
 
     def notes(self, found: Found) -> list[str]:
         """What a person should know about the value found."""
@@ -310,6 +306,10 @@ def _machine(
             f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
         )
     return Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir), memory_bytes, margin_bytes
+
+
+def _times(size_bytes: int | None, factor: float) -> int | None:
+    return None if size_bytes is None else int(size_bytes * factor)
 
 
 def _best(rungs: tuple[Rung, ...]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from poochplan.formats.plan import Plan
@@ -77,14 +76,10 @@ def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
     )
 
 
-def ladder(family: Family, values: tuple[int, ...], probes: Callable[[int], tuple[Probes, bool]]) -> tuple[Rung, ...]:
-    """The rungs of the values that the workload takes; ``probes`` gives those of a value, and whether they are real."""
-    rungs = []
-    for value in values:
-        by, is_measured = probes(value)
-        if by.has_plan(value) is not None:
-            rungs.append(rung_at(family, value, by, is_measured=is_measured))
-    return tuple(rungs)
+def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
+    """The rungs of those values that the workload takes."""
+    taken = [value for value in values if probes.has_plan(value) is not None]
+    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
 
 
 def _bound_of(made: Plan) -> float | None:

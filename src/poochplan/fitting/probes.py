@@ -37,9 +37,16 @@ class Probes:
     """Profiles of values by one way to take them, what fits, and plans; state: what was seen, planned and refused."""
 
     def __init__(
-        self, take: Callable[[int], Profile], budget_bytes: int, effort: Effort, most_overhead: float | None = None
+        self,
+        take: Callable[[int], Profile],
+        budget_bytes: int,
+        effort: Effort,
+        most_overhead: float | None = None,
+        *,
+        exists: Callable[[int], bool] | None = None,
     ) -> None:
-        self._take = take
+        """``exists`` says which values the workload takes; without it, those whose profile raises nothing."""
+        self._take, self._exists = take, exists
         self.budget_bytes, self._effort, self._most_overhead = budget_bytes, effort, most_overhead
         self._seen: dict[int, Sight] = {}
         self._plans: dict[int, Plan] = {}
@@ -92,6 +99,8 @@ class Probes:
             return False
 
     def _asked(self, value: int, question: Callable[[], bool]) -> bool | None:
+        if self._exists is not None:
+            return question() if self._exists(value) else None
         if value in self.refusals:
             return None
         try:
