@@ -18,15 +18,15 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.allocator.allocation_log import AllocationLog
 from poochplan.runtime.allocator.arena import Arena
 from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.learning.lessons import Pack
 from poochplan.runtime.one_session import is_in_session
 from poochplan.runtime.run_report import Unserved
-from poochplan.runtime.serving import Pack
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.torch_private import in_backward, is_tracing
 
-from .lessons import Lesson, Lessons
 from .model_calls import around_calls, around_parts
 from .pass_layout import Call, PassLayout, pass_layout
+from .pass_lessons import Lesson, Lessons
 from .pass_report import PassReport
 
 _MOST_TOLD = 8

@@ -12,7 +12,7 @@ from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
 from poochplan.runtime.allocator.allocation_log import Table, lifetimes
 from poochplan.runtime.allocator.arena import Places
-from poochplan.runtime.serving import Pack
+from poochplan.runtime.learning.lessons import Pack
 
 MOST_BLOCKS = 20_000
 """Passes with more have no layout."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
+    from .fitting.fit import fit
     from .online.auto import auto
     from .plan_sets import plan_set
     from .report.peak import explain_peak
@@ -39,6 +40,7 @@ __all__ = [
     "arena",
     "auto",
     "explain_peak",
+    "fit",
     "plan",
     "plan_set",
     "profile",
@@ -59,6 +61,7 @@ _HOMES = {
     "arena": ".sessions",
     "auto": ".online.auto",
     "explain_peak": ".report.peak",
+    "fit": ".fitting.fit",
     "plan": ".planner.planning",
     "plan_set": ".plan_sets",
     "profile": ".profiler.profiling",

@@ -63,12 +63,14 @@ class LoadedWorkload:
     """The keyword parameters that were given (by the TOML or by overrides), after conversion; defaults are left out."""
 
 
-def load_workload(target: str, overrides: Mapping[str, str] | None = None, device: str | None = None) -> LoadedWorkload:
+def load_workload(
+    target: str | Callable[..., Workload], overrides: Mapping[str, Any] | None = None, device: str | None = None
+) -> LoadedWorkload:
     """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``,
-    or by its name alone one of the configs that ship (:func:`shipped_configs`).
+    or by its name alone one of the configs that ship (:func:`shipped_configs`). It may be the function itself.
 
-    ``overrides`` are ``--set key=value`` pairs: each value is read as a TOML value and otherwise taken as text. They
-    win over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
+    ``overrides`` are ``--set key=value`` pairs: text is read as a TOML value, or else is the value itself. They win
+    over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
     ``sys.path``, as ``python file.py`` and ``python -m module`` do. ``device`` goes to the function's parameter of that
     name, which puts the model and its data there, unless ``overrides`` give one.
 
@@ -81,13 +83,7 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None, devic
     PoochError
         The user's own code raised; the original exception is its ``__cause__``.
     """
-    python_target, parameters, name = target, {}, ""
-    folder = Path()
-    path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)
-    if path is not None:
-        file = read_workload_file(path)
-        python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
-    function, found_at = _find_function(python_target, folder, asked=target)
+    function, parameters, short_name, found_at = _resolved(target)
     if device is not None and "device" not in (overrides or {}) and _takes_device(function):
         parameters["device"] = device
     arguments = _arguments(function, parameters, overrides or {}, what=found_at)
@@ -102,11 +98,44 @@ def load_workload(target: str, overrides: Mapping[str, str] | None = None, devic
                 "smaller by --set, or plan without the memory: pooch profile --mode fake"
             ) from error
         raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
-    short_name = name or python_target.rpartition(":")[2]
     checked = _checked(workload, found_at)
     if device is not None:
         _check_device(checked.model, device, found_at)
-    return LoadedWorkload(short_name, checked, target, arguments)
+    return LoadedWorkload(short_name, checked, found_at if callable(target) else target, arguments)
+
+
+def parameter_values(target: str | Callable[..., Workload]) -> tuple[str, dict[str, Any]]:
+    """The short name of the workload, and its parameters by name, without building it.
+
+    Each has the value that it has unless another is given: the TOML's, else the function's default; None where it has
+    neither. Raises what :func:`load_workload` raises before it builds.
+    """
+    function, parameters, name, _ = _resolved(target)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return name, parameters
+    defaults = {
+        key: None if parameter.default is parameter.empty else parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.kind in _SETTABLE
+    }
+    return name, defaults | parameters
+
+
+def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., object], dict[str, Any], str, str]:
+    """The function, the TOML's parameters for it, the workload's short name, and the function's name for messages."""
+    if not isinstance(target, str):
+        name = getattr(target, "__name__", type(target).__name__)
+        return target, {}, name, name
+    python_target, parameters, name = target, {}, ""
+    folder = Path()
+    path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)
+    if path is not None:
+        file = read_workload_file(path)
+        python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
+    function, found_at = _find_function(python_target, folder, asked=target)
+    return function, parameters, name or python_target.rpartition(":")[2], found_at
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -159,6 +188,10 @@ def parse_override(text: str) -> Any:
     value = table.pop("value")
     # a date, or a text with a line break that would set something else, is text
     return value if not table and isinstance(value, (bool, int, float, str, list)) else text
+
+
+def _read(value: Any) -> Any:
+    return parse_override(value) if isinstance(value, str) else value
 
 
 def _find_function(python_target: str, folder: Path, asked: str) -> tuple[Callable[..., object], str]:
@@ -287,13 +320,13 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _arguments(
-    function: Callable[..., object], given: Mapping[str, Any], overrides: Mapping[str, str], what: str
+    function: Callable[..., object], given: Mapping[str, Any], overrides: Mapping[str, Any], what: str
 ) -> dict[str, Any]:
     """Keyword arguments for ``function``: ``given`` under ``overrides``, each converted to its annotation."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none; the call itself will tell
-        return {**given, **{key: parse_override(text) for key, text in overrides.items()}}
+        return {**given, **{key: _read(value) for key, value in overrides.items()}}
     known = {key: parameter for key, parameter in signature.parameters.items() if parameter.kind in _SETTABLE}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key in (*given, *overrides):
@@ -302,8 +335,9 @@ def _arguments(
             raise UsageError(f"{what}: unknown parameter {key!r}{_suggest(key, known)}{listed}")
     hints = _annotations(function)
     values = {key: _converted(value, None, hints.get(key), key, what) for key, value in given.items()}
-    for key, text in overrides.items():
-        values[key] = _converted(parse_override(text), text, hints.get(key), key, what)
+    for key, value in overrides.items():
+        text = value if isinstance(value, str) else None
+        values[key] = _converted(_read(value), text, hints.get(key), key, what)
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in values:
             raise UsageError(

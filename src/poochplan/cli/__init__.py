@@ -20,6 +20,7 @@ from poochplan.errors import PoochError, UsageError
 from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
+from .fit import FitVerb
 from .inspection.diff import DiffVerb
 from .inspection.doctor import DoctorVerb
 from .inspection.show import ShowVerb
@@ -31,7 +32,7 @@ from .run import RunVerb
 from .sweep import SweepVerb
 
 VERBS: tuple[type[Verb], ...] = (
-    ProfileVerb, PlanVerb, SweepVerb, RunVerb, LinkVerb, ShowVerb, DiffVerb, SimulateVerb, DoctorVerb,
+    ProfileVerb, PlanVerb, SweepVerb, RunVerb, FitVerb, LinkVerb, ShowVerb, DiffVerb, SimulateVerb, DoctorVerb,
 )  # fmt: skip
 _EXAMPLES = """\
 examples:

@@ -1,0 +1,181 @@
+"""How large a batch trains within a memory: on a V100 of 16 GiB by its roofline, and for real on this machine's CPU.
+
+    python -m benchmarks.fit v100 -o benchmarks/results/fit.json     # 15.5 GiB, nvlink2: no step is run
+    python -m benchmarks.fit cpu -o benchmarks/results/fit-cpu.json  # real profiles; the value found is run, bit by bit
+
+Of the memory 0.5 GiB is set aside, as in PoocH's setting (``planning.py pooch``). Beside the ladder of ``pooch fit``
+there are rungs at 2 and 4.7 times the largest in-core batch; the latter is what TFLMS reached with ResNet-50.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+from torch import nn
+
+from benchmarks import networks
+from benchmarks.facts import facts_of_run, write_results
+from benchmarks.instances import classifier
+from poochplan import Workload, fit
+from poochplan.fitting.family import family_of
+from poochplan.fitting.ladder import Rung, rung_at
+from poochplan.fitting.probes import Effort, Probes
+from poochplan.fitting.taking import Machine, bytes_alone
+from poochplan.workloads import sequence, volume
+
+MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"
+MULTIPLES = (2.0, 4.7)
+PUBLISHED = {"resnet50": 4.7, "unet3d-192": None, "seq2seq": 30.0, "resnet164-cifar": 30.0}
+"""Times the in-core batch that was asked for; of the 3D U-Net, a batch of 4."""
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with batch norm and a ReLU in place; the shortcut is padded with zeros (option A)."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.stride = 1 if width_in == width else 2
+        self.conv1, self.bn1 = nn.Conv2d(width_in, width, 3, self.stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.relu, self.added = nn.ReLU(inplace=True), width - width_in
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(features)))))
+        if self.added:
+            features = nn.functional.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.added))
+        out += features
+        result: torch.Tensor = self.relu(out)
+        return result
+
+
+def cifar_resnet(batch_size: int = 64, blocks: int = 27) -> Workload:
+    """The residual network for images of 32x32 of K. He et al., 2015, section 4.2: 6 ``blocks`` + 2 layers."""
+    widths = [16] * (blocks + 1) + [32] * blocks + [64] * blocks
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    body = [Block(one, other) for one, other in itertools.pairwise(widths)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return classifier(nn.Sequential(*stem, *body, *head), (batch_size, 3, 32, 32), 10)
+
+
+def resnet50(batch_size: int = 64) -> Workload:
+    return classifier(networks.resnet50(), (batch_size, 3, 224, 224), 1000)
+
+
+def unet3d(batch_size: int = 1) -> Workload:
+    return volume.unet3d(side=192, batch_size=batch_size)
+
+
+def seq2seq(batch_size: int = 64) -> Workload:
+    return sequence.seq2seq(
+        batch_size=batch_size, sequence_length=64, vocabulary=32000, width=1024, layers=4, heads=8, dropout=0.2
+    )
+
+
+LARGE: dict[str, Callable[..., Workload]] = {
+    "resnet50": resnet50,
+    "unet3d-192": unet3d,
+    "seq2seq": seq2seq,
+    "resnet164-cifar": cifar_resnet,
+}
+HERE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "tiny": ("tiny", "batch_size", "150MiB", {}),
+    "char_rnn": ("char_rnn", "sequence_length", "60MiB", {"batch_size": 16, "width": 128}),
+    "gpt2": ("gpt2", "layers", "110MiB", {"batch_size": 2, "sequence_length": 128, "width": 192, "vocabulary": 1024}),
+}
+
+
+def large(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One network on the V100: the fit, and rungs at the multiples of the in-core batch."""
+    started_s = time.perf_counter()
+    effort = Effort(arguments.time_limit, arguments.gap)
+    found = fit(
+        LARGE[name], "batch_size", MEMORY, roofline=DEVICE, link=LINK, margin=MARGIN,
+        time_limit_s=effort.time_limit_s, gap=effort.gap, progress=print,
+    )  # fmt: skip
+    family = family_of(LARGE[name], "batch_size")
+    machine = Machine(found.budget_bytes, DEVICE, LINK)
+    probes = Probes(bytes_alone(family, machine, print), found.budget_bytes, effort)
+    in_core = found.in_core_value or 0
+    wanted = {multiple: round(multiple * in_core) for multiple in MULTIPLES}
+    at = {
+        str(multiple): rung_at(family, value, probes, is_measured=False)
+        for multiple, value in wanted.items()
+        if 0 < value <= found.value
+    }
+    return row_of(name, found, at) | {"asked": PUBLISHED[name], "wall_s": time.perf_counter() - started_s}
+
+
+def here(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One workload on this machine: what real profiles found, and the run of it."""
+    started_s = time.perf_counter()
+    workload, parameter, memory, settings = HERE[name]
+    found = fit(
+        workload, parameter, memory, settings=settings, time_limit_s=arguments.time_limit, gap=arguments.gap,
+        progress=print,
+    )  # fmt: skip
+    assert found.trial is not None
+    return row_of(name, found, {}) | {"trial": asdict(found.trial), "wall_s": time.perf_counter() - started_s}
+
+
+def row_of(name: str, found: Any, at: dict[str, Rung]) -> dict[str, Any]:
+    """The figures of one fit."""
+    return {
+        "network": name,
+        "parameter": found.parameter,
+        "budget_bytes": found.budget_bytes,
+        "in_core_value": found.in_core_value,
+        "value": found.value,
+        "ratio": found.times_in_core,
+        "best": found.best,
+        "following": None if found.following is None else asdict(found.following),
+        "rungs": [asdict(rung) for rung in found.rungs],
+        "at": {multiple: asdict(rung) for multiple, rung in at.items()},
+        "notes": list(found.notes),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table, as Markdown."""
+    largest = row["rungs"][-1]
+    at = [row["at"].get(str(multiple)) for multiple in MULTIPLES]
+    cells = [
+        row["network"], str(row["in_core_value"]), str(row["value"]),
+        "" if row["ratio"] is None else f"{row['ratio']:.1f}",
+        *("" if rung is None else _overhead(rung) for rung in at), _overhead(largest), str(row["best"] or ""),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _overhead(rung: dict[str, Any]) -> str:
+    bound = "" if rung["bound_overhead"] is None else f" (bound {rung['bound_overhead']:.1%})"
+    return f"{rung['overhead']:.1%}{bound}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("v100", "cpu"))
+    parser.add_argument("--networks", nargs="+", choices=[*LARGE, *HERE], help="default: all")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds per plan")
+    parser.add_argument("--gap", type=float, default=0.005, help="a plan is done within this of the bound")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    arguments = parser.parse_args()
+    every, one = (LARGE, large) if arguments.what == "v100" else (HERE, here)
+    rows = []
+    for name in arguments.networks or every:
+        rows.append(one(name, arguments))
+        print(line(rows[-1]), flush=True)
+        write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

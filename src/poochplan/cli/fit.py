@@ -1,0 +1,157 @@
+"""``pooch fit``: the largest value of a workload's parameter that trains within a memory, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poochplan.errors import BudgetExceededError, PoochError, UsageError
+from poochplan.units import format_bytes
+
+from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides, positive
+from .machine import DEFAULT_MARGIN, MARGIN_NEEDS_MEMORY, add_machine_arguments
+from .profile import add_workload, add_workload_arguments
+
+if TYPE_CHECKING:
+    from poochplan.fitting.fit import Fit
+
+
+class FitVerb(Verb):
+    """Searches the largest value, plans a ladder up to it, and on this machine runs what it found."""
+
+    name = "fit"
+    summary = "find the largest batch, depth or length that trains within a memory, and what it costs"
+    description = (
+        "Finds the largest value of one whole-number parameter of the workload that trains within --device-memory: the "
+        "batch size, layers, an image's size, a sequence's length. Profiles without memory say what a value takes; the "
+        "value found fits, and the next ones are shown not to. For values from the largest in-core one up it shows "
+        "peaks, overhead with its proven bound, and throughput. Without --roofline and --link it is about this "
+        "machine: real profiles settle the value, and --run steps of it are run under its plan."
+    )
+    examples = """\
+  pooch fit resnet50 --vary batch_size --roofline v100 --link nvlink2
+  pooch fit gpt2 --vary layers --roofline a100 --device-memory 40GiB --max-overhead 30% -o plan.json
+  pooch fit gpt2 --vary batch_size --device-memory 300MiB
+  pooch fit train.py:workload --vary image_size --device-memory 8GiB --set batch_size=4 --csv fit.csv --picture fit.png
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        add_workload(parser)
+        parser.add_argument("--vary", required=True, metavar="NAME", help="the parameter, such as batch_size")
+        parser.add_argument("--from", dest="low", type=at_least(1), default=1, metavar="N", help="smallest value (1)")
+        parser.add_argument(
+            "--to", dest="high", type=at_least(1), metavar="N", help="largest value (default: 20 doublings)"
+        )
+        parser.add_argument(
+            "--max-overhead", metavar="SHARE", help="most that the plan may cost, such as 30%% (default: anything)"
+        )
+        parser.add_argument("-o", "--output", metavar="FILE", help="plan of the value found; its profile lies beside")
+        parser.add_argument("--csv", metavar="FILE", help="write the ladder")
+        parser.add_argument("--picture", metavar="FILE.png", help="draw peaks and throughput against the value")
+        add_workload_arguments(parser)
+        parser.add_argument(
+            "--roofline", metavar="DEVICE", help="v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12: no step is run"
+        )
+        add_machine_arguments(parser)
+        parser.add_argument(
+            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds of each plan's search (default: 20)"
+        )
+        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
+        parser.add_argument(
+            "--evaluations", type=at_least(1), metavar="N", help="simulations of each plan, in place of --time-limit"
+        )
+        parser.add_argument(
+            "--run", dest="steps", type=at_least(0), default=2, metavar="N", help="steps to run here (default: 2)"
+        )
+        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
+
+    def run(self) -> dict[str, Any]:
+        from poochplan.report.fits import draw_fit, fit_data, fit_lines, fit_table, write_fit
+        from poochplan.report.pictures import write_picture
+
+        options = self.options
+        path, csv = self.output(options.output, suffix=".json"), self.output(options.csv)
+        beside = None if path is None else self.output(profile_name(path))
+        picture = self.output(options.picture, suffix=".png")
+        found = self._search()
+        self.show(fit_table(found), *fit_lines(found))
+        if path is not None and beside is not None:
+            self.wrote(found.profile.save(beside, force=options.force))
+            self.wrote(found.plan.save(path, force=options.force))
+        if csv is not None:
+            self.wrote(write_fit(found, csv, force=options.force))
+        if picture is not None:
+            self.wrote(write_picture(draw_fit(found), picture, force=options.force))
+        data = fit_data(found) | {"plan": None if path is None else str(path)}
+        problem = _problem(found)
+        if problem is not None:
+            if options.json:
+                self.print_json(data)
+            raise problem
+        return data
+
+    def _search(self) -> Fit:
+        options, overrides = self.options, parse_overrides(self.options.settings)
+        most_overhead = None if options.max_overhead is None else parse_share(options.max_overhead, "--max-overhead")
+        is_here = options.roofline is None and options.link is None and options.compute_scale is None
+        if options.device_memory is None and options.margin is not None and options.roofline is None:
+            raise UsageError(MARGIN_NEEDS_MEMORY)
+        from poochplan.fitting.fit import fit
+
+        with self.progress(f"fitting {options.vary}") as say:
+            return fit(
+                options.workload,
+                options.vary,
+                options.device_memory,
+                roofline=options.roofline,
+                link=options.link,
+                compute_scale=options.compute_scale,
+                margin=options.margin or ("0" if is_here else DEFAULT_MARGIN),
+                max_overhead=most_overhead,
+                settings=overrides,
+                low=options.low,
+                high=options.high,
+                time_limit_s=options.time_limit,
+                gap=options.gap,
+                evaluations=options.evaluations,
+                steps=options.steps,
+                seed=options.seed,
+                spill_dir=options.spill_dir,
+                progress=say,
+            )
+
+
+def profile_name(plan_path: Path) -> Path:
+    """``name.profile.json`` beside ``name.plan.json``."""
+    name = plan_path.name.removesuffix(".json").removesuffix("plan")
+    return plan_path.with_name(f"{name}profile.json" if not name or name.endswith(".") else f"{name}.profile.json")
+
+
+def parse_share(text: str, what: str) -> float:
+    """``0.3`` of ``"30%"`` or ``"0.3"``; raises ``UsageError`` for what is neither, and for ``"30"``."""
+    is_percent = text.strip().endswith("%")
+    try:
+        share = float(text.strip().removesuffix("%")) / (100 if is_percent else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf") or (share >= 10 and not is_percent):
+        raise UsageError(f"{what}: expected a share such as 30% or 0.3, found {text!r}")
+    return share
+
+
+def _problem(found: Fit) -> PoochError | None:
+    """What the exit code has to say although something was found."""
+    trial = found.trial
+    if trial is None:
+        return None
+    if trial.difference is not None:
+        return PoochError(f"not bitwise equal to in-core: {trial.difference}; please report this with the plan")
+    if not trial.is_within and trial.peak_bytes is not None:
+        return BudgetExceededError(
+            f"over the budget: expected at most {found.budget_bytes} bytes ({format_bytes(found.budget_bytes)}), found "
+            f"a step of {trial.peak_bytes} bytes ({format_bytes(trial.peak_bytes)}); name less memory, or a --margin",
+            peak_bytes=trial.peak_bytes,
+        )
+    return None

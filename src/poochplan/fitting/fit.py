@@ -1,0 +1,318 @@
+"""fit(): a workload, a parameter and a memory in; the largest value that trains there out, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from poochplan.errors import InfeasibleError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.profiler.fake.roofline import parse_roofline
+from poochplan.units import format_bytes, parse_bytes
+
+from .aiming import aimed
+from .family import Family, Target, family_of
+from .ladder import Rung, bytes_of, ladder, ladder_values
+from .largest import NEIGHBOURS, Found, Gait, largest
+from .probes import Effort, Probes, one_line
+from .taking import Machine, bytes_alone, of_real_steps, with_times
+from .trial import Trial, tried
+
+MOST_DOUBLINGS = 20
+"""Without an upper end the search stops at this many doublings of its first value."""
+Say = Callable[[str], None]
+Fits = Callable[[Probes, int], bool | None]
+Bytes = Callable[[Probes, int], int | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fit:
+    """The largest value that trains within a memory, and what values up to it take and give.
+
+    Bytes and seconds are of one step. ``plan`` and ``profile`` are those of the value found.
+    """
+
+    workload: str
+    parameter: str
+    unit: str
+    """What throughput counts: samples, positions of sequences, or steps."""
+    memory_bytes: int
+    margin_bytes: int
+    """Of the memory, left to whatever is no part of the step."""
+    most_overhead: float | None
+    """Share of the in-core step that was asked for; None for any."""
+    value: int
+    in_core_value: int | None
+    """The largest value that fits with everything kept, by profiles without memory; None where there is none."""
+    following: Rung | None
+    """The next value, which does not fit; None where the range ends before."""
+    best: int | None
+    """The value of the ladder with the most items per second; None where items of two values are not alike."""
+    rungs: tuple[Rung, ...]
+    """The ladder, from small to large."""
+    plan: Plan
+    profile: Profile
+    trial: Trial | None
+    """Steps of the value that were run here; None for another machine."""
+    notes: tuple[str, ...]
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the memory leaves for the step."""
+        return self.memory_bytes - self.margin_bytes
+
+    @property
+    def times_in_core(self) -> float | None:
+        """The value found over the largest in-core one."""
+        return None if not self.in_core_value else self.value / self.in_core_value
+
+
+def fit(
+    workload: Target,
+    vary: str,
+    device_memory: str | int | None = None,
+    *,
+    roofline: str | None = None,
+    link: str | float | None = None,
+    compute_scale: float | None = None,
+    margin: str | int = 0,
+    max_overhead: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    low: int = 1,
+    high: int | None = None,
+    time_limit_s: float = 20.0,
+    gap: float = 0.005,
+    evaluations: int | None = None,
+    steps: int = 2,
+    seed: int = 0,
+    spill_dir: str | None = None,
+    progress: Say | None = None,
+) -> Fit:
+    """The largest value of one whole-number parameter with which a workload trains within a memory.
+
+    Profiles without memory say what each value takes; growing and halving finds the value. The next few are then asked
+    for one by one, since not every parameter is monotonic. Without ``roofline``, ``link`` and ``compute_scale`` the
+    machine is this one: real profiles then settle the value, and some of its steps are run under its plan.
+
+    Parameters
+    ----------
+    workload: a name, TOML or function as ``pooch profile`` takes them, or the function itself.
+    vary: the parameter, such as ``"batch_size"``, ``"layers"``, ``"sequence_length"`` or ``"image_size"``.
+    device_memory: bytes, or text such as ``"16GiB"``; that of ``roofline`` where it is left out.
+    roofline: the device, ``"v100"``, ``"a100"``, ``"h200"`` or ``"FLOPS,BYTES"`` per second.
+    link, compute_scale: of the machine, as ``pooch plan`` takes them.
+    margin: of the memory, left to what is no part of the step.
+    max_overhead: the most that the plan may cost, as a share of the in-core step: 0.3 is 30%.
+    settings: values of other parameters; text is read as ``--set`` reads it.
+    low, high: the range to search; without ``high`` it ends after 20 doublings.
+    time_limit_s, gap, evaluations: how long each plan is searched for, as in :func:`poochplan.plan`.
+    steps: how many steps of the value found are run, where the machine is this one; 0 for none.
+    seed: of all generators, before each build.
+    spill_dir: where the steps that run spill.
+    progress: called with a line of text at each stage.
+
+    Raises
+    ------
+    UsageError
+        An argument cannot be read; the parameter is unknown or no whole number.
+    PoochError
+        The workload does not take the first value that is asked for.
+    InfeasibleError
+        The smallest value does not fit, with its smallest possible peak.
+    """
+    machine, memory_bytes, margin_bytes = _machine(device_memory, margin, roofline, link, compute_scale, spill_dir)
+    if low < 1 or (high is not None and high < low):
+        raise UsageError(f"range: expected values from 1 up, found {low} to {high}; name a smaller first one")
+    family = family_of(workload, vary, settings, seed)
+    effort = Effort(time_limit_s, gap, evaluations)
+    search = _Search(family, machine, effort, max_overhead, low, high, progress or (lambda _: None))
+    found = search.run()
+    assert found.value is not None
+    trial = search.trial(found.value, steps)
+    rungs = search.ladder(found.value)
+    return Fit(
+        workload=family.name,
+        parameter=vary,
+        unit=family.unit,
+        memory_bytes=memory_bytes,
+        margin_bytes=margin_bytes,
+        most_overhead=max_overhead,
+        value=found.value,
+        in_core_value=search.in_core,
+        following=search.following(found),
+        best=_best(rungs) if family.is_comparable else None,
+        rungs=rungs,
+        plan=search.judge.plan(found.value),
+        profile=search.judge.sight(found.value).profile,
+        trial=trial,
+        notes=tuple(search.notes(found)),
+    )
+
+
+class _Search:
+    """One search; state: profiles and plans that were made, and the largest in-core value."""
+
+    def __init__(
+        self,
+        family: Family,
+        machine: Machine,
+        effort: Effort,
+        most_overhead: float | None,
+        low: int,
+        high: int | None,
+        say: Say,
+    ) -> None:
+        self.family, self.machine, self.say, self.most_overhead = family, machine, say, most_overhead
+        self.start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
+        self.low, self.high = low, self.start << MOST_DOUBLINGS if high is None else high
+        self.is_open = high is None
+
+        def probes(take: Callable[[int], Profile]) -> Probes:
+            return Probes(take, machine.budget_bytes, effort, most_overhead)
+
+        self.quick = Probes(bytes_alone(family, machine, say), machine.budget_bytes, effort, most_overhead)
+        self.judge = self.quick if machine.roofline else self._judge(effort)
+        self.in_core: int | None = None
+
+    def _judge(self, effort: Effort) -> Probes:
+        """Profiles that have the last word where no roofline has: of real steps, or of another machine's."""
+        take = of_real_steps if self.machine.is_here else with_times
+        return Probes(
+            take(self.family, self.machine, self.say),
+            self.machine.budget_bytes,
+            effort,
+            self.most_overhead,
+            exists=lambda value: self.quick.has_plan(value) is not None,
+        )
+
+    def run(self) -> Found:
+        """The value by profiles without memory, settled by real ones where the machine is this one.
+
+        Raises ``InfeasibleError`` where the smallest value does not fit, and what the first value raises.
+        """
+        self.quick.sight(self.start)
+        found = self._largest(Probes.has_plan, Probes.smallest, self.high, NEIGHBOURS)
+        if found.value is None:
+            raise self._infeasible(found)
+        self.in_core = self._largest(Probes.in_core, Probes.in_core_peak, found.value, 1).value
+        if self.most_overhead is not None:
+            first = min(self.in_core or self.start, found.value)
+            found = largest(self.judge.fits, first, self.low, found.value)
+            if found.value is None:
+                raise self._infeasible(found)
+        return found
+
+    def _largest(self, fits: Fits, size_bytes: Bytes, high: int, neighbours: int) -> Found:
+        """The largest value that fits; searched from where the bytes of a few say it is, by the judge from what the
+        quick profiles found: it may know of more bytes, such as what ops take inside.
+        """
+        budget_bytes, quick, judge = self.machine.budget_bytes, self.quick, self.judge
+        guess = aimed(partial(size_bytes, quick), budget_bytes, min(self.start, high), self.low, high)
+        found = largest(partial(fits, quick), guess, self.low, high, Gait.STEP, neighbours)
+        if judge is quick or found.value is None or not self.machine.is_here:
+            return found
+        known, told = size_bytes(judge, found.value), size_bytes(quick, found.value)
+        guess = found.value
+        if known is not None and told and known > budget_bytes:
+            more = known / told
+            guess = aimed(lambda value: _times(size_bytes(quick, value), more), budget_bytes, guess, self.low, guess)
+        return largest(partial(fits, judge), guess, self.low, high, Gait.STEP, 1)
+
+    def _infeasible(self, found: Found) -> InfeasibleError:
+        """Nothing fits: what the smallest value would take."""
+        probes = self.judge
+        smallest = found.following if found.following is not None else self.start
+        name, peak_bytes = f"{self.family.parameter} {smallest}", probes.sight(smallest).smallest_peak_bytes
+        budget = f"{probes.budget_bytes} bytes ({format_bytes(probes.budget_bytes)})"
+        if peak_bytes <= probes.budget_bytes:
+            least = probes.plan(smallest).prediction.overhead
+            return InfeasibleError(
+                f"no {self.family.parameter} has a plan within {budget} at an overhead of at most "
+                f"{self.most_overhead:.1%}: the smallest, {smallest}, takes {least:+.1%}; allow more overhead, or name "
+                "more memory",
+                smallest_budget_bytes=peak_bytes,
+            )
+        return InfeasibleError(
+            f"no {self.family.parameter} fits {budget}: expected at least {peak_bytes} bytes "
+            f"({format_bytes(peak_bytes)}), the smallest possible peak of {name}; name more memory, or make the "
+            "workload smaller elsewhere",
+            smallest_budget_bytes=peak_bytes,
+        )
+
+    def trial(self, value: int, steps: int) -> Trial | None:
+        """Steps of the value under its plan, where the machine is this one."""
+        if not self.machine.is_here or not steps:
+            return None
+        in_core = self.judge.sight(value).profile.mode == "run"
+        return tried(
+            self.family,
+            value,
+            self.judge.plan(value),
+            steps,
+            in_core=in_core,
+            spill_dir=self.machine.spill_dir,
+            say=self.say,
+        )
+
+    def ladder(self, value: int) -> tuple[Rung, ...]:
+        """The rungs up to the value found."""
+        values = ladder_values(self.in_core, value, min(self.start, value))
+        return ladder(self.family, values, self.judge, is_measured=self.machine.is_here)
+
+    def following(self, found: Found) -> Rung | None:
+        """What the next value would take."""
+        if found.following is None:
+            return None
+        return bytes_of(found.following, self.judge.sight(found.following), is_measured=self.machine.is_here)
+
+    def notes(self, found: Found) -> list[str]:
+        """What a person should know about the value found."""
+        name, lines = self.family.parameter, []
+        if found.misfits:
+            misfits = ", ".join(map(str, found.misfits))
+            lines.append(f"{name} is not monotonic: {misfits} do not fit, and {found.value} does")
+        if found.following is None and found.value is not None:
+            refused = {value: error for value, error in self.quick.refusals.items() if value > found.value}
+            if refused:
+                first = min(refused)
+                lines.append(f"the workload takes no {name} of {first}: {one_line(refused[first])}")
+            elif self.is_open:
+                lines.append(f"every {name} up to {found.value} fits; larger ones were not asked for")
+            else:
+                lines.append(f"the range ends at {self.high}, which fits or is not taken; larger ones may fit too")
+        return lines
+
+
+def _machine(
+    device_memory: str | int | None,
+    margin: str | int,
+    roofline: str | None,
+    link: str | float | None,
+    compute_scale: float | None,
+    spill_dir: str | None,
+) -> tuple[Machine, int, int]:
+    """The machine, and bytes of its memory and of the margin; raises ``UsageError``."""
+    known_bytes = 0 if roofline is None else parse_roofline(roofline).memory_bytes
+    if device_memory is None and not known_bytes:
+        raise UsageError("device memory: expected a size such as 16GiB, found none; name it")
+    memory_bytes = known_bytes if device_memory is None else parse_bytes(device_memory, "device memory")
+    margin_bytes = parse_bytes(margin, "margin", least=0)
+    if margin_bytes >= memory_bytes:
+        raise UsageError(
+            f"device memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
+            f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
+        )
+    return Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir), memory_bytes, margin_bytes
+
+
+def _times(size_bytes: int | None, factor: float) -> int | None:
+    return None if size_bytes is None else int(size_bytes * factor)
+
+
+def _best(rungs: tuple[Rung, ...]) -> int | None:
+    """The rung with the most items per second."""
+    known = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
+    return max(known)[1] if known else None

@@ -1,0 +1,1 @@
+"""Claims about ``pooch fit`` and :func:`poochplan.fit`."""
