@@ -115,7 +115,7 @@ class PlansFollower:
         if self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
             which = "" if len(self._known.profiles) == 1 else f" of kind {len(self._known.profiles)}"
             self._teller.say(f"profiled in {line.segments} steps{which}; planning in another process")
-            self._known.keep_profile(line.key)
+            self._known.keep_profile(line.key, profile)
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""
