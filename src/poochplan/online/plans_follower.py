@@ -30,8 +30,8 @@ from .telling import Teller
 
 
 class PlansFollower:
-    """A :class:`~poochplan.profiler.live.loop.Follower`. State: which plan the open segment follows, how segments keep to
-    theirs, and what they took in all.
+    """A :class:`~poochplan.profiler.live.loop.Follower`. State: which plan the open segment follows, how segments keep
+    to theirs, and what they took in all.
 
     Parameters
     ----------
