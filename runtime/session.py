@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -24,17 +22,15 @@ from poochplan.runtime.drivers.follow import DivergencePolicy
 from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.engine.step_events import StepEvents
-from poochplan.runtime.watch.keeper import BudgetKeeper
+from poochplan.runtime.engine.step_events import StepEvents, weakly
+from poochplan.runtime.watch.keeper import BudgetKeeper, MeteredSteps
 from poochplan.runtime.watch.step_meter import StepMeter, When
-from poochplan.runtime.watch.tally import Tally
+from poochplan.runtime.watch.tally import Accounts
 from poochplan.runtime.watch.users_line import users_line
-from poochplan.tensors.modes import compiled_modules
 
-from .attachment import Attachment, Hooks, own_hooks
-from .metering.meter import LiveBytesMeter
-from .run_report import MemoryPeaks, Report, StepReport
+from .attachment import Attachment
+from .metering.region_hooks import metered_hooks, metered_regions
+from .run_report import MemoryPeaks, Report
 from .serving import Serving
 
 
@@ -73,16 +69,12 @@ class Session:
         unseen_bytes = 0 if promised.live_peak_bytes is None else promised.peak_bytes - promised.live_peak_bytes
         self._meter = StepMeter(self._first.device, meter, promised.memory, unseen_bytes)
         self._is_metered = meter != "never"
-        self._keeper = keeper
+        self._metered = MeteredSteps(self._meter, keeper, models)
         self._serving = serving
-        self._tally = Tally(models)
-        self._total = StepReport()
+        self._accounts = Accounts(models)
         self._memory: MemoryPeaks | None = None
         self._gradients_checked = False
         self._is_ending = False
-        self._is_settled = dict.fromkeys(models, False)
-        self._last: Segment | None = None
-        """The last segment that was counted."""
         self._choosers = {
             name: Planned(
                 plan if isinstance(plan, PlanSet) else plan.instructions,
@@ -99,9 +91,9 @@ class Session:
             chosen=weakly(self, Session._check_gradients),
             began=weakly(self, Session._step_begins),
             ended=weakly(self, Session._end_of_step),
-            elsewhere=weakly(self, Session._called_elsewhere),
+            elsewhere=self._accounts.tally.called_elsewhere,
             observers=[self._meter.mode],
-            hooks=_metered_hooks(self._meter.mode, models),
+            hooks=metered_hooks(self._meter.mode, models),
             gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
             events=StepEvents(
                 point=weakly(self, Session._point) if serving is not None else None,
@@ -110,8 +102,7 @@ class Session:
                 optimizing=weakly(self, Session._optimizing),
             ),
         )
-
-        self._attachment.around_region = _metered_regions(self._meter.mode)
+        self._attachment.around_region = metered_regions(self._meter.mode)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -180,7 +171,7 @@ class Session:
             raise_held_back()
         forget_held_back()
         if kind is None:
-            for complaint in self._tally.complaints():
+            for complaint in self._accounts.tally.complaints():
                 warnings.warn(f"poochplan: {complaint}", RuntimeWarning, stacklevel=users_line())
 
     def step(self, model: str | None = None) -> None:
@@ -228,26 +219,11 @@ class Session:
                 "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
             )
         self.engine.mechanism.take_times()
-        segment = self.engine.segment
-        self._take_peak(segment)
-        tally = self._tally
-        total = StepReport()
-        total.add(self._total)
-        if self._is_new(segment):
-            total.add(segment.report)
-            tally = tally.copy()
-            tally.ended(segment, self._name(segment), self.plan.instructions)
-        return Report(
-            last_step=segment.report,
-            total=total,
-            predicted_peak_bytes=self.plan.prediction.peak_bytes,
-            predicted_first_step_peak_bytes=self.plan.prediction.first_step_peak_bytes,
-            budget_bytes=self.plan.budget_bytes,
-            steps_followed=tally.steps_followed,
-            status=tally.status,
-            memory=self._device.peaks() if self._state == "open" else self._memory,
-            arena=self._serving.report(self.plan) if self._serving is not None else None,
-        )
+        segment, plan = self.engine.segment, self.plan
+        self._metered.take_peak(segment)
+        memory = self._device.peaks() if self._state == "open" else self._memory
+        arena = self._serving.report(plan) if self._serving is not None else None
+        return self._accounts.report(segment, self._name(segment), plan, memory, arena)
 
     def _name(self, segment: Segment) -> str:
         """Of the model that a segment is of."""
@@ -280,57 +256,29 @@ class Session:
         if self._serving is not None:
             self._serving.step_is_over()
         self._meter.step_is_over()
-        self._take_peak(segment)
+        self._metered.take_peak(segment)
         self._look(segment)
 
     def _end_of_step(self, segment: Segment, *, settle: bool = True) -> None:
         self._meter.step_is_over()
-        if not self._is_new(segment):
+        if not self._accounts.is_new(segment):
             return
-        self._take_peak(segment)
-        self._last = segment
-        self._total.add(segment.report)
-        self._tally.ended(segment, self._name(segment), self.plan.instructions)
+        self._metered.take_peak(segment)
+        name = self._name(segment)
+        self._accounts.count(segment, name, self.plan.instructions)
         if settle:
             self._look(segment)
-            self._settle(segment)
-
-    def _settle(self, segment: Segment) -> None:
-        name, peak_bytes = self._name(segment), self._meter.blocks_peak_bytes
-        if peak_bytes is not None:  # of one that was not metered nothing is known
-            steps = self._tally.steps_of(name)
-            self._is_settled[name] = self._keeper.is_settled(
-                steps, peak_bytes, self.plan, name, kind=bool(segment.gradient_bytes)
-            )
-            self._meter.settled(all(self._is_settled.values()))
-
-    def _is_new(self, segment: Segment) -> bool:
-        return bool(segment.number) and not segment.aside and segment is not self._last
-
-    def _take_peak(self, segment: Segment) -> None:
-        peak_bytes = self._meter.peak_bytes
-        if peak_bytes is not None:
-            segment.report.peak_bytes = peak_bytes
+            self._metered.settle(segment, self._accounts.tally.steps_of(name), name, self.plan)
 
     def _look(self, segment: Segment) -> None:
-        """A step that followed its plan may have taken more than its budget; of others it has been told why."""
-        if segment.number and segment.report.peak_bytes is not None and not segment.report.fallbacks:
-            if (
-                segment.report.peak_bytes > self.plan.budget_bytes
-                and not self._meter.is_certain
-                and not self._is_ending
-            ):
-                self._meter.check_next()
-                return
-            name = self._name(segment)
-            changed = self._keeper.look(segment, self._meter.moment, self.engine, name, self.plan)
-            if changed is not None:
-                self._plans[name] = (changed,)
-                self._choosers[name].follow(changed.instructions)
-                self.engine.host.grow(self._choosers[name].alternatives)
-
-    def _called_elsewhere(self, name: str) -> None:
-        self._tally.called_elsewhere(name)
+        name, before = self._name(segment), self.plan
+        changed = self._metered.look(segment, self.engine, name, before, is_last=self._is_ending)
+        if changed is not None:
+            self._plans[name] = (changed,)
+            self._choosers[name].follow(changed.instructions)
+            self.engine.host.grow(self._choosers[name].alternatives)
+            if self._serving is not None:
+                self._serving.forget(before)
 
     def _check_gradients(self) -> None:
         live_bytes = self.engine.segment.gradient_bytes
@@ -345,43 +293,9 @@ class Session:
         )
 
 
-def weakly(session: Any, method: Callable[..., Any]) -> Callable[..., None]:
-    """The method of a session, for those whom the session is not to be held by; nothing where it is gone."""
-    reference = weakref.ref(session)
-
-    @functools.wraps(method)
-    def call(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *args)
-
-    return call
-
-
 def _close(engine: Engine, stack: ExitStack) -> None:
     """Takes everything off model and torch."""
     try:
         engine.end()
     finally:
         stack.close()
-
-
-def _metered_hooks(meter: LiveBytesMeter, models: Mapping[str, torch.nn.Module]) -> Callable[[Engine], Hooks]:
-    """The engine's; where the meter has to hear of what compiled regions save, it is told first."""
-
-    def hooks(engine: Engine) -> Hooks:
-        if not any(compiled_modules(model) for model in models.values()):
-            return own_hooks(engine)
-
-        def pack(tensor: torch.Tensor) -> Handle:
-            meter.saved(tensor)
-            return engine.pack(tensor)
-
-        return pack, engine.unpack
-
-    return hooks
-
-
-def _metered_regions(meter: LiveBytesMeter) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
-    """What is called in the place of compiled callables: with the meter told, while it is on."""
-    return lambda path, call: meter.around_region(call) if meter.is_on else call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,3 +35,16 @@ class StepEvents:
 
 NO_EVENTS = StepEvents()
 """Nobody is told."""
+
+
+def weakly(session: Any, method: Callable[..., Any]) -> Callable[..., None]:
+    """The method of a session, for those whom the session is not to be held by; nothing where it is gone."""
+    reference = weakref.ref(session)
+
+    @functools.wraps(method)
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *args)
+
+    return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Protocol
 
 from poochplan.errors import InfeasibleError
@@ -16,7 +16,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.units import format_bytes
 
 from .holders import Holder, Own, holders
-from .step_meter import Moment
+from .step_meter import Moment, StepMeter
 
 MOST_PLANS = 4
 """So many times a model's step is planned anew; what grows further is told instead."""
@@ -89,6 +89,41 @@ class BudgetKeeper:
     def is_settled(self, steps: int, peak_bytes: int, plan: Plan, name: str = "", *, kind: Hashable = None) -> bool:
         """Whether the steps of that model are alike by now; see :meth:`BudgetWatch.is_settled`."""
         return self._watches[name].is_settled(steps, peak_bytes, plan, kind=kind)
+
+
+class MeteredSteps:
+    """A session's steps as they are metered, and what is done about their peaks. State: of which models they are alike
+    by now.
+    """
+
+    def __init__(self, meter: StepMeter, keeper: BudgetKeeper, names: Iterable[str]) -> None:
+        self._meter, self._keeper = meter, keeper
+        self._is_settled = dict.fromkeys(names, False)
+
+    def take_peak(self, segment: Segment) -> None:
+        """Its report has what was metered of it so far."""
+        peak_bytes = self._meter.peak_bytes
+        if peak_bytes is not None:
+            segment.report.peak_bytes = peak_bytes
+
+    def look(self, segment: Segment, engine: Engine, name: str, plan: Plan, *, is_last: bool) -> Plan | None:
+        """A step that followed its plan may have taken more than its budget; of others it has been told why. The plan
+        for those to come, where it is another. ``is_last``: no other step is to be metered to be certain.
+        """
+        peak_bytes = segment.report.peak_bytes
+        if not segment.number or peak_bytes is None or segment.report.fallbacks:
+            return None
+        if peak_bytes > plan.budget_bytes and not self._meter.is_certain and not is_last:
+            self._meter.check_next()
+            return None
+        return self._keeper.look(segment, self._meter.moment, engine, name, plan)
+
+    def settle(self, segment: Segment, steps: int, name: str, plan: Plan) -> None:
+        """A step of that model has ended, the ``steps``-th: steps may be alike by now."""
+        peak_bytes, has_gradients = self._meter.blocks_peak_bytes, bool(segment.gradient_bytes)
+        if peak_bytes is not None:  # of one that was not metered nothing is known
+            self._is_settled[name] = self._keeper.is_settled(steps, peak_bytes, plan, name, kind=has_gradients)
+            self._meter.settled(all(self._is_settled.values()))
 
 
 def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:

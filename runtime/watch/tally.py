@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Instructions, Plan
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.run_report import SessionStatus
+from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
 
 
 class Tally:
@@ -83,6 +83,47 @@ class Tally:
                     "its plan; other saved-tensors hooks took it (save_on_cpu, a hook of a framework's, checkpointing "
                     "around the whole model): switch them off, or profile the step with them on"
                 )
+
+
+class Accounts:
+    """What the steps of a session did, in all. State: the sum, the tally, and the segment that was counted last."""
+
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+        self.tally = Tally(models)
+        self._total = StepReport()
+        self._last: Segment | None = None
+
+    def is_new(self, segment: Segment) -> bool:
+        """Whether it is a step, and not counted yet."""
+        return bool(segment.number) and not segment.aside and segment is not self._last
+
+    def count(self, segment: Segment, name: str, instructions: Instructions) -> None:
+        """A new step has ended."""
+        self._last = segment
+        self._total.add(segment.report)
+        self.tally.ended(segment, name, instructions)
+
+    def report(
+        self, segment: Segment, name: str, plan: Plan, memory: MemoryPeaks | None, arena: ArenaReport | None
+    ) -> Report:
+        """With the open segment as the last step, which followed ``plan`` or was to."""
+        tally, total = self.tally, StepReport()
+        total.add(self._total)
+        if self.is_new(segment):
+            total.add(segment.report)
+            tally = tally.copy()
+            tally.ended(segment, name, plan.instructions)
+        return Report(
+            last_step=segment.report,
+            total=total,
+            predicted_peak_bytes=plan.prediction.peak_bytes,
+            predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            steps_followed=tally.steps_followed,
+            status=tally.status,
+            memory=memory,
+            arena=arena,
+        )
 
 
 def follows(segment: Segment, instructions: Instructions) -> bool:

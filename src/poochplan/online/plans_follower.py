@@ -30,8 +30,8 @@ from .telling import Teller
 
 
 class PlansFollower:
-    """A :class:`~poochplan.profiler.live.loop.Follower`. State: which plan the open segment follows, how segments keep to
-    theirs, and what they took in all.
+    """A :class:`~poochplan.profiler.live.loop.Follower`. State: which plan the open segment follows, how segments keep
+    to theirs, and what they took in all.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class PlansFollower:
         if self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
             which = "" if len(self._known.profiles) == 1 else f" of kind {len(self._known.profiles)}"
             self._teller.say(f"profiled in {line.segments} steps{which}; planning in another process")
-            self._known.keep_profile(line.key)
+            self._known.keep_profile(line.key, profile)
 
     def is_planning(self, line: Line) -> bool:
         """Whether its plan is under way."""

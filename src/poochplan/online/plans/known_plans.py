@@ -164,10 +164,10 @@ class KnownPlans:
         if self.cache is not None:
             self.cache.drop(key)
 
-    def keep_profile(self, key: Key) -> None:
+    def keep_profile(self, key: Key, profile: Profile) -> None:
         """The next run goes on from it."""
         if self.cache is not None:
-            self.cache.keep(key, self.profiles[key])
+            self.cache.keep(key, profile)
 
     def _keep(self, key: Key, plan: Plan) -> None:
         if self.cache is not None:

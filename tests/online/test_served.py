@@ -1,0 +1,212 @@
+"""Segments of a running loop are served from one arena once they follow plans: bitwise, whole, and told."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import AllocatorError, UsageError
+from poochplan.formats.profile import Memory
+from poochplan.online import served_segments
+from poochplan.online.auto_session import AutoSession
+from poochplan.runtime.allocator import building
+from tests.online.runs import Run, bytes_of, run_plain
+from tests.online.trainings import (
+    TRAININGS,
+    Losses,
+    Training,
+    accumulation,
+    adam,
+    batch,
+    blocks,
+    dropout_and_batch_norm,
+    loss_of,
+)
+from tests.runtime.nets import LINK
+from tests.runtime.served import arenas_mapped, needs_compiler
+
+pytestmark = [pytest.mark.cpu_device, needs_compiler]
+PLANNED_AT, LEARNED_AT, TURNS = 12, 20, 32
+"""Turns: by then all kinds of segments are profiled; are served; and the end."""
+UNPLANNED_BYTES = 64 << 10
+
+
+class Served:
+    """A training under ``auto``. State: its session while it runs, and what each turn added to the session's total."""
+
+    def __init__(self, make: Callable[[], Training], cache: Path, **options: object) -> None:
+        torch.manual_seed(0)
+        self.training = make()
+        self.losses: list[list[float]] = []
+        self.served_bytes: list[int] = []
+        self.unserved_bytes: list[int] = []
+        self.session: AutoSession = poochplan.auto(
+            self.training.models,
+            self.training.optimizers,
+            **{"budget": "60%", "cache": cache, "time_limit_s": 0.5, "link": LINK, "quiet": True, **options},  # type: ignore[arg-type]
+        )
+
+    def turns(self, first: int, last: int) -> None:
+        total = self.session.total
+        for number in range(first, last):
+            before = total.served_bytes, total.unserved_bytes
+            self.losses.append(list(self.training.turn(number)))
+            self.session.loop.settle()
+            self.served_bytes.append(total.served_bytes - before[0])
+            self.unserved_bytes.append(total.unserved_bytes - before[1])
+
+    def run(self) -> Run:
+        with self.session:
+            self.turns(0, PLANNED_AT)
+            self.session.wait_until_planned(120)
+            self.turns(PLANNED_AT, TURNS)
+        return Run(self.losses, bytes_of(self.training.state()), [])
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "evaluated_between"])
+def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_learned(name: str, tmp_path: Path) -> None:
+    make = TRAININGS[name]
+    served = Served(make, tmp_path)
+    assert served.run().equals(run_plain(make, TURNS))
+    whole = [size_bytes for size_bytes in served.served_bytes[LEARNED_AT:] if size_bytes > UNPLANNED_BYTES]
+    assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
+    assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
+    assert served.session.total.fallbacks == 0
+    assert not any(served.served_bytes[:PLANNED_AT])  # segments that are studied, or wait for their plan
+    found = served.session.arena
+    assert found is not None
+    assert not [one for one in found.unserved if one.size_bytes >= UNPLANNED_BYTES]
+
+
+def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(tmp_path: Path) -> None:
+    served = Served(accumulation, tmp_path)
+    served.run()
+    session = served.session
+    assert {profile.memory for profile in session.profiles.values()} == {Memory.ALLOCATED}
+    plans = [way.plan for way in session.ways.values()]
+    assert len(plans) > 1
+    for plan in plans:
+        assert plan.layout is not None
+        assert plan.prediction.arena_peak_bytes is not None
+        assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
+    assert session.total.peak_bytes is not None
+    assert session.total.peak_bytes <= max(plan.budget_bytes for plan in plans)
+
+
+def test_several_kinds_of_segments_take_one_arena_by_turns(tmp_path: Path) -> None:
+    served = Served(accumulation, tmp_path)
+    with served.session as session:
+        served.turns(0, PLANNED_AT)
+        session.wait_until_planned(120)
+        before = arenas_mapped()
+        served.turns(PLANNED_AT, LEARNED_AT)
+        assert arenas_mapped() == before + 1
+    assert arenas_mapped() == before
+
+
+def of_two_sizes() -> Training:
+    """Most batches are full, and now and then one is smaller: it follows the same plan."""
+    model = blocks()
+    optimizer = adam(model)
+    full = batch()
+
+    def turn(number: int) -> Losses:
+        rows = 600 if number > PLANNED_AT and number % 3 == 0 else len(full[0])
+        optimizer.zero_grad()
+        loss = loss_of(model, (full[0][:rows], full[1][:rows]))
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def test_smaller_batches_have_places_of_their_own_and_take_none_from_the_others(tmp_path: Path) -> None:
+    served = Served(of_two_sizes, tmp_path)
+    assert served.run().equals(run_plain(of_two_sizes, TURNS))
+    assert len(served.session.ways) == 1
+    assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
+    assert min(served.served_bytes[LEARNED_AT + 4 :]) > UNPLANNED_BYTES
+
+
+def _first_half(make: Callable[[], Training], turns: int, cache: Path) -> tuple[list[list[float]], bytes]:
+    """Losses of a run that is left then, and its checkpoint; it is planned, and its plan kept."""
+    first, file = Served(make, cache), io.BytesIO()
+    with first.session:
+        first.turns(0, turns - 1)
+        first.session.wait_until_planned(120)
+        first.turns(turns - 1, turns)
+    model, (optimizer,) = first.training.models, first.training.optimizers
+    assert isinstance(model, torch.nn.Module)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "generator": torch.get_rng_state()}, file
+    )
+    return first.losses, file.getvalue()
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that_was_not_left(tmp_path: Path) -> None:
+    make, half = dropout_and_batch_norm, 16
+    expected = run_plain(make, TURNS)
+    losses, saved = _first_half(make, half, tmp_path)
+    gc.collect()  # what that run has left is not to live beside the next one
+    second = Served(make, tmp_path)
+    model, (optimizer,) = second.training.models, second.training.optimizers
+    assert isinstance(model, torch.nn.Module)
+    with io.BytesIO(saved) as file:
+        state = torch.load(file)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["generator"])
+    del state
+    with second.session:
+        second.turns(half, TURNS)
+        assert second.session.loop.lines == {}  # the plan is of the first run
+    assert Run(losses + second.losses, bytes_of(second.training.state()), []).equals(expected)
+    assert second.unserved_bytes[-4:] == [0] * 4
+    assert min(second.served_bytes[-4:]) > UNPLANNED_BYTES
+
+
+def test_off_serves_nothing_and_plans_for_the_peak_alone(tmp_path: Path) -> None:
+    served = Served(dropout_and_batch_norm, tmp_path, arena="off")
+    assert served.run().equals(run_plain(dropout_and_batch_norm, TURNS))
+    assert served.session.arena is None
+    assert served.session.total.served_bytes == 0
+    again = Served(dropout_and_batch_norm, tmp_path, arena="on")
+    with again.session as session:
+        again.turns(0, 2)
+        assert session.ways == {}  # what was planned without an arena is another plan
+
+
+@pytest.mark.parametrize("arena", ["yes", "ON", ""])
+def test_another_word_is_one_line(arena: str) -> None:
+    with pytest.raises(UsageError, match=r'^arena: expected "auto", "on" or "off", found'):
+        poochplan.auto(blocks(1), budget="60%", arena=arena)  # type: ignore[arg-type]
+
+
+def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise AllocatorError("no C++ compiler; install one")
+
+    monkeypatch.setattr(served_segments, "library", fails)
+    with pytest.raises(UsageError) as told:
+        Served(dropout_and_batch_norm, tmp_path, arena="on")
+    assert str(told.value) == 'arena: expected "on" to be possible, found no C++ compiler; install one'
+    with Served(dropout_and_batch_norm, tmp_path).session as session:
+        assert session.arena is None
+
+
+def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served_segments, "is_built", lambda: False)
+    Served(TRAININGS["plain"], tmp_path, quiet=False)
+    assert capsys.readouterr().err == f"poochplan: {served_segments.BUILDING}\n"
+    assert building.is_built()
+    Served(TRAININGS["plain"], tmp_path)
+    assert capsys.readouterr().err == ""
