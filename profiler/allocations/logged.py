@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.runtime.allocator.allocation_log import AllocationLog, Table
+from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, AllocationLog, Table
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count
 
@@ -55,14 +56,14 @@ class LoggedWorkspace:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         joined_count()
-        log = AllocationLog(self._scope)
+        log, first = AllocationLog(self._scope), self._scope.library.next_block()
         with log:
             self._log = log
             try:
                 yield
             finally:
                 self._log = None
-        self._read(log.events)
+        self._read(_of_this_thread(log.events, first))
 
     def begin(self) -> None:
         self._mark(BEGINS)
@@ -111,3 +112,11 @@ class LoggedWorkspace:
             if number < len(self._ops):
                 op, _ = self._ops[number]
                 op.workspace_bytes = max(op.workspace_bytes, size_bytes)
+
+
+def _of_this_thread(events: Table, first: int) -> Table:
+    """Without deaths of what other threads of the scope have given birth to since ``first``: that is not logged."""
+    born = events["block"][events["kind"] == BIRTH]
+    is_other = (events["kind"] == DEATH) & (events["block"] >= first) & ~np.isin(events["block"], born)
+    found: Table = events[~is_other]
+    return found

@@ -117,4 +117,5 @@ def _blocks(
 
 
 def _ends(blocks: list[OpBlock], place: int) -> None:
-    blocks[place] = blocks[place]._replace(until=len(blocks))
+    taken = blocks[place]
+    blocks[place] = OpBlock(taken.size_bytes, taken.output, len(blocks))

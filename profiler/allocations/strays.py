@@ -57,7 +57,7 @@ def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
 
 def _behind(now: Moment, mark: int) -> Moment:
     if mark == POINT:
-        return now._replace(points=now.points + 1)
+        return Moment(now.ops, now.points + 1, now.inside)
     if mark in (BEGINS, ENDS):
         return Moment(now.ops + (mark == ENDS), now.points, now.inside + (1 if mark == BEGINS else -1))
     return now

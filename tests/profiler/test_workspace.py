@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.profile import Memory, Profile
-from poochplan.profiler.allocations.workspace import NoWorkspace
+from poochplan.formats.profile import Memory, Phase, Profile
+from poochplan.profiler.allocations.workspace import NoWorkspace, workspace_of
 from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.metering.allocated import joined_count
 from tests.runtime.nets import LINK
 
 needs_allocator = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled allocator")
@@ -61,6 +64,24 @@ def test_an_op_has_the_blocks_that_it_takes_in_their_order() -> None:
     ]
     assert profile.in_core_live_peak_bytes is not None
     assert profile.in_core_peak_bytes > profile.in_core_live_peak_bytes
+
+
+@needs_allocator
+def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
+    def beside() -> None:
+        joined_count()
+        torch.empty(INSIDE_BYTES, dtype=torch.uint8)
+
+    workspace, op = workspace_of(torch.device("cpu")), CapturedOp("op", "", Phase.FORWARD)
+    with workspace.running():
+        workspace.begin()
+        torch.empty(INSIDE_BYTES // 2, dtype=torch.uint8)
+        other = threading.Thread(target=beside)
+        other.start()
+        other.join()
+        workspace.end(op)
+    assert op.workspace_bytes == INSIDE_BYTES // 2
+    assert [tuple(block) for block in op.blocks] == [(INSIDE_BYTES // 2, -1, 1)]
 
 
 def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
