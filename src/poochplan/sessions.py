@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.session import Session
+
+from .packing_apart import packed
 
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
@@ -18,20 +19,6 @@ REPLAN_S = 10.0
 @functools.wraps(runtime_apply)
 def apply(*args: Any, **kwargs: Any) -> Session:
     return runtime_apply(*args, **({"replanner": replanned, "pack": packed} | kwargs))
-
-
-def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes. It is searched for as long
-    as a plan's is; where that is larger than ``room_bytes``, thoroughly.
-    """
-    from poochplan.planner.arena.packing import THOROUGH, Block, pack
-    from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
-
-    every = [Block(*block) for block in blocks]
-    found = pack(every, LOOKS_PER_BLOCK * len(every))
-    if found.arena_bytes > room_bytes >= found.lower_bound_bytes:
-        found = pack(every, THOROUGH)
-    return found.offsets, found.arena_bytes
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
