@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.storages import own_tensors
+
+from .packing_apart import packed
 
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
@@ -78,20 +79,6 @@ def _why_no_arena(model: torch.nn.Module) -> str:
         return reason
     except AllocatorError as error:
         return str(error)
-
-
-def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes. It is searched for as long
-    as a plan's is; where that is larger than ``room_bytes``, thoroughly.
-    """
-    from poochplan.planner.arena.packing import THOROUGH, Block, pack
-    from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
-
-    every = [Block(*block) for block in blocks]
-    found = pack(every, LOOKS_PER_BLOCK * len(every))
-    if found.arena_bytes > room_bytes >= found.lower_bound_bytes:
-        found = pack(every, THOROUGH)
-    return found.offsets, found.arena_bytes
 
 
 def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:

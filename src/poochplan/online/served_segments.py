@@ -8,13 +8,13 @@ import torch
 
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
+from poochplan.packing_apart import packed
 from poochplan.runtime.allocator.building import is_built
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena, why_not_served
-from poochplan.sessions import packed
 
 from .telling import Teller
 
