@@ -100,20 +100,22 @@ def test_a_function_serves_in_python() -> None:
 
 def test_here_the_value_runs_bitwise_within_the_limit_and_the_next_is_refused(pooch: Pooch, workloads: Path) -> None:
     arguments = ("fit", f"{workloads}:small", "--vary", "batch_size", "--evaluations", "200", "--json")
-    result = pooch(*arguments, "--device-memory", "1600KiB", "-o", "plan.json")
+    wide = ("--set", "width=128", "--set", "depth=1")
+    result = pooch(*arguments, *wide, "--device-memory", "2MiB", "-o", "plan.json")
     assert result.code == 0, result.err
     data = json.loads(result.out)
-    trial, limit = data["trial"], 1600 << 10
+    trial, limit = data["trial"], 2 << 20
     assert (trial["value"], trial["is_within"], trial["is_bitwise"]) == (data["value"], True, True)
     assert trial["peak_bytes"] <= limit == data["budget_bytes"]
     assert all(rung["is_measured"] for rung in (*data["rungs"], data["following"]))
     assert data["following"]["value"] == data["value"] + 1
 
     setting = f"batch_size={data['value']}"
-    ran = pooch("run", f"{workloads}:small", "--plan", "plan.json", "--set", setting, "--check", "--json")
+    ran = pooch("run", f"{workloads}:small", "--plan", "plan.json", *wide, "--set", setting, "--check", "--json")
     assert ran.code == 0, ran.err
     setting = f"batch_size={data['value'] + 1}"
-    assert pooch("profile", f"{workloads}:small", "--set", setting, "-o", "next.json", "--iterations", "1").code == 0
+    profiled = ("profile", f"{workloads}:small", *wide, "--set", setting, "-o", "next.json", "--iterations", "1")
+    assert pooch(*profiled).code == 0
     refused = pooch("plan", "next.json", "--budget", limit, "-o", "next.plan.json")
     assert refused.code == 3
     assert "no plan fits a budget of" in refused.error
