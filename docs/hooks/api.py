@@ -11,7 +11,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "poochplan"
 MARKER = "<!-- api -->"
-RETURNED = {"Session": ".runtime.session", "Report": ".runtime.run_report", "StepReport": ".runtime.run_report"}
+RETURNED = {
+    "Fit": ".fitting.fit",
+    "Rung": ".fitting.ladder",
+    "Session": ".runtime.session",
+    "Report": ".runtime.run_report",
+    "StepReport": ".runtime.run_report",
+}
 """What public functions return, without a public name of its own."""
 Documented = ast.FunctionDef | ast.ClassDef
 
