@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "poochplan"
 MARKER = "<!-- api -->"
 RETURNED = {
+    "Fit": ".fitting.fit",
+    "Rung": ".fitting.ladder",
     "Session": ".runtime.session",
     "Report": ".runtime.run_report",
     "StepReport": ".runtime.run_report",
