@@ -133,11 +133,11 @@ def _child(name: str, mode: str, passes: int) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """A network in one line."""
     served, plain = row["modes"]["arena"], row["modes"]["plain"]
-    ratio = row["arena_against_plain"]
+    ratio, processor = row["arena_against_plain"], row["arena_against_plain_processor"]
     return (
         f"{row['workload']:11} {'same bits' if row['bitwise'] else 'OTHER BITS'}; arena/plain {ratio['median']:.3f} "
         f"({ratio['least']:.3f} to {ratio['most']:.3f}), processor "
-        f"{row['arena_against_plain_processor']['median']:.3f}; faults {plain['faults']:.0f} -> {served['faults']:.0f}; "
+        f"{processor['median']:.3f}; faults {plain['faults']:.0f} -> {served['faults']:.0f}; "
         f"arena {row['arena_bytes'] / 2**20:.1f} MiB, {row['above_live']:.1%} above live; less than separate "
         f"{row['less_than_separate']:.1%}, than the caching allocator {row['less_than_caching']:.1%}; "
         f"not served {served['not_served']}"

@@ -168,26 +168,29 @@ class PassArena:
         lesson = self._lessons.of(running.kind)
         lesson.passes += 1
         running.lesson = lesson
-        if lesson.layout is not None and self._has_places(lesson.layout):
-            assert self._arena is not None
+        if lesson.layout is not None and self._begins_serving(lesson.layout):
             running.served = lesson.layout
             self._served += 1
-            self._arena.begin()
         if lesson.is_to_be_logged and _logging.acquire(blocking=False):
             running.log = _opened_log()
 
-    def _has_places(self, layout: PassLayout) -> bool:
-        """Whether the arena has them now. It is made anew where it is too small for them: one mapping for all."""
+    def _begins_serving(self, layout: PassLayout) -> bool:
+        """By the places of that layout; False where that cannot be. The arena is made anew where it is too small for
+        them: one mapping for all layouts.
+        """
         try:
             if self._arena is None or self._arena.size_bytes < layout.arena_bytes:
                 self._drop_arena()
                 self._arena = Arena(layout.places, self._lessons.arena_bytes, LEAST_PLACED_BYTES)
             elif self._laid_out is not layout:
                 self._arena.lay_out(layout.places)
+            self._laid_out = layout
+            self._arena.begin()
         except AllocatorError as error:
             self._reason = str(error)
             return False
-        self._laid_out = layout
+        except RuntimeError:  # another thread has closed it meanwhile
+            return False
         return True
 
     def _drop_arena(self) -> None:
@@ -228,9 +231,8 @@ class PassArena:
 
 def _opened_log() -> AllocationLog | None:
     """One that writes; None where as many threads as can be are counted or logged already."""
-    log = AllocationLog(_scope())
     try:
-        return log.__enter__()
+        return AllocationLog(_scope()).__enter__()
     except AllocatorError:
         _logging.release()
         return None
