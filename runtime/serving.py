@@ -23,6 +23,7 @@ from poochplan.runtime.allocator.arena import Arena, Fates, Places
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.observed import STEP_END, observed_blocks
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.tensors.malloc import give_back_freed
 
 from .run_report import ArenaReport, Unserved
 
@@ -202,6 +203,7 @@ class Serving:
         if not lesson.larger_bytes:
             lesson.layout = Layout(arena_bytes=arena_bytes, least_bytes=least_bytes, places=places)
             self._arena = _arena(lesson.layout)
+            give_back_freed()  # what the steps before have left is not used again
 
     @property
     def arena_bytes(self) -> int:
