@@ -6,6 +6,7 @@ import numpy as np
 
 from poochplan.errors import AllocatorError
 from poochplan.runtime.allocator.arena import Arena, Places
+from poochplan.tensors.malloc import give_back_freed
 
 from .lessons import Learned
 
@@ -54,6 +55,7 @@ class LaidArena:
         try:
             if self.arena is None:
                 self.arena = Arena(layout.places, max(largest_bytes, layout.arena_bytes), layout.least_bytes)
+                give_back_freed()  # what the steps before have left is not used again
             else:
                 self.arena.lay_out(layout.places, layout.least_bytes, min(kept_bytes, self.arena.size_bytes))
         except AllocatorError:  # no address space: the ordinary allocator asks for less at a time

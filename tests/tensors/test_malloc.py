@@ -227,3 +227,21 @@ with freed_memory_given_back():
     print(before - resident_bytes() > 20 << 20)
 """
     assert said(script) == ["True"]
+
+
+def test_what_has_been_freed_can_be_given_back_at_once() -> None:
+    script = """
+def resident():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
+
+from poochplan.tensors.malloc import give_back_freed
+blocks = [bytearray(100_000) for _ in range(400)]
+last = bytearray(100_000)  # above them: the heap cannot shrink
+del blocks
+before = resident()
+give_back_freed()
+assert before - resident() > 20_000_000, before - resident()
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ class AutoSession:
         self._teller = Teller(is_quiet=is_quiet)
         build_allocator(arena, where, self._teller)
         self._meter = StepMeter(where.type, "first-steps")
-        self._served = ServedSegments(arena, where.type, self._teller, lambda: self._meter.mode.is_on)
+        self._served = ServedSegments(arena, where.type, self._teller, self._meter)
         self._known = KnownPlans(budget, time_limit_s, arena, policy, self._teller, self._served.dropped)
         self._follower = PlansFollower(self._known, self._served, self._meter, policy, self._teller)
         self._stack = ExitStack()

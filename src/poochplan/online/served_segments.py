@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from poochplan.errors import AllocatorError, UsageError
@@ -15,6 +13,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena, why_not_served
+from poochplan.runtime.watch.step_meter import StepMeter
 
 from .telling import Teller
 
@@ -46,12 +45,12 @@ class ServedSegments:
     Parameters
     ----------
     mode: as for :func:`poochplan.auto`.
-    is_observed: whether a dispatch mode looks on now.
+    meter: of the steps, which an arena counts in whole.
     """
 
-    def __init__(self, mode: ArenaMode, device: str, teller: Teller, is_observed: Callable[[], bool]) -> None:
+    def __init__(self, mode: ArenaMode, device: str, teller: Teller, meter: StepMeter) -> None:
         self._mode, self._device, self._teller = mode, device, teller
-        self._is_observed = is_observed
+        self._meter = meter
         is_possible = mode != "off" and not why_no_arena(device)
         self._serving = Serving(packed) if is_possible else None
         self._plan: Plan | None = None
@@ -116,7 +115,8 @@ class ServedSegments:
             self._serving.at(passed)
         elif self._plan is not None and self._segment is not None:
             self._served = self._plan
-            self._serving.begin(self._plan, self._segment, is_observed=self._is_observed())
+            self._serving.begin(self._plan, self._segment, is_observed=self._meter.mode.is_on)
+            self._meter.served_from(self._serving.arena_bytes)
 
     def _step_is_over(self) -> None:
         assert self._serving is not None

@@ -71,6 +71,12 @@ def freed_memory_given_back() -> Iterator[None]:
             _settle()
 
 
+def give_back_freed() -> None:
+    """What the C library keeps of freed blocks leaves resident memory now; nothing happens where it cannot be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def asks_for_huge_pages() -> bool | None:
     """Whether torch asks for huge pages for large tensors, where the kernel gives them to those that ask.
 
