@@ -94,13 +94,17 @@ class Serving:
 
     def begin(self, plan: Plan, *, is_observed: bool) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock; ``is_observed``: by dispatch modes,
-        so that what it takes is no example.
+        so that what it takes is no example, and has no arena.
         """
         self._learn()
         if plan.layout is None:
             return
         self._follow(self._lessons.setdefault(id(plan), Lesson(plan)))
         assert self._lesson is not None
+        if is_observed:
+            self._close_arena()  # what it takes lies outside in part: beside an arena that would be too much
+        elif self._arena is None and self._lesson.layout is not None:
+            self._arena = _arena(self._lesson.layout)
         self._is_on = self._is_whole = True
         self._point = 1
         if self._arena is not None:
