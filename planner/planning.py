@@ -97,7 +97,7 @@ def plan(
             return _optimal(profile, problem, within_bytes, effort.part(share, spent_s), watch)
 
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
-            _check_feasible(profile, problem, budget_bytes, smallest_arena(profile, problem))
+            _check_feasible(profile, problem, budget_bytes, smallest_budget(profile, arena=arena))
         if in_arena(profile, arena):
             found = fitted(profile, problem, budget_bytes, search, is_strict=arena == "on")
             found = replace(found, evaluations=evaluations)

@@ -70,14 +70,15 @@ class Serving:
 
     def begin(self, plan: Plan, segment: Segment, *, is_observed: bool) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock; ``is_observed``: by dispatch modes,
-        so that what it takes is no example of what others do.
+        so that what it takes is no example of what others do. It has no arena then: what it takes would lie outside in
+        part, beside an arena that would be too much.
         """
         self.learn()
         is_example = self._learns_observed or not is_observed
         kind = Kind(bool(segment.gradient_bytes), segment.inputs, is_observed and self._learns_observed)
         has_layout = plan.layout is not None
         self._lesson = lesson = self._lessons.begin(plan, kind, is_example=is_example) if has_layout else None
-        layout = lesson.layout if lesson is not None else None
+        layout = lesson.layout if lesson is not None and is_example else None
         room_bytes = lesson.room_bytes if lesson is not None else 0
         self._is_served = self._laid.lay(layout, self._lessons.largest_bytes, room_bytes)
         if lesson is None:

@@ -13,9 +13,10 @@ from poochplan.runtime.allocator.arena import Arena
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.replays.generators import set_state_of, state_of
+from poochplan.runtime.watch.keeper import BudgetKeeper
 from tests.runtime.allocator.steps import filled, places
 from tests.runtime.nets import CASES
-from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
+from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plan_of, served
 
 pytestmark = [pytest.mark.cpu_device, needs_compiler]
 ARENA_BYTES, SERVED_BYTES, OUTSIDE_BYTES = 1 << 20, 8192, 4608
@@ -81,6 +82,24 @@ def test_a_step_whose_arena_is_above_the_budget_is_told_of_though_its_blocks_are
         loop.steps(SETTLED + 3)
         assert loop.arena.served
     assert sum("more than its budget" in str(one.message) for one in caught) == 1
+
+
+def test_a_step_that_is_metered_by_its_ops_has_no_arena_beside_it_and_the_next_has_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served("attention") as loop:
+        assert loop.session is not None
+        mapped = arenas_mapped()
+        with monkeypatch.context() as patch:
+            patch.setattr(BudgetKeeper, "is_settled", lambda *_: False)
+            loop.steps(2)  # the first ends as the second begins
+        report = loop.session.report()
+        assert report.arena is None
+        assert report.last_step.peak_bytes is not None
+        assert report.last_step.peak_bytes <= plan_of("attention").prediction.peak_bytes
+        loop.steps(3)
+        assert loop.is_served_whole
+        assert arenas_mapped() == mapped
 
 
 def test_a_generators_state_is_kept_and_put_back_without_a_block_of_torchs() -> None:

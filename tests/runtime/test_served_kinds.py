@@ -13,6 +13,7 @@ import torch
 import poochplan
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
+from poochplan.runtime.watch.keeper import BudgetKeeper
 from tests.runtime.nets import CASES, equal, snapshot
 from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plain, plan_of, served
 
@@ -31,16 +32,17 @@ def test_where_every_step_is_observed_steps_are_served_as_observed_ones_are(name
     assert equal(loop.seen, plain(name, len(loop.seen)).seen)
 
 
-def test_of_steps_that_are_observed_now_and_then_nothing_is_learned() -> None:
-    with served("attention") as loop:
+def test_steps_that_are_observed_now_and_then_have_no_arena_and_nothing_is_learned_of_them() -> None:
+    with served("attention") as loop, pytest.MonkeyPatch.context() as patch:
         assert loop.session is not None
         before = loop.arena.size_bytes
+        patch.setattr(BudgetKeeper, "is_settled", lambda *_, **__: False)
+        loop.step()  # the last that is not observed
         for _ in range(2):
-            loop.session._meter.settled(False)
             loop.step()
-            assert loop.session._meter.mode.is_on is False  # it is over, and was on
-            assert loop.arena.served > 0
-        loop.session._meter.settled(True)
+            assert loop.session.report().arena is None
+        patch.undo()
+        loop.step()
         loop.step()
         assert loop.is_served_whole
         assert loop.arena.size_bytes == before
