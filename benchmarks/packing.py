@@ -25,9 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.planner.arena.blocks import LOOKS_PER_BLOCK, blocks_of
+from poochplan.planner.arena.blocks import blocks_of
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import THOROUGH, Block, Packing, live_peak, pack
+from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
 from poochplan.planner.policies import PolicyInput, run_policy
 
 LINKS = ("pcie3", "nvlink2")
