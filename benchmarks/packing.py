@@ -7,6 +7,8 @@ needed: the allocator is the model of ``planner/arena/caching_allocator.py``, fe
 through the allocator, and an arena of its own, allocated once, for the buffers of fetched values, or of fetched and
 replayed ones. One arena for the whole step is packed three times: quickly,
 as along with a plan, and with ``THOROUGH`` looks.
+
+Then, in-core, a training step and its forward pass alone: an arena, the allocator's model, and all blocks laid apart.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import argparse
 import os
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -25,9 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.planner.arena.blocks import LOOKS_PER_BLOCK, blocks_of
+from poochplan.formats.profile import Phase, Profile
+from poochplan.planner.arena.blocks import blocks_of, taken_by
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import THOROUGH, Block, Packing, live_peak, pack
+from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
 from poochplan.planner.policies import PolicyInput, run_policy
 
 LINKS = ("pcie3", "nvlink2")
@@ -89,6 +95,63 @@ def one(network: str, link: str, kept: float) -> dict[str, Any]:
         "fetched_apart_bytes": apart(blocks.fetched, in_order(blocks.by_ops, blocks.replayed)),
         "own_apart_bytes": apart(in_order(blocks.fetched, blocks.replayed), blocks.by_ops),
     }
+
+
+def forward_blocks(profile: Profile) -> tuple[tuple[Block, ...], int]:
+    """What a forward pass without grad takes, and its end: what forward makes dies when the last but autograd lets go,
+    or as its last op of forward is done.
+    """
+    ops = [(op, tick) for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if op.phase is Phase.FORWARD]
+    taken = [taken_by(profile, op) for op, _ in ops]
+    starts = [0, *accumulate(max(1, len(own)) for own in taken)]
+    ticks = [tick for _, tick in ops]
+    used = {value: at for at, (op, _) in enumerate(ops) for value in (*op.inputs, *op.outputs, *op.writes)}
+    last = len(ops) - 1
+    blocks = []
+    for at, ((op, _), own) in enumerate(zip(ops, taken, strict=True)):
+        for number, block in enumerate(own):
+            if block.until >= 0:
+                end = starts[at] + block.until
+            elif block.output < 0:
+                end = starts[-1]
+            else:
+                value = op.outputs[block.output]
+                held = bisect_right(ticks, profile.values[value].forward_death) - 1
+                end = starts[min(last, max(used[value], held)) + 1]
+            blocks.append(Block(starts[at] + number, end, block.size_bytes))
+    return tuple(block for block in blocks if block.size_bytes), starts[-1]
+
+
+def workload(network: str, phase: str) -> dict[str, Any]:
+    """In-core: bytes of a step or of a pass alone, without what is there before; in an arena, cached, and apart."""
+    profile = instance(network, LINKS[0])
+    if phase == "training":
+        given = PolicyInput.of(profile, 0)
+        step = blocks_of(profile, given.problem, run_policy("keep-all", given).schedule)
+        blocks, end = step.of_step, step.end
+    else:
+        blocks, end = forward_blocks(profile)
+    packing = pack(blocks, LOOKS_PER_BLOCK * len(blocks))
+    return {
+        "network": network,
+        "phase": phase,
+        "blocks": len(blocks),
+        "live_bytes": packing.lower_bound_bytes,
+        "arena_bytes": packing.arena_bytes,
+        "reserved_bytes": peak_reserved((), blocks, end).reserved_bytes,
+        "apart_bytes": sum(block.size_bytes for block in blocks),
+    }
+
+
+def workload_table(rows: list[dict[str, Any]]) -> str:
+    """How much less memory an arena takes than the allocator's model, and than all blocks apart."""
+    heads = ("network", "phase", "blocks", "live GiB", "arena", "cached", "apart", "less than cached", "than apart")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        gib = [f"{row[name] / 2**30:.2f}" for name in ("live_bytes", "arena_bytes", "reserved_bytes", "apart_bytes")]
+        less = [f"{1 - row['arena_bytes'] / row[name]:.1%}" for name in ("reserved_bytes", "apart_bytes")]
+        lines.append("| " + " | ".join([row["network"], row["phase"], f"{row['blocks']:,}", *gib, *less]) + " |")
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -164,9 +227,12 @@ def main() -> int:
         for row in pool.map(one, *zip(*cases, strict=True)):
             print(f"{row['network']} {row['link']} {row['kept']}", file=sys.stderr, flush=True)
             rows.append(row)
+        both = [(network, phase) for network in arguments.networks for phase in ("training", "forward")]
+        workloads = list(pool.map(workload, *zip(*both, strict=True)))
     print(table(rows))
     print(summary(rows))
-    write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
+    print(workload_table(workloads))
+    write_results(arguments.output, {**facts_of_run(arguments), "rows": rows, "workloads": workloads})
     return 0
 
 

@@ -50,12 +50,13 @@ class Packing:
     """Most bytes that are live at any time, each block rounded up to the allocation unit."""
 
 
-def pack(blocks: Sequence[Block], looks: int | None = None) -> Packing:
+def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 0) -> Packing:
     """Places ``blocks`` in an arena as small as a search makes it; the same blocks and looks, the same places.
 
     Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks at a block, the unit of
     work of ``ejection.py``: ``THOROUGH``, or any number. By default it is quick, ``QUICK_PER_BLOCK`` for each block.
-    Without numba it takes ``PLAIN`` times fewer. Three first fits come before, which no number limits.
+    Without numba it takes ``PLAIN`` times fewer. Three first fits come before, which no number limits. It ends as soon
+    as the arena is of ``enough_bytes`` or less.
 
     Raises
     ------
@@ -70,8 +71,9 @@ def pack(blocks: Sequence[Block], looks: int | None = None) -> Packing:
         with one_at_a_time():
             fits = [first_fit(spans, order) for order in _orders(spans)]
         portfolio = Portfolio(spans, bound, min(fits, key=lambda places: int((places + spans[2]).max())))
+        enough = enough_bytes // ALLOCATION_UNIT_BYTES
         wanted = QUICK_PER_BLOCK * len(taken) if looks is None else looks
-        portfolio.improve(min(wanted // (1 if is_compiled() else PLAIN), PER_PAIR * len(taken) ** 2))
+        portfolio.improve(min(wanted // (1 if is_compiled() else PLAIN), PER_PAIR * len(taken) ** 2), enough)
         offsets[taken] = portfolio.best
     top = int((offsets + units).max(initial=0))
     return Packing(

@@ -60,13 +60,13 @@ class Portfolio:
         self.spans, self.bound, self.best = spans, bound, offsets
         self.life = (spans[1] - spans[0]).astype(np.float64)
 
-    def improve(self, looks: int) -> None:
-        """Searches until ``looks`` are taken (``ejection.place_all``), or the bound is met."""
+    def improve(self, looks: int, enough: int = 0) -> None:
+        """Searches until ``looks`` are taken (``ejection.place_all``), or the bound or ``enough`` is met."""
         share = min(max(looks // FEWEST_SEARCHES, 1), TURNS * len(self.best))
         number = failed = 0
-        while looks > 0 and self.top > self.bound:
+        while looks > 0 and self.top > max(self.bound, enough):
             above = int((self.top - self.bound) * LOWERED[failed % len(LOWERED)])
-            height = self.bound + (above if above > CLOSE * self.bound else 0)
+            height = max(self.bound + (above if above > CLOSE * self.bound else 0), enough)
             offsets, taken = self._search(height, MANNERS[number % len(MANNERS)], min(share, looks), number)
             looks -= max(taken, 1)
             number += 1

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.packing import forward_blocks
 from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE, Plan
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Profile
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Phase, Profile
 from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.blocks import blocks_of
 from poochplan.planner.arena.packing import Block, live_peak
@@ -24,7 +25,7 @@ from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import fit, schedule_of
+from poochplan.planner.schedule.schedule import fit, keep_all, schedule_of
 from poochplan.planner.schedule.style import Style
 from poochplan.report.tables import plan_rows
 from tests.depth import tries
@@ -135,6 +136,21 @@ def test_every_value_that_comes_back_has_a_second_block(make) -> None:
     assert fetched == sizes["swap"]
     before = sum(value.size_bytes for value in profile.values if value.born < 0)
     assert sum(block.size_bytes for block in blocks.before) == before
+
+
+@pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
+def test_a_forward_pass_alone_takes_what_forward_makes_and_lets_go_of_what_only_backward_needs(make) -> None:
+    profile = make(3)
+    blocks, end = forward_blocks(profile)
+    forward = [op for op in profile.ops if op.phase is Phase.FORWARD]
+    made = [profile.values[value] for op in forward for value in op.outputs]
+    assert Counter(block.size_bytes for block in blocks) == Counter(value.size_bytes for value in made)
+    saved = sum(rounded(value.size_bytes) for value in made if value.freed > profile.op_ticks[len(forward)])
+    live = live_at_each_time(blocks, end)
+    assert 0 < live[-1] < saved
+    problem = build_problem(profile)
+    whole = blocks_of(profile, problem, keep_all(problem))
+    assert live.max() < live_at_each_time(whole.of_step, whole.end).max()
 
 
 def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from_the_bound() -> None:

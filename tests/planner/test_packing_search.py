@@ -90,6 +90,15 @@ def test_a_search_gives_places_without_an_overlap_and_a_longer_one_no_larger_are
     assert min(quick.arena_bytes, longer.arena_bytes) < none.arena_bytes or none.arena_bytes == none.lower_bound_bytes
 
 
+def test_a_search_ends_with_an_arena_that_is_small_enough() -> None:
+    blocks = cut_rectangle(200, 300, 5000, 1)
+    none, longer = pack(blocks, 0), pack(blocks, 20_000_000)
+    enough_bytes = (none.arena_bytes + longer.arena_bytes) // 2
+    packing = pack(blocks, 20_000_000, enough_bytes)
+    assert longer.arena_bytes < packing.arena_bytes <= enough_bytes < none.arena_bytes
+    assert pack(blocks, 20_000_000, none.arena_bytes) == none
+
+
 def test_without_room_for_all_a_search_ends_with_its_allowance_and_says_who_waits() -> None:
     spans = spans_of([Block(0, 4, 3 * UNIT), Block(1, 3, 3 * UNIT), Block(2, 6, 3 * UNIT), Block(4, 6, UNIT)])
     offsets = np.full(4, WAITS, dtype=np.int64)
