@@ -83,9 +83,9 @@ def plannings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
 
     class Counted(Background):
-        def __init__(self, profile: Profile, budget_bytes: int, *others: Any) -> None:
+        def __init__(self, profile: Profile, budget_bytes: int, *others: Any, **options: Any) -> None:
             asked.append(budget_bytes)
-            super().__init__(profile, budget_bytes, *others)
+            super().__init__(profile, budget_bytes, *others, **options)
 
     monkeypatch.setattr("poochplan.online.plans.known_plans.Background", Counted)
     return asked

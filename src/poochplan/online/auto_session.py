@@ -108,7 +108,7 @@ class AutoSession:
     def _end(self) -> None:
         known = self._known
         known.keep_for_the_next_run(self.loop.lines.alike)
-        if known.is_planning:
+        if known.is_any_without:
             self._teller.say("the loop has ended while a plan was being made; the next run goes on from its profile")
         elif not known.profiles and any(line.is_studied for line in self.loop.lines.values()):
             self._teller.say(

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from poochplan.errors import InfeasibleError, PoochError
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.online.telling import Teller, described, infeasible
 from poochplan.planner.planning import smallest_budget
+from poochplan.planner.walks.warming import is_cold
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.budget_watch import OverBudget
@@ -73,7 +74,12 @@ class KnownPlans:
 
     def waits_in_vain(self, key: Key) -> bool:
         """Whether that kind is profiled, and has no plan: not yet, or never."""
-        return key in self._pending or key in self._hopeless
+        return (key in self._pending and key not in self.ways) or key in self._hopeless
+
+    @property
+    def is_any_without(self) -> bool:
+        """Whether a kind waits for its first plan."""
+        return any(key not in self.ways for key in self._pending)
 
     def wait(self, end_s: float | None) -> None:
         """Until no plan is under way, or until then by the monotonic clock; those that are made are in force."""
@@ -99,8 +105,13 @@ class KnownPlans:
         ahead_bytes = ahead(budget_bytes, smallest_bytes)
         if ahead_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, ahead_bytes)
+        return self._plan(key, budget_bytes, is_plain=is_cold())
+
+    def _plan(self, key: Key, budget_bytes: int, *, is_plain: bool) -> bool:
+        """Whether it is under way now."""
+        limits = budget_bytes, self._time_limit_s, self._arena
         try:
-            self._pending[key] = Background(profile, budget_bytes, self._time_limit_s, self._arena)
+            self._pending[key] = Background(self.profiles[key], *limits, is_plain=is_plain)
         except OSError as error:
             self._teller.warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
         return key in self._pending
@@ -119,8 +130,12 @@ class KnownPlans:
         for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
-                self._keep(key, plan)
+                if _is_last(pending, plan):
+                    self._keep(key, plan)
                 self._found(key, plan)
+                if not _is_last(pending, plan):
+                    self._teller.say("a better plan may come: what searches for it is compiled, once on this machine")
+                    self._plan(key, pending.budget_bytes, is_plain=False)
             except PoochError as error:
                 self._teller.warn(f"steps go on as they were profiled: {error}")
             finally:
@@ -139,6 +154,9 @@ class KnownPlans:
             self._teller.say("profiled in an earlier run; planning in another process")
 
     def _found(self, key: Key, plan: Plan) -> None:
+        followed = self.ways.get(key)
+        if followed is not None and followed.plan.prediction.step_s <= plan.prediction.step_s:
+            return  # found first, and no worse
         if self.is_shared:
             self.ready.append((key, plan))
         else:
@@ -188,5 +206,12 @@ class KnownPlans:
     def _done(self) -> Iterator[tuple[Key, Plan]]:
         for key, pending in self._pending.take_done():
             with contextlib.suppress(PoochError):
-                yield key, pending.plan()
+                plan = pending.plan()
+                if _is_last(pending, plan):
+                    yield key, plan
             pending.close()
+
+
+def _is_last(planning: Background, plan: Plan) -> bool:
+    """Whether no other search for that plan follows."""
+    return not planning.is_plain or plan.solve.status in (SolveStatus.WITHIN_GAP, SolveStatus.NOT_NEEDED)
