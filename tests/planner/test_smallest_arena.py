@@ -33,7 +33,7 @@ def test_a_plan_that_recomputes_has_room_for_a_generators_state_beside_its_arena
     profile = transformer_like(3)
     problem = build_problem(profile)
     wishes = [Decision.KEEP if replay is None else wish for replay in problem.replay.replays]
-    schedule = fit(problem, wishes, profile.in_core_peak_bytes, Style())
+    schedule = fit(problem, wishes, int(0.6 * profile.in_core_peak_bytes), Style())
     assert wish in schedule.decisions
     with_room = layout_of(profile, problem, schedule)
     monkeypatch.setattr(step_layout, "GENERATOR_STATE_BYTES", 0)
