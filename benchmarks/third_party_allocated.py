@@ -118,6 +118,7 @@ def main() -> int:
     arguments = parser.parse_args()
     ready_to_fork()
     rows: list[dict[str, Any]] = []
+    facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))  # of the code that is loaded now
     for name in arguments.networks.split(","):
         start_s = time.perf_counter()
         found = in_a_process(rows_of, name, arguments.plans)
@@ -126,7 +127,6 @@ def main() -> int:
         used = sum(row["arena_bytes"] > 0 for row in found if row["arena"] == "on")
         of = sum(row["arena"] == "on" for row in found)
         print(f"{name}: arena used {used} of {of}, {time.perf_counter() - start_s:.0f} s {bad or ''}", flush=True)
-        facts = facts_of_run(arguments, (*PACKAGES, "transformers", "monai"))
         write_results(arguments.output, facts | {"summary": summary(rows), "rows": rows})
     print(summary(rows))
     return 0 if all(map(passed, rows)) else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from poochplan.formats.plan import OUTSIDE, Layout, Place
+from poochplan.formats.plan import OUTSIDE, Decision, Layout, Place
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.problem.problem import Problem
@@ -17,6 +17,10 @@ MOST_BLOCKS = 20_000
 """With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
 LOOKS_PER_BLOCK = 100_000
 """What packing along with a plan may take, in the looks of ``pack``: a second or two for some thousands of blocks."""
+
+
+GENERATOR_STATE_BYTES = 5120
+"""Recording a random op reads the generator's state, and so does its replay: it lies beside the arena for a moment."""
 
 
 @dataclass(frozen=True)
@@ -54,4 +58,6 @@ def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | 
     outside = [block for block in blocks.of_step if block not in is_inside]
     layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_PLACED_BYTES, places=places)
     outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
+    if Decision.RECOMPUTE in schedule.decisions:
+        outside_bytes += GENERATOR_STATE_BYTES
     return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)
