@@ -4,18 +4,21 @@
     python -m benchmarks.fit cpu -o benchmarks/results/fit-cpu.json  # real profiles; the value found is run, bit by bit
 
 Of the memory 0.5 GiB is set aside, as in PoocH's setting (``planning.py pooch``). Beside the ladder of ``pooch fit``
-there are rungs at 2 and 4.7 times the largest in-core batch; the latter is what TFLMS reached with ResNet-50.
+there are rungs at 2 and 4.7 times the largest in-core batch; the latter is what TFLMS reached with ResNet-50. Rows that
+the results file has of other networks than ``--networks`` stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -180,11 +183,14 @@ def main() -> int:
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     every, one = (LARGE, large) if arguments.what == "v100" else (HERE, here)
-    rows = []
+    path = Path(arguments.output) if arguments.output else None
+    known = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    rows = {row["network"]: row for row in known}
     for name in arguments.networks or every:
-        rows.append(one(name, arguments))
-        print(line(rows[-1]), flush=True)
-        write_results(arguments.output, {**facts_of_run(arguments), "rows": rows})
+        facts = facts_of_run(arguments)
+        rows[name] = one(name, arguments) | {"commit": facts["commit"], "time_limit_s": arguments.time_limit}
+        print(line(rows[name]), flush=True)
+        write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
     return 0
 
 
