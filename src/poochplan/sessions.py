@@ -15,7 +15,7 @@ REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
 MOST_LOOKS = 400_000_000
 """Looks that a second search for places may take while the training waits: a second or two, three times at most. In six
-plans of three networks they were enough for the arena that was planned, and 0.5% more took a tenth of them."""
+plans of three networks they were enough for the arena that was planned, and a quarter of them for 0.5% more."""
 
 
 @functools.wraps(runtime_apply)
