@@ -24,7 +24,7 @@ HARDER = (1.0, 1.5, 2.5, 4.0, 8.0, 16.0)
 """Further searches have so many times less as was missing: another plan packs otherwise, perhaps no better."""
 ROOM = 0.005
 """Of the arena: what a budget should hold beside it. A real step's blocks are laid out anew, and differ a little: in 18
-plans of six networks their arena came to at most so much more than planned within 0.2 s of search."""
+plans of six networks a search of at most 0.2 s found an arena that is no more than so much larger than planned."""
 FOR_ROOM = 2
 """Searches at most for the room alone, once a plan fits without it."""
 DEAREST = 0.02

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 MOST_LOOKS = 400_000_000
 """Looks that a second search for places may take while the training waits: a second or two, three times at most. In six
-plans of three networks they were enough for the arena that was planned, and 0.5% more took a tenth of them."""
+plans of three networks they were enough for the arena that was planned, and a quarter of them for 0.5% more."""
 _LONGEST_S = 120.0
 Blocks = Sequence[tuple[int, int, int]]
 
