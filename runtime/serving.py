@@ -145,6 +145,11 @@ class Serving:
             log.__exit__(None, None, None)
             self._events = log.events
 
+    def stands_aside(self) -> None:
+        """A segment begins that is not served: the machine has the arena's memory back for it, but for what lives."""
+        self.learn()
+        self._is_served = self._laid.lay(None, 0, 0)
+
     def close(self) -> None:
         """Nothing is served any more; what lies in the arena stays as it is."""
         self.seal()

@@ -242,7 +242,8 @@ class Session:
             self._serving.begin(self.plan, self.engine.segment, is_observed=self._meter.mode.is_on)
             self._meter.served_from(self._serving.arena_bytes)
         else:
-            self._serving.seal()
+            self._serving.stands_aside()
+            self._meter.served_from(0)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:

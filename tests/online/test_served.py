@@ -15,7 +15,6 @@ from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.profile import Memory
 from poochplan.online import served_segments
 from poochplan.online.auto_session import AutoSession
-from poochplan.runtime.allocator import building
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
     TRAININGS,
@@ -207,6 +206,5 @@ def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     monkeypatch.setattr(served_segments, "is_built", lambda: False)
     Served(TRAININGS["plain"], tmp_path, quiet=False)
     assert capsys.readouterr().err == f"poochplan: {served_segments.BUILDING}\n"
-    assert building.is_built()
     Served(TRAININGS["plain"], tmp_path)
     assert capsys.readouterr().err == ""

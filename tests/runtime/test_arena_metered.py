@@ -93,7 +93,7 @@ def test_a_step_that_is_metered_by_its_ops_has_no_arena_beside_it_and_the_next_h
         assert loop.session is not None
         mapped = arenas_mapped()
         with monkeypatch.context() as patch:
-            patch.setattr(BudgetKeeper, "is_settled", lambda *_: False)
+            patch.setattr(BudgetKeeper, "is_settled", lambda *_, **__: False)
             loop.steps(2)  # the first ends as the second begins
         report = loop.session.report()
         assert report.arena is None

@@ -13,7 +13,6 @@ import torch
 import poochplan
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.keeper import BudgetKeeper
 from tests.runtime.nets import CASES, equal, snapshot
 from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plain, plan_of, served
 
@@ -30,23 +29,6 @@ def test_where_every_step_is_observed_steps_are_served_as_observed_ones_are(name
         assert loop.session.report().last_step.peak_bytes is not None
         assert loop.session.report().total.served_bytes >= 5 * loop.arena.served_bytes
     assert equal(loop.seen, plain(name, len(loop.seen)).seen)
-
-
-def test_steps_that_are_observed_now_and_then_have_no_arena_and_nothing_is_learned_of_them() -> None:
-    with served("attention") as loop, pytest.MonkeyPatch.context() as patch:
-        assert loop.session is not None
-        before = loop.arena.size_bytes
-        patch.setattr(BudgetKeeper, "is_settled", lambda *_, **__: False)
-        loop.step()  # the last that is not observed
-        for _ in range(2):
-            loop.step()
-            assert loop.session.report().arena is None
-        patch.undo()
-        loop.step()
-        loop.step()
-        assert loop.is_served_whole
-        assert loop.arena.size_bytes == before
-    assert equal(loop.seen, plain("attention", len(loop.seen)).seen)
 
 
 class Accumulating:

@@ -79,7 +79,8 @@ class ServedSegments:
         self._segment = segment
         self._plan = plan if plan is not None and not self._why_not(plan) else None
         if self._plan is None:
-            self._serving.seal()
+            self._serving.stands_aside()
+            self._meter.served_from(0)
 
     def _why_not(self, plan: Plan) -> str:
         known = self._reasons.get(id(plan))

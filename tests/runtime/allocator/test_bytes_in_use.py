@@ -45,7 +45,7 @@ def test_other_places_are_served_from_the_next_step_on_and_what_lives_keeps_its_
     with pytest.raises(ValueError, match=f"within {32 * KIB}"):
         arena.lay_out(places((4 * KIB, 32 * KIB, 0)))
     arena.close()
-    with pytest.raises(RuntimeError, match="found one in a step or closed"):
+    with pytest.raises(RuntimeError, match="found one that serves or is closed"):
         arena.lay_out(places((4 * KIB, 0, 0)))
 
 
