@@ -31,7 +31,7 @@ PRESET_BYTES_PER_S = {
     LinkPreset.PCIE3: 12e9,
     LinkPreset.PCIE4: 25e9,
     LinkPreset.PCIE5: 55e9,
-    LinkPreset.NVLINK1: 34e9,
+    LinkPreset.NVLINK1: 33e9,
     LinkPreset.NVLINK2: 65e9,
     LinkPreset.NVLINK_C2C: 380e9,
 }
