@@ -217,11 +217,10 @@ def main() -> int:
         rows = json.loads(arguments.table.read_text())["rows"]
         print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
         return 0
-    rows = []
+    rows, facts = [], facts_of_run(arguments)
     for name in arguments.settings:
         rows.append({"setting": name, **row_of(every[name], arguments)})
         print("\n".join(filter(None, (line(rows[-1]), waits(rows[-1])))), flush=True)
-        facts = facts_of_run(arguments)
         write_results(arguments.output, {**facts, "rows": rows})
     return 0
 
