@@ -41,6 +41,8 @@ class Setting(NamedTuple):
     """0 where the source only recomputes."""
     compared: bool = False
     """Whether policies that only swap are asked too, for how long they wait for copies."""
+    patience: float = 1.0
+    """Times the time limit: for steps whose programs are larger."""
     assumed: str = ""
 
 
@@ -67,7 +69,7 @@ def _monet(case: str, network: str, batch: int, host_budget: int | None, publish
     share = monet.CASES[case][1]
     return Setting(
         "MONeT", network, published, batch=batch, profile=lambda: monet.profile_of_case(case), share=share,
-        host_budget=host_budget, assumed="V100 for a P100",
+        host_budget=host_budget, patience=3.0, assumed="V100 for a P100",
     )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ SETTINGS = {
     ),
     "meng-cifar": Setting(
         "Training Deeper Models", "ResNet-164 of 32x32", "2 to 30 times the in-core batch", "p100",
-        build=fit.cifar_resnet, multiple=30.0, assumed="which factor is which network's",
+        build=fit.cifar_resnet, multiple=30.0, patience=3.0, assumed="which factor is which network's",
     ),
     "meng-seq2seq": Setting(
         "Training Deeper Models", "Seq2Seq", "2 to 30 times the in-core batch", "p100", build=fit.seq2seq,

@@ -1,7 +1,7 @@
 """The settings of the systems before this one, simulated: what each would take and cost under our plans.
 
     make bench                                                                # all of them
-    python -m benchmarks.sources --settings vdnn-vgg16 pooch-pcie3            # some
+    python -m benchmarks.sources --settings vdnn-vgg16 -o results.json        # some; other rows of the file stay
     python -m benchmarks.sources --table benchmarks/results/sources.json      # the table of benchmarks/README.md
 
 Nothing is run: profiles are taken without memory, durations are a roofline's (``profiler/fake/roofline.py``) and copies
@@ -95,10 +95,11 @@ def row_of(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
         profile, batch = step_of(setting, most), most
         row["peaks_of_planned"] = peaks(profile)
     row["planned_batch"] = batch
-    row["plan"] = planned(profile, budget_bytes, setting.host_budget, arguments)
+    limit_s = setting.patience * arguments.time_limit
+    row["plan"] = planned(profile, budget_bytes, setting.host_budget, limit_s, arguments)
     if setting.compared:
-        row["exposed"] = exposed(profile, budget_bytes, row["plan"], arguments)
-    return row | {"wall_s": time.perf_counter() - started_s}
+        row["exposed"] = exposed(profile, budget_bytes, row["plan"], limit_s, arguments)
+    return row | {"time_limit_s": limit_s, "wall_s": time.perf_counter() - started_s}
 
 
 def peaks(profile: Profile) -> dict[str, int]:
@@ -106,12 +107,12 @@ def peaks(profile: Profile) -> dict[str, int]:
 
 
 def planned(
-    profile: Profile, budget_bytes: int, host_budget: int | None, arguments: argparse.Namespace
+    profile: Profile, budget_bytes: int, host_budget: int | None, limit_s: float, arguments: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Figures of the plan; None where none was found."""
     try:
         found = plan(
-            profile, budget_bytes, host_budget=host_budget, time_limit_s=arguments.time_limit, gap=arguments.gap,
+            profile, budget_bytes, host_budget=host_budget, time_limit_s=limit_s, gap=arguments.gap,
             seed=arguments.seed, threads=arguments.threads,
         )  # fmt: skip
     except InfeasibleError as error:
@@ -139,7 +140,7 @@ def figures(found: Plan) -> dict[str, Any]:
 
 
 def exposed(
-    profile: Profile, budget_bytes: int, ours: dict[str, Any] | None, arguments: argparse.Namespace
+    profile: Profile, budget_bytes: int, ours: dict[str, Any] | None, limit_s: float, arguments: argparse.Namespace
 ) -> dict[str, float | None]:
     """How long the step waits for copies, as a share of the in-core step: each swapping policy's plan, and ours.
 
@@ -151,7 +152,7 @@ def exposed(
         candidate = run_policy(name, given)
         fits = candidate.peak_bytes <= budget_bytes
         shares[name] = candidate.simulation.stall_s / profile.times.step_s if fits else None
-    alone = planned(without_replays(profile), budget_bytes, None, arguments)
+    alone = planned(without_replays(profile), budget_bytes, None, limit_s, arguments)
     shares["ours, swapping alone"] = None if alone is None else alone["stall_share"]
     shares["ours"] = None if ours is None else ours["stall_share"]
     return shares
@@ -217,12 +218,20 @@ def main() -> int:
         rows = json.loads(arguments.table.read_text())["rows"]
         print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
         return 0
-    rows, facts = [], facts_of_run(arguments)
+    facts, rows = facts_of_run(arguments), known_rows(arguments.output)
     for name in arguments.settings:
-        rows.append({"setting": name, **row_of(every[name], arguments)})
-        print("\n".join(filter(None, (line(rows[-1]), waits(rows[-1])))), flush=True)
-        write_results(arguments.output, {**facts, "rows": rows})
+        row = {"setting": name, "commit": facts["commit"], **row_of(every[name], arguments)}
+        rows[name] = row
+        print("\n".join(filter(None, (line(row), waits(row)))), flush=True)
+        write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
     return 0
+
+
+def known_rows(path: str | None) -> dict[str, dict[str, Any]]:
+    """Rows of a results file by setting; none where there is no such file."""
+    if not path or not Path(path).exists():
+        return {}
+    return {row["setting"]: row for row in json.loads(Path(path).read_text())["rows"]}
 
 
 if __name__ == "__main__":
