@@ -120,7 +120,7 @@ SETTINGS = {
         "vDNN", "VGG-16", "28 GB on 12 GB at 18% less speed", "titan-x", memory="12GiB", build=vgg16, batch=256
     ),
     "swapadvisor-resnet50": Setting(
-        "SwapAdvisor", "ResNet-50", "12 times the memory at 53 to 99% of ideal", build=fit.resnet50, multiple=12.0,
+        "SwapAdvisor", "ResNet-50", "12 times the memory at 53 to 99% of ideal", build=fit.resnet50, multiple=12.0, patience=3.0,
         assumed="activations alone grow, by the batch",
     ),
     "swapadvisor-wide": Setting(
@@ -129,7 +129,7 @@ SETTINGS = {
     ),
     "sony-resnet50": Setting(
         "Sony", "ResNet-50", "batch 1440, 7.5 times the in-core one, at 55% of its speed", build=fit.resnet50,
-        batch=1440, assumed="V100 of 16 GiB, by the in-core batch of 192 that 7.5 times means; pcie3",
+        batch=1440, patience=3.0, assumed="V100 of 16 GiB, by the in-core batch of 192 that 7.5 times means; pcie3",
     ),
 }  # fmt: skip
 SMALL = {"small": Setting("none", "ResNet-14 of 32x32", "nothing", memory="1GiB", build=small, batch=64, share=0.6)}
