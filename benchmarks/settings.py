@@ -120,8 +120,8 @@ SETTINGS = {
         "vDNN", "VGG-16", "28 GB on 12 GB at 18% less speed", "titan-x", memory="12GiB", build=vgg16, batch=256
     ),
     "swapadvisor-resnet50": Setting(
-        "SwapAdvisor", "ResNet-50", "12 times the memory at 53 to 99% of ideal", build=fit.resnet50, multiple=12.0, patience=3.0,
-        assumed="activations alone grow, by the batch",
+        "SwapAdvisor", "ResNet-50", "12 times the memory at 53 to 99% of ideal", build=fit.resnet50, multiple=12.0,
+        patience=3.0, assumed="activations alone grow, by the batch",
     ),
     "swapadvisor-wide": Setting(
         "SwapAdvisor", "wide ResNet-152, 2 times", "12 times the memory at 53 to 99% of ideal", build=wide_resnet152,
