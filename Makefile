@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-deep test-torch lint format types docs packages notebooks demo gpu-suite dist clean
+.PHONY: help setup test test-deep test-torch lint format types docs packages notebooks demo bench gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -93,6 +93,9 @@ demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute 
 	$(BIN)/pooch plan $(DEMO)/profile.json --budget 60% -o $(DEMO)/plan.json --force
 	$(BIN)/pooch run configs/demo.toml --plan $(DEMO)/plan.json --check \
 		--profile $(DEMO)/profile.json --timeline $(DEMO)/timeline.png --force
+
+bench: setup  ## Plan the settings of earlier systems, simulated, beside what they published (some 20 minutes)
+	$(BIN)/python -m benchmarks.sources -o benchmarks/results/sources.json
 
 gpu-suite:  ## On a machine with a GPU: its tests and measurements into OUT=folder, under 10 minutes, nothing installed
 	PYTHONPATH=src$(if $(LIBS),:$(LIBS)) $(GPU_PYTHON) -m benchmarks.gpu_suite --out $(OUT) $(GPU_ARGS)

@@ -21,6 +21,7 @@ import torch
 from benchmarks import networks
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.instances import Instance, classifier, profile_of
+from poochplan import Profile
 from poochplan.errors import InfeasibleError
 from poochplan.planner import for_machine, plan
 from poochplan.workload import Workload
@@ -41,6 +42,11 @@ CASES = {
 """Network -> what builds it, the share of memory, and the overhead that MONeT published."""
 
 
+def profile_of_case(name: str) -> Profile:
+    """The step of one of :data:`CASES` on a V100 with pcie3."""
+    return for_machine(profile_of(Instance(CASES[name][0], name), name, "v100"), link="pcie3")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds per plan")
@@ -48,8 +54,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, (build, share, published) in CASES.items():
-        profile = for_machine(profile_of(Instance(build, name), name, "v100"), link="pcie3")
+    for name, (_, share, published) in CASES.items():
+        profile = profile_of_case(name)
         budget_bytes = int(share * profile.in_core_peak_bytes)
         for kind, host_budget in (("recompute", 0), ("hybrid", None)):
             limits = {"time_limit_s": arguments.time_limit, "gap": arguments.gap}

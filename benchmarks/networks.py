@@ -1,6 +1,6 @@
-"""The networks of ``instances.py`` and ``monet.py`` that the ready workloads lack: ResNet-50, its 3D relative, a U-Net.
+"""Networks of the benchmarks that the ready workloads lack: ResNet-50, its wide and 3D relatives, VGG-16, a U-Net.
 
-One definition serves both ResNets: K. He et al., "Deep Residual Learning for Image Recognition", 2015, table 1 (50
+One definition serves all ResNets: K. He et al., "Deep Residual Learning for Image Recognition", 2015, table 1 (50
 layers, with the stride in the 3x3 convolution as torchvision has it), and ResNeXt-101 of K. Hara et al., "Can
 Spatiotemporal 3D CNNs Retrace the History of 2D CNNs and ImageNet?", 2018, table 1 (cardinality 32, shortcuts of type
 B).
@@ -84,6 +84,28 @@ class ResNet(nn.Module):
 def resnet50(classes: int = 1000) -> ResNet:
     """ResNet-50, 25.6 million parameters."""
     return ResNet(2, (3, 4, 6, 3), middle=64, expansion=4, groups=1, classes=classes)
+
+
+def wide_resnet152(wide: int = 2, classes: int = 1000) -> ResNet:
+    """ResNet-152 with ``wide`` times the channels in every stage (S. Zagoruyko, N. Komodakis, 2016); 236 million
+    parameters at 2.
+    """
+    return ResNet(2, (3, 8, 36, 3), middle=64 * wide, expansion=4, groups=1, classes=classes)
+
+
+def vgg16(classes: int = 1000) -> nn.Sequential:
+    """VGG-16 of K. Simonyan and A. Zisserman, 2014, table 1, column D, for 224x224 pixels; 138 million parameters."""
+    layers: list[nn.Module] = []
+    width = 3
+    for depth, width_out in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(width, width_out, 3, padding=1), nn.ReLU(inplace=True)]
+            width = width_out
+        layers.append(nn.MaxPool2d(2))
+    layers.append(nn.Flatten())
+    for width_in in (512 * 7 * 7, 4096):
+        layers += [nn.Linear(width_in, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(4096, classes))
 
 
 def resnext101_3d(classes: int = 400) -> ResNet:

@@ -150,11 +150,16 @@ def seeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def pooch_profile(link: str) -> Profile:
+    """The step of PoocH's setting on a V100 with that link."""
+    return for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)
+
+
 def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """ResNet-50, batch 590, fp32, V100 of 16 GiB with 0.5 GiB set aside (PoocH published +38% and +28%)."""
     rows = []
     for link in ("pcie3", "nvlink2"):
-        profile = for_machine(Profile.load(ROOT / "benchmarks" / "instances" / "resnet50-b590-v100.json.gz"), link=link)
+        profile = pooch_profile(link)
         found = plan(profile, "15.5GiB", time_limit_s=arguments.time_limit, gap=arguments.gap)
         rows.append(
             {

@@ -88,6 +88,28 @@ DEVICES = {
         memory_bytes=141 * 10**9,
         link="pcie5",
     ),
+    # P100 SXM2: data sheet fp32 10.6, fp16 21.2, fp64 5.3 TFLOP/s; 732 GB/s; no tensor cores. 77%, as above.
+    "p100": Roofline(
+        name="p100",
+        fp32_flops_per_s=8.2e12,
+        cudnn_fp32_flops_per_s=8.2e12,
+        half_flops_per_s=16.3e12,
+        fp64_flops_per_s=4.1e12,
+        memory_bytes_per_s=732e9,
+        memory_bytes=16 << 30,
+        link="pcie3",
+    ),
+    # GeForce GTX Titan X (Maxwell): fp32 6.6 TFLOP/s at its boost clock, fp64 a 32nd, no faster halves; 336 GB/s.
+    "titan-x": Roofline(
+        name="titan-x",
+        fp32_flops_per_s=5.1e12,
+        cudnn_fp32_flops_per_s=5.1e12,
+        half_flops_per_s=5.1e12,
+        fp64_flops_per_s=0.16e12,
+        memory_bytes_per_s=336e9,
+        memory_bytes=12 << 30,
+        link="pcie3",
+    ),
 }
 
 

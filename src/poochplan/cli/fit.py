@@ -52,7 +52,9 @@ class FitVerb(Verb):
         parser.add_argument("--picture", metavar="FILE.png", help="draw peaks and throughput against the value")
         add_workload_arguments(parser)
         parser.add_argument(
-            "--roofline", metavar="DEVICE", help="v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12: no step is run"
+            "--roofline",
+            metavar="DEVICE",
+            help="v100, a100, h200, p100, titan-x, or FLOPS,BYTES such as 50e12,2e12: no step is run",
         )
         add_machine_arguments(parser)
         parser.add_argument(

@@ -36,7 +36,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--link",
         metavar="LINK",
-        help="pcie3, pcie4, pcie5, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in",
+        help="pcie3, pcie4, pcie5, nvlink1, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in",
     )
     group.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 16GiB")
     group.add_argument(

@@ -60,7 +60,9 @@ class ProfileVerb(Verb):
             "fake: without memory, each op timed by itself or by --roofline (default: auto)",
         )
         parser.add_argument(
-            "--roofline", metavar="DEVICE", help="for mode fake: v100, a100, h200, or FLOPS,BYTES such as 50e12,2e12"
+            "--roofline",
+            metavar="DEVICE",
+            help="for mode fake: v100, a100, h200, p100, titan-x, or FLOPS,BYTES such as 50e12,2e12",
         )
         parser.add_argument(
             "--iterations",

@@ -1,8 +1,9 @@
 """Links by name: what a transfer path of that kind carries, for plans made away from the machine. Imports no torch.
 
 The rates are those of pinned copies in one direction, below the wire's nominal rate: PCIe 3, 4 and 5 x16 carry about
-three quarters to nine tenths of their 15.8, 31.5 and 63 GB/s; NVLink 2 between POWER9 and V100 (3 bricks, 75 GB/s) and
-NVLink-C2C of Grace Hopper (450 GB/s) likewise. A measured link is better than any of these.
+three quarters to nine tenths of their 15.8, 31.5 and 63 GB/s; NVLink 1 between POWER8 and P100 (2 bricks, 40 GB/s),
+NVLink 2 between POWER9 and V100 (3 bricks, 75 GB/s) and NVLink-C2C of Grace Hopper (450 GB/s) likewise. A measured
+link is better than any of these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class LinkPreset(StrEnum):
     PCIE3 = "pcie3"
     PCIE4 = "pcie4"
     PCIE5 = "pcie5"
+    NVLINK1 = "nvlink1"
     NVLINK2 = "nvlink2"
     NVLINK_C2C = "nvlink-c2c"
 
@@ -29,6 +31,7 @@ PRESET_BYTES_PER_S = {
     LinkPreset.PCIE3: 12e9,
     LinkPreset.PCIE4: 25e9,
     LinkPreset.PCIE5: 55e9,
+    LinkPreset.NVLINK1: 33e9,
     LinkPreset.NVLINK2: 65e9,
     LinkPreset.NVLINK_C2C: 380e9,
 }

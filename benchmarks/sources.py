@@ -1,0 +1,238 @@
+"""The settings of the systems before this one, simulated: what each would take and cost under our plans.
+
+    make bench                                                                # all of them
+    python -m benchmarks.sources --settings vdnn-vgg16 -o results.json        # some; other rows of the file stay
+    python -m benchmarks.sources --table benchmarks/results/sources.json      # the table of benchmarks/README.md
+
+Nothing is run: profiles are taken without memory, durations are a roofline's (``profiler/fake/roofline.py``) and copies
+a link's preset (``formats/links.py``). The published figures beside were measured on real machines. Where a setting
+has no plan, its smallest possible peak says so, and the plan is that of the largest batch that has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import msgspec
+
+from benchmarks.facts import facts_of_run, write_results
+from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
+from poochplan import Plan, Profile, Workload
+from poochplan.errors import InfeasibleError
+from poochplan.fitting.aiming import aimed
+from poochplan.fitting.family import Family, family_of
+from poochplan.fitting.largest import Gait, largest
+from poochplan.fitting.probes import Effort, Probes
+from poochplan.fitting.taking import Machine, bytes_alone
+from poochplan.planner import plan, smallest_budget
+from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.units import parse_bytes
+
+SWAPPING = ("swap-all-on-demand", "vdnn", "earliest-first", "tflms")
+"""Policies that never recompute. ``tflms`` is tuned as the source's tool does, the first one not at all."""
+MOST_BATCH = 1 << 20
+
+
+def family(build: Callable[..., Workload]) -> Family:
+    return family_of(build, "batch_size")
+
+
+@functools.cache
+def batches(build: Callable[..., Workload], budget_bytes: int) -> tuple[int | None, int | None]:
+    """The largest batch that fits with everything kept, and the largest that has a plan; None where there is none.
+
+    They are asked of bytes alone, which no device changes.
+    """
+    workloads = family(build)
+    probes = Probes(bytes_alone(workloads, Machine(budget_bytes), say), budget_bytes, Effort())
+    found = []
+    for fits, size_bytes in ((probes.in_core, probes.in_core_peak), (probes.has_plan, probes.smallest)):
+        guess = aimed(size_bytes, budget_bytes, workloads.own or 1, 1, MOST_BATCH)
+        found.append(largest(fits, guess, 1, MOST_BATCH, Gait.STEP, 1).value)
+    return found[0], found[1]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def step_of(setting: Setting, batch: int) -> Profile:
+    """The step with that batch on the setting's machine."""
+    if setting.profile is not None:
+        return setting.profile()
+    assert setting.build is not None
+    machine = Machine(0, setting.device, setting.link)
+    return bytes_alone(family(setting.build), machine, say)(batch)
+
+
+def row_of(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Bytes, overhead and bound of one setting, of the largest batch that has a plan where its own has none."""
+    started_s = time.perf_counter()
+    memory_bytes = parse_bytes(setting.memory) - parse_bytes(MARGIN)
+    in_core, most = batches(setting.build, memory_bytes) if setting.build and not setting.share else (None, None)
+    batch = setting.batch or round((setting.multiple or 1.0) * (in_core or 1))
+    row: dict[str, Any] = {
+        **{name: getattr(setting, name) for name in ("system", "network", "device", "link", "memory", "published")},
+        "assumed": setting.assumed,
+        "batch": batch,
+        "in_core_batch": in_core,
+        "largest_batch": most,
+    }
+    profile = step_of(setting, batch)
+    budget_bytes = int(setting.share * profile.in_core_peak_bytes) if setting.share else memory_bytes
+    row |= {"budget_bytes": budget_bytes, **peaks(profile)}
+    row["fits"] = row["smallest_peak_bytes"] <= budget_bytes
+    if not row["fits"] and most:
+        profile, batch = step_of(setting, most), most
+        row["peaks_of_planned"] = peaks(profile)
+    row["planned_batch"] = batch
+    limit_s = setting.patience * arguments.time_limit
+    row["plan"] = planned(profile, budget_bytes, setting.host_budget, limit_s, arguments)
+    if setting.compared:
+        row["exposed"] = exposed(profile, budget_bytes, row["plan"], limit_s, arguments)
+    return row | {"time_limit_s": limit_s, "wall_s": time.perf_counter() - started_s}
+
+
+def peaks(profile: Profile) -> dict[str, int]:
+    return {"in_core_peak_bytes": profile.in_core_peak_bytes, "smallest_peak_bytes": smallest_budget(profile)}
+
+
+def planned(
+    profile: Profile, budget_bytes: int, host_budget: int | None, limit_s: float, arguments: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Figures of the plan; None where none was found."""
+    try:
+        found = plan(
+            profile, budget_bytes, host_budget=host_budget, time_limit_s=limit_s, gap=arguments.gap,
+            seed=arguments.seed, threads=arguments.threads,
+        )  # fmt: skip
+    except InfeasibleError as error:
+        say(str(error))
+        return None
+    return figures(found)
+
+
+def figures(found: Plan) -> dict[str, Any]:
+    """Times as shares of the in-core step."""
+    prediction, solve = found.prediction, found.solve
+    in_core_s = prediction.in_core_step_s
+    return {
+        "in_core_step_s": in_core_s,
+        "peak_bytes": prediction.peak_bytes,
+        "overhead": prediction.overhead,
+        "bound": None if solve.bound_s is None else solve.bound_s / in_core_s - 1,
+        "gap": solve.gap,
+        "status": str(solve.status),
+        "stall_share": prediction.stall_s / in_core_s,
+        "replay_share": prediction.replay_s / in_core_s,
+        "out_bytes": prediction.out_bytes,
+        "solve_s": solve.wall_s,
+    }
+
+
+def exposed(
+    profile: Profile, budget_bytes: int, ours: dict[str, Any] | None, limit_s: float, arguments: argparse.Namespace
+) -> dict[str, float | None]:
+    """How long the step waits for copies, as a share of the in-core step: each swapping policy's plan, and ours.
+
+    None where a policy's plan does not fit.
+    """
+    given = PolicyInput.of(profile, budget_bytes)
+    shares: dict[str, float | None] = {}
+    for name in SWAPPING:
+        candidate = run_policy(name, given)
+        fits = candidate.peak_bytes <= budget_bytes
+        shares[name] = candidate.simulation.stall_s / profile.times.step_s if fits else None
+    alone = planned(without_replays(profile), budget_bytes, None, limit_s, arguments)
+    shares["ours, swapping alone"] = None if alone is None else alone["stall_share"]
+    shares["ours"] = None if ours is None else ours["stall_share"]
+    return shares
+
+
+def without_replays(profile: Profile) -> Profile:
+    """The same step of which nothing can be recomputed."""
+    replace = msgspec.structs.replace
+    return replace(profile, ops=tuple(replace(op, opaque=True) for op in profile.ops))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table, as Markdown."""
+    found = row["plan"]
+    cost = "no plan found" if found is None else f"{found['overhead']:.2%} (bound {_share(found['bound'])})"
+    if row["planned_batch"] != row["batch"]:
+        cost += f" at {row['planned_batch']}"
+    largest_batch = "" if row["largest_batch"] is None else _times(row["largest_batch"], row["in_core_batch"])
+    verdict = "" if row["fits"] else ", above the memory: **no plan**"
+    cells = (
+        row["system"], f"{row['network']}, batch {_times(row['batch'], row['in_core_batch'])}",
+        f"{row['device']}, {row['link']}, {_gib(row['budget_bytes'])}", _gib(row["in_core_peak_bytes"]),
+        _gib(row["smallest_peak_bytes"]) + verdict, largest_batch, cost, row["published"],
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(batch: int, in_core: int | None) -> str:
+    return f"{batch:,} ({batch / in_core:.1f} x)" if in_core else f"{batch:,}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _share(share: float | None) -> str:
+    return "none" if share is None else f"{share:.2%}"
+
+
+def waits(row: dict[str, Any]) -> str:
+    """How long each plan waits for copies, as a line of Markdown; empty where nobody was asked."""
+    shares = row.get("exposed", {})
+    text = ", ".join(
+        f"{name} {_share(share) if share is not None else 'over budget'}" for name, share in shares.items()
+    )
+    return f"* {row['system']}, {row['link']}: {text}" if text else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = SETTINGS | SMALL
+    parser.add_argument(
+        "--settings", nargs="+", choices=every, default=[*SETTINGS], metavar="NAME", help="default: all"
+    )
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds per plan")
+    parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--table", type=Path, help="print the table of these results, and plan nothing")
+    parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
+    arguments = parser.parse_args()
+    if arguments.table:
+        rows = json.loads(arguments.table.read_text())["rows"]
+        print("\n".join([*map(line, rows), "", *filter(None, map(waits, rows))]))
+        return 0
+    facts, rows = facts_of_run(arguments), known_rows(arguments.output)
+    for name in arguments.settings:
+        row = {"setting": name, "commit": facts["commit"], **row_of(every[name], arguments)}
+        rows[name] = row
+        print("\n".join(filter(None, (line(row), waits(row)))), flush=True)
+        write_results(arguments.output, {**facts, "rows": [rows[name] for name in every if name in rows]})
+    return 0
+
+
+def known_rows(path: str | None) -> dict[str, dict[str, Any]]:
+    """Rows of a results file by setting; none where there is no such file."""
+    if not path or not Path(path).exists():
+        return {}
+    return {row["setting"]: row for row in json.loads(Path(path).read_text())["rows"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
