@@ -18,7 +18,7 @@ from .onnx_file import dimensions_of, read_model
 
 Made = TypeVar("Made")
 Step = Callable[[], torch.Tensor]
-Loss = Callable[..., torch.Tensor]
+Loss = Callable[..., Any]
 Build = Callable[[torch.nn.Module, Step, torch.optim.Optimizer | None], Made]
 
 _LOSSES = "mse, cross-entropy or file.py:function"

@@ -70,7 +70,9 @@ def _conv_transpose(
     )
     if begins == ends:
         return found
-    return found[(..., *(slice(begin, -end or None) for begin, end in zip(begins, ends, strict=True)))]
+    for dim, (begin, end) in enumerate(zip(begins, ends, strict=True), start=2):
+        found = found.narrow(dim, begin, found.shape[dim] - begin - end)
+    return found
 
 
 @operator("MaxPool", allowed={"storage_order": (0,)})

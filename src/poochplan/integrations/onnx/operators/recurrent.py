@@ -103,7 +103,7 @@ def _taken(
     kind: str, node: Node, value: torch.Tensor, inputs: tuple[Any, ...]
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Weights in torch's order, and the first states; those that are not given are zeros."""
-    weight, recurrence, bias, _, hidden, cell, *_ = (*inputs, *[None] * 6)
+    weight, recurrence, bias, _, hidden, cell = [*inputs, *[None] * 6][:6]
     split = isinstance(weight, (list, tuple))
     weights = list(weight) if split else torch_weights(kind, weight, recurrence, bias)
     directions, size = _directions(node), weights[1].shape[1]
@@ -125,8 +125,8 @@ def _biased(node: Node, weights: list[torch.Tensor]) -> bool:
 def _directed(node: Node, value: torch.Tensor, function: Any) -> tuple[torch.Tensor, ...]:
     if node.attributes.get("direction", "forward") != "reverse":
         return tuple(function(value, _directions(node) == 2))
-    out, *states = function(value.flip(0), False)
-    return (out.flip(0), *states)
+    found = function(value.flip(0), False)
+    return (found[0].flip(0), *found[1:])
 
 
 def _outputs(node: Node, found: tuple[torch.Tensor, ...]) -> Any:
