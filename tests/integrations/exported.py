@@ -64,7 +64,7 @@ class Exported:
 
 
 def export(name: str, exporter: str, folder: Path) -> Exported:
-    """Writes the network ``name`` with a dynamic dimension ``batch``. No two weights are equal: exporters join those."""
+    """Writes the network ``name``, its batch dynamic. No two of its weights are equal, since exporters join those."""
     torch.manual_seed(1)
     network = NETWORKS[name]()
     with torch.no_grad():

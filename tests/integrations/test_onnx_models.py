@@ -110,7 +110,7 @@ def test_a_planned_step_is_bitwise_the_one_in_core(files: Files, name: str, tmp_
         with poochplan.apply(plan, model, spill_dir=tmp_path) as session:
             _, planned = gradients(model, batch)
         step = session.report().last_step
-        assert step.out_bytes if policy == "swap-all-on-demand" else step.replays
+        assert step.out_bytes if policy == "swap-all-on-demand" else step.replayed_values
         assert session.report().steps_followed == 1
         assert all(map(torch.equal, planned, in_core))
         assert all(map(torch.equal, state(model).values(), end.values()))

@@ -117,6 +117,7 @@ class GraphImport:
 
     def _add(self, node: NodeProto) -> None:
         """One node of the graph, and a submodule that runs it."""
+        self._refuse_training(node)
         on_host = self._runs_on_host(node)
         constants: dict[int, np.ndarray] = {}
         arguments: list[Any] = []
@@ -137,6 +138,16 @@ class GraphImport:
                 self.values[name] = made if module.outputs == 1 else self.graph.call_function(_item, (made, place))
         if on_host:
             self.host.update(node.output)
+
+    def _refuse_training(self, node: NodeProto) -> None:
+        """Dropout says by an input that it is on."""
+        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
+            if not np.any(self.arrays.get(node.input[2], True)):
+                return
+            raise UsageError(
+                f"{self.path}: node {label_of(node)!r} (Dropout): expected a graph for inference, found training mode; "
+                "export after model.eval()"
+            )
 
     def _module_for(self, node: NodeProto, constants: dict[int, np.ndarray], on_host: bool) -> OnnxNode:
         used = [place for place, name in enumerate(node.output) if name]

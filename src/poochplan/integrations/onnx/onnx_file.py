@@ -106,6 +106,9 @@ def check_node(path: Path, node: NodeProto) -> None:
         if name in given and not _is_one_of(given[name], values):
             listed = " or ".join(str(value) for value in values) or "none"
             raise UsageError(f"{what}: {name}: expected {listed}, found {given[name]}; export it another way")
+    for place, name in operator.refused.items():
+        if any(list(node.input)[place : place + 1]):
+            raise UsageError(f"{what}: expected no input {name}, found one; export it another way")
     wrong = operator.check(given)
     if wrong:
         raise UsageError(f"{what}: {wrong}; export it another way")

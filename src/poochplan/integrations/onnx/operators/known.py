@@ -38,6 +38,8 @@ class Operator:
     """Attributes of which only these values are known; an attribute that is not given is allowed."""
     most_outputs: int | None
     """Later outputs are refused where the file uses them; None knows them all."""
+    refused: Mapping[int, str]
+    """Inputs that a node must not have, and what they are called."""
     check: Callable[[Mapping[str, Any]], str]
     """What is wrong with a node's attributes together, as ``expected ..., found ...``; empty where nothing is."""
 
@@ -55,6 +57,7 @@ def operator(
     no_weights: tuple[int, ...] = (),
     allowed: Mapping[str, tuple[Any, ...]] | None = None,
     most_outputs: int | None = 1,
+    refused: Mapping[int, str] | None = None,
     check: Callable[[Mapping[str, Any]], str] = lambda attributes: "",
 ) -> Callable[[Function], Function]:
     """Puts a function into the table under each of the names."""
@@ -62,13 +65,14 @@ def operator(
     def register(function: Function) -> Function:
         for name in names:
             OPERATORS[name] = Operator(
-                name,
-                function,
-                frozenset(on_host),
-                frozenset((*on_host, *no_weights)),
-                allowed or {},
-                most_outputs,
-                check,
+                name=name,
+                function=function,
+                on_host=frozenset(on_host),
+                no_weights=frozenset((*on_host, *no_weights)),
+                allowed=allowed or {},
+                most_outputs=most_outputs,
+                refused=refused or {},
+                check=check,
             )
         return function
 
@@ -88,7 +92,7 @@ def to_tensor(value: Any, device: torch.device | None = None) -> torch.Tensor:
         return torch.tensor(value.astype(np.float32), dtype=torch.bfloat16, device=device)
     if value.size > 1 and not any(value.strides):  # one number, expanded: this way it can be computed again
         return torch.full(value.shape, value.flat[0].item(), dtype=torch.tensor(value.flat[0]).dtype, device=device)
-    return torch.tensor(value, device=device)
+    return torch.tensor(value.copy(), device=device)
 
 
 def operands(*values: Any) -> list[Any]:

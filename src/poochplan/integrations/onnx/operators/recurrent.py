@@ -55,10 +55,11 @@ def _checked(kind: str) -> Any:
     return check
 
 
+_REFUSED = {4: "sequence_lens", 7: "peepholes (P)"}
 _ALLOWED = {"clip": (), "layout": (0,), "input_forget": (0,)}
 
 
-@operator("LSTM", no_weights=(4, 5, 6), allowed=_ALLOWED, most_outputs=3, check=_checked("LSTM"))
+@operator("LSTM", no_weights=(4, 5, 6), allowed=_ALLOWED, refused=_REFUSED, most_outputs=3, check=_checked("LSTM"))
 def _lstm(node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     weights, hidden, cell = _taken("LSTM", node, value, inputs)
     found = _directed(
@@ -71,7 +72,7 @@ def _lstm(node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     return _outputs(node, found)
 
 
-@operator("GRU", no_weights=(4, 5), allowed=_ALLOWED, most_outputs=2, check=_checked("GRU"))
+@operator("GRU", no_weights=(4, 5), allowed=_ALLOWED, refused=_REFUSED, most_outputs=2, check=_checked("GRU"))
 def _gru(node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     weights, hidden, _ = _taken("GRU", node, value, inputs)
     found = _directed(
@@ -84,7 +85,7 @@ def _gru(node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     return _outputs(node, found)
 
 
-@operator("RNN", no_weights=(4, 5), allowed=_ALLOWED, most_outputs=2, check=_checked("RNN"))
+@operator("RNN", no_weights=(4, 5), allowed=_ALLOWED, refused=_REFUSED, most_outputs=2, check=_checked("RNN"))
 def _rnn(node: Node, value: torch.Tensor, *inputs: Any) -> Any:
     weights, hidden, _ = _taken("RNN", node, value, inputs)
     relu = (node.attributes.get("activations") or ["Tanh"])[0].lower() == "relu"
