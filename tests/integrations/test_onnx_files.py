@@ -102,6 +102,22 @@ def test_masks_numbers_and_what_is_named_are_no_weights(tmp_path: Path) -> None:
     assert "factor" in dict(load(path, parameters=["factor"]).named_parameters())
 
 
+def test_names_that_no_code_could_have_are_changed(tmp_path: Path) -> None:
+    awkward = ["in.weight", "1", "a\n b", "x.weight", "self.x.weight", "", ".", "class", "1); raise(0"]
+    arrays = {name: np.full(4, 1.5, np.float32) for name in awkward if name}
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["sum_0"], name="lambda")]
+    for place, name in enumerate(arrays):
+        nodes.append(helper.make_node("Add", [f"sum_{place}", name], [f"sum_{place + 1}"], name=name))
+    nodes.append(helper.make_node("Identity", [f"sum_{len(arrays)}"], ["out"]))
+    path = write(tmp_path / "1 class.onnx", nodes, arrays=arrays)
+    model = onnx.load(path)
+    model.graph.input[0].name = model.graph.node[0].input[1] = "1); raise(0"
+    onnx.save(model, path)
+    found = load(path)
+    assert len(list(found.parameters())) == 1 + len(arrays)
+    assert torch.equal(found(torch.zeros(2, 3, dtype=torch.int64)), torch.full((2, 3, 4), 0.5 + 1.5 * len(arrays)))
+
+
 def test_shapes_of_a_dynamic_batch_are_computed_beside_the_tensors(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["rows"]),

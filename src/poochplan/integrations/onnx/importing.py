@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -68,7 +69,7 @@ class GraphImport:
         """Translates all nodes."""
         for value in self.model.graph.input:
             if value.name not in self.arrays:
-                self.values[value.name] = self.graph.placeholder(_identifier(value.name))
+                self.values[value.name] = self.graph.placeholder(self._argument_name(value.name))
         for node in self.model.graph.node:
             if not self._folded(node):
                 self._add(node)
@@ -76,6 +77,15 @@ class GraphImport:
         self.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         return fx.GraphModule(self.root, self.graph, class_name=_identifier(self.path.stem) or "Model").eval()
+
+    def _argument_name(self, name: str) -> str:
+        """It is written into the code of ``forward``, so it has to be a name there, and one only."""
+        plain = _identifier(name)
+        plain = plain if plain.isidentifier() else f"input_{plain}"
+        taken = {node.target for node in self.graph.nodes}
+        while plain in taken:
+            plain += "_"
+        return plain
 
     def _output(self, name: str) -> fx.Node:
         if name in self.values:
@@ -212,7 +222,7 @@ class GraphImport:
 
     def _hold(self, name: str, tensor: torch.Tensor) -> str:
         """Registers the tensor under the file's name, as far as a module can have it; returns the one that it has."""
-        path = [re.sub(r"\W", "_", part) for part in name.split(".") if part]
+        path = [_plain(re.sub(r"\W", "_", part)) for part in name.split(".") if part] or ["weight"]
         owner = self.root
         for part in path[:-1]:
             inner = owner._modules.setdefault(part, torch.nn.Module()) if not hasattr(owner, part) else None
@@ -247,4 +257,9 @@ def _item(values: Any, place: int) -> Any:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W+", "_", name).strip("_")
+    """The name with nothing but letters, digits and underscores: code is made of it."""
+    return _plain(re.sub(r"\W+", "_", name).strip("_"))
+
+
+def _plain(name: str) -> str:
+    return f"{name}_" if keyword.iskeyword(name) else name
