@@ -111,7 +111,7 @@ def test_names_that_no_code_could_have_are_changed(tmp_path: Path) -> None:
     nodes.append(helper.make_node("Identity", [f"sum_{len(arrays)}"], ["out"]))
     path = write(tmp_path / "1 class.onnx", nodes, arrays=arrays)
     model = onnx.load(path)
-    model.graph.input[0].name = model.graph.node[0].input[1] = "1); raise(0"
+    model.graph.input[0].name = model.graph.node[0].input[1] = "2); raise(1"
     onnx.save(model, path)
     found = load(path)
     assert len(list(found.parameters())) == 1 + len(arrays)
