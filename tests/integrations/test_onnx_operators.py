@@ -185,8 +185,26 @@ def test_an_operator_gives_what_the_reference_gives(case: Case, tmp_path: Path) 
         )
 
 
+@pytest.mark.parametrize(("sizes", "wanted"), [(np.array(2), IMAGE[:, 2:4]), (whole(1, 3), IMAGE[:, 1:4])])
+def test_a_part_of_a_sequence_is_that_of_the_tensor(sizes: np.ndarray, wanted: np.ndarray, tmp_path: Path) -> None:
+    model = Case("SplitToSequence", [IMAGE, sizes], {"axis": 1}).model()
+    place = numpy_helper.from_array(np.array(1), "place")
+    model.graph.initializer.append(place)
+    model.graph.node.append(helper.make_node("SequenceAt", ["output_0", "place"], ["part"]))
+    model.graph.output[0].name = "part"
+    onnx.save(model, tmp_path / "one.onnx")
+    found = load(tmp_path / "one.onnx")(torch.tensor(IMAGE))
+    assert torch.equal(found, torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("kind", ["Transpose", "Flatten", "Relu", "Softmax"])
+def test_a_constant_of_one_number_may_have_dimensions(kind: str, tmp_path: Path) -> None:
+    path = written(Case(kind, [np.full((1, 1), 0.5, np.float32)], held=0), tmp_path)
+    assert tuple(load(path)().shape) == (1, 1)
+
+
 def test_every_operator_has_a_case() -> None:
-    assert {case.kind for case in CASES} == set(OPERATORS)
+    assert {case.kind for case in CASES} | {"SplitToSequence", "SequenceAt"} == set(OPERATORS)
     assert set(HOST) <= set(OPERATORS)
 
 

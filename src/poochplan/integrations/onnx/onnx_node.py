@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .operators import HOST, OPERATORS
+from .operators.known import to_tensor
 
 
 class OnnxNode(torch.nn.Module):
@@ -36,13 +37,15 @@ class OnnxNode(torch.nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         """What the operator gives: a tensor, a tuple of them, or an array where it computes a shape."""
-        function = HOST[self.kind] if self.on_host else OPERATORS[self.kind].function
-        if not self.constants:
-            return function(self, *arguments)
         inputs, given = [], iter(arguments)
         for place in range(len(arguments) + len(self.constants)):
             inputs.append(self.constants[place] if place in self.constants else next(given))
-        return function(self, *inputs)
+        if self.on_host:
+            return HOST[self.kind](self, *inputs)
+        if inputs and isinstance(inputs[0], np.ndarray) and inputs[0].ndim:
+            device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
+            inputs[0] = to_tensor(inputs[0], device)
+        return OPERATORS[self.kind].function(self, *inputs)
 
     def extra_repr(self) -> str:
         return ", ".join([self.kind, *(f"{name}={value}" for name, value in self.attributes.items())])

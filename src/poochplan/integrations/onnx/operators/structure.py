@@ -69,6 +69,18 @@ def split_sizes(node: Node, size: int, sizes: Any) -> list[int]:
     return [*[each] * (count - 1), size - each * (count - 1)]
 
 
+@operator("SplitToSequence", on_host=(1,), allowed={"keepdims": (1,)})
+def _split_to_sequence(node: Node, value: torch.Tensor, sizes: Any = None) -> tuple[torch.Tensor, ...]:
+    """The parts as a tuple; one number is the size of each, and without any it is 1."""
+    axis, given = node.attributes.get("axis", 0), [1] if sizes is None else integers(sizes)
+    return torch.split(value, given[0] if sizes is None or sizes.ndim == 0 else given, axis)
+
+
+@operator("SequenceAt", on_host=(1,))
+def _sequence_at(node: Node, values: tuple[torch.Tensor, ...], place: Any) -> torch.Tensor:
+    return values[integers(place)[0]]
+
+
 @operator("Slice", on_host=(1, 2, 3, 4))
 def _slice(node: Node, value: torch.Tensor, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
     for axis, part in enumerate(slices(tuple(value.shape), starts, ends, axes, steps)):
