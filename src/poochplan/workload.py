@@ -67,7 +67,8 @@ def load_workload(
     target: str | Callable[..., Workload], overrides: Mapping[str, Any] | None = None, device: str | None = None
 ) -> LoadedWorkload:
     """Builds the workload that ``target`` names: a TOML, ``package.module:function`` or ``path/to/file.py:function``,
-    or by its name alone one of the configs that ship (:func:`shipped_configs`). It may be the function itself.
+    an ONNX file, or by its name alone one of the configs that ship (:func:`shipped_configs`). It may be the function
+    itself.
 
     ``overrides`` are ``--set key=value`` pairs: text is read as a TOML value, or else is the value itself. They win
     over the TOML's ``[parameters]``. The folder of a ``file.py``, or the current folder for a module, is put on
@@ -128,6 +129,8 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
     if not isinstance(target, str):
         name = getattr(target, "__name__", type(target).__name__)
         return target, {}, name, name
+    if target.endswith(".onnx"):
+        return _onnx_function(target), {}, Path(target).stem, target
     python_target, parameters, name = target, {}, ""
     folder = Path()
     path = shipped_configs().get(target) or (Path(target) if target.endswith(".toml") else None)
@@ -136,6 +139,13 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
         python_target, parameters, name, folder = file.workload, dict(file.parameters), path.stem, path.parent
     function, found_at = _find_function(python_target, folder, asked=target)
     return function, parameters, name or python_target.rpartition(":")[2], found_at
+
+
+def _onnx_function(target: str) -> Callable[..., Workload]:
+    """Builds the training step of an ONNX file; its dynamic dimensions are parameters."""
+    from .integrations.onnx.onnx_training import training_function
+
+    return training_function(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
 
 
 def shipped_configs() -> dict[str, Path]:

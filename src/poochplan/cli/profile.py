@@ -40,6 +40,7 @@ class ProfileVerb(Verb):
   pooch profile gpt2 --device cuda -o gpu.json
   pooch profile gpt2 --set layers=48 --mode fake --roofline v100
   pooch profile resnet50 --inference -o pass.json
+  pooch profile model.onnx --loss cross-entropy --set batch=32 -o profile.json
   pooch profile my_package.models:build --throttle 400MB/s --spill-dir /scratch --json | jq .in_core_peak_bytes
 """
 
@@ -203,7 +204,7 @@ class ProfileVerb(Verb):
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """``WORKLOAD``, as every verb that builds one takes it."""
-    forms = "name of a config that ships (unet3d), TOML, package.module:function or file.py:function"
+    forms = "name of a config that ships (unet3d), TOML, package.module:function, file.py:function or model.onnx"
     parser.add_argument("workload", metavar="WORKLOAD", help=forms)
 
 
@@ -211,6 +212,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """``--set`` and ``--seed``, which every verb that builds a workload takes."""
     parser.add_argument(
         "--set", dest="settings", action="append", metavar="NAME=VALUE", help="a parameter of the workload; repeatable"
+    )
+    parser.add_argument(
+        "--loss",
+        dest="settings",
+        action="append",
+        type="loss={}".format,
+        metavar="LOSS",
+        help="of an ONNX file: mse, cross-entropy or file.py:function; the same as --set loss=LOSS",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of all generators (default: 0)")
 

@@ -1,0 +1,133 @@
+"""The training step of an ONNX file: its model, inputs drawn at random, a loss, and an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.nn import functional
+
+from poochplan.errors import UsageError
+
+from .drawing import dimension_name, inputs_of
+from .importing import GraphImport
+from .onnx_file import dimensions_of, read_model
+
+Made = TypeVar("Made")
+Step = Callable[[], torch.Tensor]
+Loss = Callable[..., Any]
+Build = Callable[[torch.nn.Module, Step, torch.optim.Optimizer | None], Made]
+
+_LOSSES = "mse, cross-entropy or file.py:function"
+_OWN: dict[str, tuple[Any, Any]] = {
+    "loss": (str, ""),
+    "optimizer": (Literal["adamw", "sgd", "none"], "adamw"),
+    "parameters": (list[str], []),
+    "constants": (list[str], []),
+    "device": (str, "cpu"),
+}
+"""The parameters that every file has, with their types and defaults."""
+
+
+def training_function(path: Path, build: Build[Made], find: Callable[[str], Loss]) -> Callable[..., Made]:
+    """A function that builds the file's training step; it takes one keyword for each dynamic dimension of its inputs.
+
+    Beside these it takes ``loss`` (``mse``, ``cross-entropy`` or what ``find`` finds), ``optimizer``, ``device``, and
+    ``parameters`` and ``constants`` as :func:`~poochplan.integrations.onnx.importing.load` does. ``build`` is given
+    the model in training mode, the step and the optimizer.
+
+    Raises ``UsageError`` when the file cannot be read; the function raises it for what it is asked, and for nodes.
+    """
+    model = read_model(path, weights=False)
+    dynamic = dict.fromkeys(
+        size for given in inputs_of(path, model) for size in given.dimensions if isinstance(size, str)
+    )
+
+    def training(**asked: Any) -> Made:
+        own = {name: asked.pop(name, default) for name, (_, default) in _OWN.items()}
+        return build(*_training(path, asked, own, find))
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, kind, annotation=int) for name in dynamic]
+    parameters += [
+        inspect.Parameter(name, kind, annotation=hint, default=default) for name, (hint, default) in _OWN.items()
+    ]
+    training.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    training.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return training
+
+
+def _training(
+    path: Path, sizes: Mapping[str, int], own: Mapping[str, Any], find: Callable[[str], Loss]
+) -> tuple[torch.nn.Module, Step, torch.optim.Optimizer | None]:
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{path}: dimension {name!r}: expected at least 1, found {size}; correct --set {name}")
+    name = own["loss"]
+    if not name:
+        raise UsageError(f"{path}: expected a loss, found none; give --loss {_LOSSES}")
+    if name not in ("mse", "cross-entropy") and ":" not in name:
+        raise UsageError(f"{path}: loss: expected {_LOSSES}, found {name!r}")
+    custom = find(name) if ":" in name else None
+    read = read_model(path)
+    model = GraphImport(path, read, own["parameters"], own["constants"]).module().to(own["device"])
+    inputs = [given.draw(sizes, own["device"]) for given in inputs_of(path, read)]
+    if custom is None:
+        shape = _output_shape(path, model, inputs, read.graph.output, sizes)
+        loss = _mean_squared(shape, own["device"]) if name == "mse" else _cross_entropy(path, shape, own["device"])
+    else:
+        loss = custom
+
+    def step() -> torch.Tensor:
+        found = model(*inputs)
+        return loss(*found) if isinstance(found, tuple) else loss(found)
+
+    model.train()
+    return model, step, _optimizer(path, model, own["optimizer"])
+
+
+def _optimizer(path: Path, model: torch.nn.Module, name: str) -> torch.optim.Optimizer | None:
+    weights = list(model.parameters())
+    if not weights:
+        raise UsageError(f"{path}: expected weights to train, found none; name them by --set 'parameters=[\"NAME\"]'")
+    if name == "none":
+        return None
+    return torch.optim.AdamW(weights) if name == "adamw" else torch.optim.SGD(weights, lr=0.01, momentum=0.9)
+
+
+def _output_shape(
+    path: Path, model: torch.nn.Module, inputs: list[torch.Tensor], outputs: Any, sizes: Mapping[str, int]
+) -> list[int]:
+    """The shape of the one output: as the file gives it, else as one forward pass in eval mode finds it."""
+    if len(outputs) != 1:
+        raise UsageError(
+            f"{path}: mse and cross-entropy take one output, found {len(outputs)}; give --loss file.py:function"
+        )
+    shape = [
+        size if isinstance(size, int) else sizes.get(dimension_name(size), 0) for size in dimensions_of(outputs[0])
+    ]
+    if shape and all(shape):
+        return shape
+    with torch.no_grad():
+        return list(model.eval()(*inputs).shape)
+
+
+def _mean_squared(shape: list[int], device: str) -> Loss:
+    target = torch.randn(shape, device=device)
+    return lambda found: functional.mse_loss(found, target)
+
+
+def _cross_entropy(path: Path, shape: list[int], device: str) -> Loss:
+    """Classes are the last dimension of (batch, classes) and (batch, length, classes), else the one after the batch."""
+    if len(shape) < 2:
+        raise UsageError(
+            f"{path}: cross-entropy: expected an output with classes, found shape {shape}; give --loss mse"
+        )
+    if len(shape) == 3:
+        target = torch.randint(0, shape[2], (shape[0] * shape[1],), device=device)
+        return lambda found: functional.cross_entropy(found.flatten(0, 1), target)
+    target = torch.randint(0, shape[1], (shape[0], *shape[2:]), device=device)
+    return lambda found: functional.cross_entropy(found, target)

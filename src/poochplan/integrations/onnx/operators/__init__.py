@@ -1,0 +1,9 @@
+"""The ONNX operators that the importer knows, and the function of torch that runs each.
+
+Importing it fills the table.
+"""
+
+from . import elementwise, layers, norms, on_host, recurrent, reductions, structure
+from .known import HOST, OPERATORS
+
+__all__ = ["HOST", "OPERATORS", "elementwise", "layers", "norms", "on_host", "recurrent", "reductions", "structure"]

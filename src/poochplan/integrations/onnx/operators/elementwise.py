@@ -1,0 +1,206 @@
+"""Operators that treat each element by itself: arithmetic, comparisons, activations and casts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .known import Function, Node, operands, operator, to_tensor
+
+TORCH_TYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    16: torch.bfloat16,
+}
+"""The types of tensors by their numbers in ``onnx.TensorProto``; the others have none in torch, or none that trains."""
+
+_OF_ONE: dict[str, Function] = {
+    "Abs": torch.abs,
+    "Acos": torch.acos,
+    "Asin": torch.asin,
+    "Atan": torch.atan,
+    "Ceil": torch.ceil,
+    "Cos": torch.cos,
+    "Cosh": torch.cosh,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Floor": torch.floor,
+    "HardSwish": functional.hardswish,
+    "IsNaN": torch.isnan,
+    "Log": torch.log,
+    "Mish": functional.mish,
+    "Neg": torch.neg,
+    "Not": torch.logical_not,
+    "Reciprocal": torch.reciprocal,
+    "Relu": functional.relu,
+    "Round": torch.round,
+    "Sigmoid": torch.sigmoid,
+    "Sign": torch.sign,
+    "Sin": torch.sin,
+    "Sinh": torch.sinh,
+    "Softplus": functional.softplus,
+    "Softsign": functional.softsign,
+    "Sqrt": torch.sqrt,
+    "Tan": torch.tan,
+    "Tanh": torch.tanh,
+}
+_OF_TWO: dict[str, Function] = {
+    "Add": torch.add,
+    "And": torch.logical_and,
+    "Equal": torch.eq,
+    "Greater": torch.gt,
+    "GreaterOrEqual": torch.ge,
+    "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "Mul": torch.mul,
+    "Or": torch.logical_or,
+    "Pow": torch.pow,
+    "Sub": torch.sub,
+    "Xor": torch.logical_xor,
+}
+_COMPARED = ("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Or", "Xor")
+
+
+def _one(function: Function, node: Node, value: Any) -> torch.Tensor:
+    return function(to_tensor(value))
+
+
+def _two(function: Function, node: Node, left: Any, right: Any) -> torch.Tensor:
+    left, right = operands(left, right)
+    if not isinstance(left, torch.Tensor) and function is not torch.pow:
+        left = torch.as_tensor(left, dtype=right.dtype, device=right.device)
+    elif not isinstance(right, torch.Tensor) and function in (torch.logical_and, torch.logical_or, torch.logical_xor):
+        right = torch.as_tensor(right, device=left.device)
+    return function(left, right)
+
+
+for _name, _function in _OF_ONE.items():
+    operator(_name)(functools.partial(_one, _function))
+for _name, _function in _OF_TWO.items():
+    operator(_name, no_weights=(0, 1) if _name in _COMPARED else ())(functools.partial(_two, _function))
+
+
+@operator("Div")
+def _div(node: Node, left: Any, right: Any) -> torch.Tensor:
+    left, right = operands(left, right)
+    whole = not any(
+        isinstance(value, float) or (torch.is_tensor(value) and value.is_floating_point()) for value in (left, right)
+    )
+    return torch.div(left, right, rounding_mode="trunc" if whole else None)
+
+
+@operator("Mod")
+def _mod(node: Node, left: Any, right: Any) -> torch.Tensor:
+    function = torch.fmod if node.attributes.get("fmod", 0) else torch.remainder
+    return function(*operands(left, right))
+
+
+@operator("Sum")
+def _sum(node: Node, *values: Any) -> torch.Tensor:
+    return functools.reduce(torch.add, operands(*values))
+
+
+@operator("Mean")
+def _mean(node: Node, *values: Any) -> torch.Tensor:
+    return functools.reduce(torch.add, operands(*values)) / len(values)
+
+
+@operator("Max", no_weights=tuple(range(16)))
+def _max(node: Node, *values: Any) -> torch.Tensor:
+    return functools.reduce(torch.maximum, _tensors(values))
+
+
+@operator("Min", no_weights=tuple(range(16)))
+def _min(node: Node, *values: Any) -> torch.Tensor:
+    return functools.reduce(torch.minimum, _tensors(values))
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    return [to_tensor(value, device) for value in values]
+
+
+@operator("Where", no_weights=(0,))
+def _where(node: Node, condition: Any, left: Any, right: Any) -> torch.Tensor:
+    condition, left, right = _tensors((condition, left, right))
+    return torch.where(condition, left, right)
+
+
+@operator("Clip", no_weights=(1, 2))
+def _clip(node: Node, value: Any, low: Any = None, high: Any = None) -> torch.Tensor:
+    low, high = (bound.item() if bound is not None and not torch.is_tensor(bound) else bound for bound in (low, high))
+    return to_tensor(value) if low is None and high is None else torch.clamp(to_tensor(value), low, high)
+
+
+@operator("Cast", allowed={"to": tuple(TORCH_TYPES)})
+def _cast(node: Node, value: Any) -> torch.Tensor:
+    return to_tensor(value).to(TORCH_TYPES[node.attributes["to"]])
+
+
+@operator("CastLike", no_weights=(1,))
+def _cast_like(node: Node, value: Any, other: Any) -> torch.Tensor:
+    return to_tensor(value).to(to_tensor(other).dtype)
+
+
+@operator("Identity")
+def _identity(node: Node, value: Any) -> Any:
+    return value
+
+
+@operator("Dropout", no_weights=(1, 2))
+def _dropout(node: Node, value: torch.Tensor, ratio: Any = None, training_mode: Any = None) -> torch.Tensor:
+    share = 0.5 if ratio is None else float(ratio.item())
+    return functional.dropout(value, share, training=node.training)
+
+
+@operator("Gelu", allowed={"approximate": ("none", "tanh")})
+def _gelu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(value, approximate=node.attributes.get("approximate", "none"))
+
+
+@operator("LeakyRelu")
+def _leaky_relu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.leaky_relu(value, node.attributes.get("alpha", 0.01))
+
+
+@operator("Elu")
+def _elu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.elu(value, node.attributes.get("alpha", 1.0))
+
+
+@operator("Celu")
+def _celu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.celu(value, node.attributes.get("alpha", 1.0))
+
+
+@operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})
+def _selu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.selu(value)
+
+
+@operator("ThresholdedRelu")
+def _thresholded_relu(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.threshold(value, node.attributes.get("alpha", 1.0), 0.0)
+
+
+@operator("HardSigmoid")
+def _hard_sigmoid(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(value * node.attributes.get("alpha", 0.2) + node.attributes.get("beta", 0.5), 0.0, 1.0)
+
+
+@operator("PRelu")
+def _prelu(node: Node, value: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    slope = to_tensor(slope, value.device)
+    if slope.numel() == 1 or (slope.ndim == value.ndim - 1 and slope.shape[1:].numel() == 1):
+        return functional.prelu(value, slope.reshape(-1))
+    return torch.where(value >= 0, value, value * slope)

@@ -1,0 +1,196 @@
+"""Operators on arrays of the host: the shapes, axes and positions that a graph computes beside its tensors.
+
+A shape is never a tensor, so that no op of the step, no copy from a device and no profile has to do with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .elementwise import TORCH_TYPES
+from .known import HOST, Function, Node, integers, operator
+from .reductions import axes_of
+from .structure import asked_shape, slices, split_sizes
+
+_OF_ONE: dict[str, Function] = {
+    "Abs": np.abs,
+    "Ceil": np.ceil,
+    "Cos": np.cos,
+    "Exp": np.exp,
+    "Floor": np.floor,
+    "Log": np.log,
+    "Neg": np.negative,
+    "Not": np.logical_not,
+    "Sin": np.sin,
+    "Sqrt": np.sqrt,
+}
+_OF_TWO: dict[str, Function] = {
+    "Add": np.add,
+    "And": np.logical_and,
+    "Equal": np.equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Max": np.maximum,
+    "Min": np.minimum,
+    "Mul": np.multiply,
+    "Or": np.logical_or,
+    "Sub": np.subtract,
+}
+_REDUCTIONS: dict[str, Function] = {
+    "ReduceMax": np.max,
+    "ReduceMin": np.min,
+    "ReduceProd": np.prod,
+    "ReduceSum": np.sum,
+}
+
+
+def _on_host(name: str) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        HOST[name] = function
+        return function
+
+    return register
+
+
+for _name, _function in (_OF_ONE | _OF_TWO).items():
+    HOST[_name] = lambda node, *values, function=_function: np.asarray(
+        functools.reduce(function, values) if len(values) > 1 else function(*values)
+    )
+for _name, _function in _REDUCTIONS.items():
+    HOST[_name] = lambda node, value, axes=None, function=_function: np.asarray(
+        function(value, tuple(axes_of(node, axes, value.ndim) or ()), keepdims=bool(node.attributes.get("keepdims", 1)))
+    ).astype(value.dtype)
+
+
+@operator("Shape")
+@_on_host("Shape")
+def _shape(node: Node, value: Any) -> np.ndarray:
+    """Takes a tensor or an array; what it gives is always on the host."""
+    shape = tuple(value.shape)
+    return np.array(shape[node.attributes.get("start", 0) : node.attributes.get("end", len(shape))], np.int64)
+
+
+@operator("Size")
+@_on_host("Size")
+def _size(node: Node, value: Any) -> np.ndarray:
+    return np.array(np.prod(tuple(value.shape), dtype=np.int64))
+
+
+@operator("Range", no_weights=(0, 1, 2))
+@_on_host("Range")
+def _range(node: Node, start: Any, limit: Any, step: Any) -> np.ndarray:
+    start, limit, step = (np.asarray(number.tolist()) for number in (start, limit, step))
+    return np.arange(start, limit, step)
+
+
+@operator("ConstantOfShape", on_host=(0,))
+@_on_host("ConstantOfShape")
+def _constant_of_shape(node: Node, shape: Any) -> np.ndarray:
+    value = node.attributes.get("value", np.zeros(1, np.float32))
+    return np.broadcast_to(value.reshape(()), integers(shape))
+
+
+@_on_host("Identity")
+def _identity(node: Node, value: np.ndarray) -> np.ndarray:
+    return value
+
+
+@_on_host("Cast")
+def _cast(node: Node, value: np.ndarray) -> np.ndarray:
+    name = str(TORCH_TYPES[node.attributes["to"]]).removeprefix("torch.")
+    return value.astype(np.float32 if name == "bfloat16" else name)
+
+
+@_on_host("Div")
+def _div(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if np.issubdtype(np.result_type(left, right), np.integer):
+        return np.asarray(np.trunc(left / right)).astype(left.dtype)
+    return np.asarray(left / right)
+
+
+@_on_host("Mod")
+def _mod(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.asarray((np.fmod if node.attributes.get("fmod", 0) else np.mod)(left, right))
+
+
+@_on_host("Pow")
+def _pow(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.asarray(left**right).astype(left.dtype)
+
+
+@_on_host("Where")
+def _where(node: Node, condition: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return np.where(condition, left, right)
+
+
+@_on_host("Reshape")
+def _reshape(node: Node, value: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    return value.reshape(asked_shape(node, value.shape, integers(shape)))
+
+
+@_on_host("Transpose")
+def _transpose(node: Node, value: np.ndarray) -> np.ndarray:
+    return value.transpose(node.attributes.get("perm"))
+
+
+@_on_host("Squeeze")
+def _squeeze(node: Node, value: np.ndarray, axes: Any = None) -> np.ndarray:
+    return value.squeeze(None if axes is None else tuple(integers(axes)))
+
+
+@_on_host("Unsqueeze")
+def _unsqueeze(node: Node, value: np.ndarray, axes: Any) -> np.ndarray:
+    return np.expand_dims(value, tuple(integers(axes)))
+
+
+@_on_host("Concat")
+def _concat(node: Node, *values: np.ndarray) -> np.ndarray:
+    return np.concatenate(values, node.attributes["axis"])
+
+
+@_on_host("Split")
+def _split(node: Node, value: np.ndarray, sizes: Any = None) -> Any:
+    axis = node.attributes.get("axis", 0)
+    ends = np.cumsum(split_sizes(node, value.shape[axis], sizes))
+    parts = tuple(np.split(value, ends[:-1], axis))
+    return parts if node.outputs > 1 else parts[0]
+
+
+@_on_host("Slice")
+def _slice(node: Node, value: np.ndarray, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> np.ndarray:
+    return value[tuple(slices(value.shape, starts, ends, axes, steps))]
+
+
+@_on_host("Gather")
+def _gather(node: Node, value: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return np.asarray(np.take(value, indices, node.attributes.get("axis", 0)))
+
+
+@_on_host("Expand")
+def _expand(node: Node, value: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(integers(shape))))
+
+
+@_on_host("Tile")
+def _tile(node: Node, value: np.ndarray, repeats: np.ndarray) -> np.ndarray:
+    return np.tile(value, integers(repeats))
+
+
+@_on_host("Trilu")
+def _trilu(node: Node, value: np.ndarray, diagonal: Any = None) -> np.ndarray:
+    function = np.triu if node.attributes.get("upper", 1) else np.tril
+    return function(value, 0 if diagonal is None else integers(diagonal)[0])
+
+
+@_on_host("CumSum")
+def _cumulative_sum(node: Node, value: np.ndarray, axis: Any) -> np.ndarray:
+    along = integers(axis)[0]
+    if node.attributes.get("reverse", 0):
+        return np.flip(np.cumsum(np.flip(value, along), along), along)
+    return np.cumsum(value, along)

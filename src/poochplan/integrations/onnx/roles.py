@@ -1,0 +1,79 @@
+"""Which constants of an ONNX graph are weights: the file does not say, so what reads them has to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from onnx import GraphProto, NodeProto
+
+from poochplan.errors import UsageError
+
+from .operators import OPERATORS
+
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Sum", "Mean", "Where", "Expand", "Concat")
+"""Operators that take weights as well as plain numbers; one number is no weight there, unless it is a bias."""
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
+_LARGEST = 1e30
+"""Masks are added as minus infinity, or the least number of their type; no weight is as large."""
+
+Use = tuple[NodeProto, int]
+
+
+def parameters_of(
+    path: object,
+    graph: GraphProto,
+    arrays: Mapping[str, np.ndarray],
+    parameters: Iterable[str] = (),
+    constants: Iterable[str] = (),
+) -> set[str]:
+    """The names of those initialisers that are trained.
+
+    A weight is of floats, has at least one dimension, and is read where an operator takes weights: by Conv, Gemm,
+    MatMul, LSTM, normalisations, Gather, or as an operand of arithmetic and by what moves elements. Running statistics,
+    bounds, fill values and scales are none, nor is a single number in arithmetic, unless it is added to a product, nor
+    what holds an infinity. ``parameters`` and ``constants`` name what this tells wrong.
+
+    Raises ``UsageError`` for a name among these that is no initialiser of floats.
+    """
+    forced, denied = set(parameters), set(constants)
+    for name in sorted(forced | denied):
+        if name not in arrays or not _is_float(arrays[name]):
+            known = ", ".join(sorted(key for key, array in arrays.items() if _is_float(array))) or "none"
+            raise UsageError(f"{path}: no initialiser of floats is named {name!r}; those there are: {known}")
+    uses = _uses(graph)
+    made_by = {output: node.op_type for node in graph.node for output in node.output}
+    found = {
+        name
+        for name, array in arrays.items()
+        if _is_float(array) and _can_be_weight(array) and any(_is_weight(use, array, made_by) for use in uses[name])
+    }
+    return (found | forced) - denied
+
+
+def _uses(graph: GraphProto) -> defaultdict[str, list[Use]]:
+    found: defaultdict[str, list[Use]] = defaultdict(list)
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            found[name].append((node, slot))
+    return found
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def _can_be_weight(array: np.ndarray) -> bool:
+    values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    return array.ndim > 0 and bool(np.abs(values).max(initial=0.0) < min(_LARGEST, float(np.finfo(values.dtype).max)))
+
+
+def _is_weight(use: Use, array: np.ndarray, made_by: Mapping[str, str]) -> bool:
+    node, slot = use
+    if node.op_type not in OPERATORS or slot in OPERATORS[node.op_type].no_weights:
+        return False
+    if array.size > 1 or node.op_type not in _ARITHMETIC:
+        return True
+    other = next((name for index, name in enumerate(node.input) if index != slot), "")
+    return node.op_type == "Add" and made_by.get(other) in _PRODUCTS

@@ -1,0 +1,1 @@
+"""Tests of the integrations that have files of their own."""

@@ -1,0 +1,120 @@
+"""A network that comes back from an ONNX file is the one that went in: weights, losses, gradients, and under a plan."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.integrations.onnx import load
+
+from .exported import EXPORTERS, NETWORKS, Exported, export
+
+Files = Callable[[str, str], Exported]
+
+EXACT = ("dynamo", "script")
+"""Exporters that leave weights as they were; the others fold batch normalisation and transpose."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("exported")
+    return functools.cache(lambda name, exporter: export(name, exporter, folder))
+
+
+def gradients(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    return loss.detach(), [weight.grad.clone() for weight in model.parameters()]
+
+
+def shapes(model: torch.nn.Module) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(weight.shape) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("exporter", EXACT)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_number_and_shapes_of_parameters_are_those_of_the_module(files: Files, name: str, exporter: str) -> None:
+    file = files(name, exporter)
+    assert shapes(load(file.path)) == shapes(file.network)
+
+
+@pytest.mark.parametrize("exporter", EXACT)
+def test_running_statistics_are_buffers(files: Files, exporter: str) -> None:
+    file = files("cnn", exporter)
+    wanted = {key: value for key, value in file.network.named_buffers() if "running" in key}
+    found = {key: value for key, value in load(file.path).named_buffers() if "running" in key}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_loss_is_that_of_the_module(files: Files, name: str, exporter: str) -> None:
+    file = files(name, exporter)
+    found, _ = gradients(load(file.path), file.batch)
+    wanted, _ = gradients(file.network, file.batch)
+    assert abs(found - wanted) <= 1e-5 * max(1.0, float(wanted))
+
+
+@pytest.mark.parametrize("exporter", EXACT)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_gradient_is_that_of_the_module(files: Files, name: str, exporter: str) -> None:
+    file = files(name, exporter)
+    left = dict(enumerate(gradients(load(file.path), file.batch)[1]))
+    for wanted in gradients(file.network, file.batch)[1]:
+        same = [key for key, found in left.items() if found.shape == wanted.shape]
+        near = min(same, key=lambda key: float((left[key] - wanted).abs().max()))
+        torch.testing.assert_close(left.pop(near), wanted, rtol=1e-5, atol=1e-5)
+    assert not left
+
+
+def test_an_unoptimised_export_has_the_names_of_the_module(files: Files) -> None:
+    file = files("cnn", "dynamo")
+    imported = load(file.path)
+    assert set(dict(imported.named_parameters())) == set(dict(file.network.named_parameters()))
+    assert imported.load_state_dict(file.network.state_dict(), strict=False).missing_keys == []
+
+
+def test_in_training_mode_batch_normalisation_goes_by_the_batch(files: Files) -> None:
+    file = files("cnn", "dynamo")
+    imported, original = load(file.path).train(), copy.deepcopy(file.network).train()
+    torch.testing.assert_close(imported(file.batch), original(file.batch), rtol=1e-5, atol=1e-5)
+    moved, wanted = imported.get_buffer("1.running_mean"), original.get_buffer("1.running_mean")
+    torch.testing.assert_close(moved, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(moved, load(file.path).get_buffer("1.running_mean"))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_planned_step_is_bitwise_the_one_in_core(files: Files, name: str, tmp_path: Path) -> None:
+    file = files(name, "dynamo")
+    model, batch = load(file.path).train(), file.batch.repeat(8, *[1] * (file.batch.ndim - 1))
+    begin = state(model)
+    _, in_core = gradients(model, batch)
+    end = state(model)
+    profile = poochplan.profile(
+        lambda: model(batch).square().mean(), model=model, iterations=1, warmup=1, spill_dir=tmp_path
+    )
+    for policy in ("swap-all-on-demand", "recompute-all"):
+        plan = poochplan.plan(profile, 1 << 30, policy=policy, arena="off")
+        model.load_state_dict(begin)
+        model.zero_grad()
+        with poochplan.apply(plan, model, spill_dir=tmp_path) as session:
+            _, planned = gradients(model, batch)
+        step = session.report().last_step
+        assert step.out_bytes if policy == "swap-all-on-demand" else step.replayed_values
+        assert session.report().steps_followed == 1
+        assert all(map(torch.equal, planned, in_core))
+        assert all(map(torch.equal, state(model).values(), end.values()))
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}

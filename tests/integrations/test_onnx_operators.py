@@ -1,0 +1,229 @@
+"""Each operator gives what ONNX's own reference implementation gives, or is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from poochplan.integrations.onnx import load
+from poochplan.integrations.onnx.operators import HOST, OPERATORS
+
+RANDOM = np.random.default_rng(1)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def whole(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node: its operator, an array for each input, and attributes. Inputs from ``held`` on are initialisers."""
+
+    kind: str
+    inputs: list[np.ndarray | None]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    held: int = 1
+    outputs: int = 1
+    opset: int = 18
+    label: str = ""
+
+    def model(self) -> onnx.ModelProto:
+        names = ["" if array is None else f"input_{place}" for place, array in enumerate(self.inputs)]
+        made = [f"output_{place}" for place in range(self.outputs)]
+        node = helper.make_node(self.kind, names, made, name="it", **self.attributes)
+        given = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in list(zip(names, self.inputs, strict=True))[: self.held]
+            if array is not None
+        ]
+        kept = [
+            numpy_helper.from_array(array, name)
+            for name, array in list(zip(names, self.inputs, strict=True))[self.held :]
+            if array is not None
+        ]
+        results = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in made]
+        graph = helper.make_graph([node], "one", given, results, kept)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=9)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'-' if self.label else ''}{self.label}"
+
+
+SMALL = ["Abs", "Ceil", "Cos", "Cosh", "Erf", "Exp", "Floor", "HardSigmoid", "HardSwish", "Identity", "Mish", "Neg"]
+SMALL += ["Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Tan", "Tanh", "Atan"]
+SMALL += ["Celu", "Elu", "LeakyRelu", "ThresholdedRelu", "Softmax", "LogSoftmax", "IsNaN", "GlobalAveragePool"]
+SMALL += ["GlobalMaxPool", "Flatten", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"]
+SMALL += ["ReduceProd", "ReduceSum", "ReduceSumSquare", "ArgMax", "ArgMin", "LpNormalization", "Transpose", "Size"]
+POSITIVE = ["Log", "Sqrt", "Reciprocal", "ReduceLogSum"]
+WITHIN_ONE = ["Acos", "Asin"]
+PAIRS = ["Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean"]
+COMPARED = ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
+LOGIC = ["And", "Or", "Xor"]
+IMAGE = floats(2, 4, 6, 8)
+
+CASES = [
+    *(Case(kind, [IMAGE]) for kind in SMALL),
+    *(Case(kind, [np.abs(IMAGE) + 0.1]) for kind in POSITIVE),
+    *(Case(kind, [np.tanh(IMAGE)]) for kind in WITHIN_ONE),
+    *(Case(kind, [IMAGE, floats(6, 1)]) for kind in PAIRS),
+    *(Case(kind, [IMAGE, np.array(0.5, np.float32)], label="scalar") for kind in PAIRS),
+    *(Case(kind, [IMAGE, IMAGE.round()]) for kind in COMPARED),
+    *(Case(kind, [IMAGE > 0, IMAGE[:, :1] > 1]) for kind in LOGIC),
+    Case("Not", [IMAGE > 0]),
+    Case("Div", [whole(7, -7, 9), whole(2, 2, -4)], held=2, label="whole"),
+    Case("Mod", [whole(7, -7, 9), whole(2, 3, -4)], held=2),
+    Case("Mod", [IMAGE, floats(8)], {"fmod": 1}, label="fmod"),
+    Case("Pow", [np.abs(IMAGE), np.array(1.5, np.float32)]),
+    Case("Where", [IMAGE > 0, IMAGE, np.array(-1.0, np.float32)], held=2),
+    Case("Clip", [IMAGE, np.array(-0.5, np.float32), np.array(0.5, np.float32)]),
+    Case("Clip", [IMAGE, None, np.array(0.5, np.float32)], label="above"),
+    Case("Cast", [IMAGE], {"to": TensorProto.INT64}),
+    Case("CastLike", [IMAGE, whole(1)]),
+    Case("Dropout", [IMAGE, np.array(0.3, np.float32)]),
+    Case("Gelu", [IMAGE], opset=20),
+    Case("Gelu", [IMAGE], {"approximate": "tanh"}, opset=20, label="tanh"),
+    Case("PRelu", [IMAGE, floats(4, 1, 1)]),
+    Case("MatMul", [IMAGE, floats(8, 3)]),
+    Case("Gemm", [floats(3, 4), floats(5, 4), floats(5)], {"transB": 1}),
+    Case("Gemm", [floats(4, 3), floats(4, 5), floats(1, 5)], {"transA": 1, "alpha": 0.5, "beta": 2.0}, label="scaled"),
+    Case("Einsum", [floats(2, 3, 4), floats(2, 4, 5)], {"equation": "bij,bjk->bik"}),
+    Case("Conv", [IMAGE, floats(6, 4, 3, 3), floats(6)], {"pads": [1, 1, 1, 1], "strides": [2, 1]}),
+    Case("Conv", [IMAGE, floats(6, 2, 3, 3)], {"group": 2, "pads": [0, 1, 2, 1]}, label="uneven pads"),
+    Case("Conv", [IMAGE, floats(6, 4, 3, 3)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, label="same"),
+    Case("Conv", [floats(1, 2, 5, 6, 7), floats(3, 2, 3, 3, 3)], {"dilations": [2, 1, 1]}, label="volume"),
+    Case("ConvTranspose", [IMAGE, floats(4, 5, 3, 3)], {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    Case("ConvTranspose", [IMAGE, floats(4, 5, 3, 3)], {"strides": [2, 2], "pads": [0, 0, 1, 1]}, label="uneven pads"),
+    Case("MaxPool", [IMAGE], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
+    Case("AveragePool", [IMAGE], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}),
+    Case("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "count_include_pad": 1}, label="pads"),
+    Case(
+        "Resize",
+        [IMAGE, None, np.array([1, 1, 2, 2], np.float32)],
+        {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    ),
+    Case("Resize", [IMAGE, None, None, whole(2, 4, 9, 12)], {"mode": "linear"}, label="linear"),
+    Case("BatchNormalization", [IMAGE, floats(4), floats(4), floats(4), np.abs(floats(4)) + 0.5]),
+    Case("InstanceNormalization", [IMAGE, floats(4), floats(4)]),
+    Case("LayerNormalization", [IMAGE, floats(8), floats(8)]),
+    Case("LayerNormalization", [IMAGE, floats(6, 8)], {"axis": 2}, label="two axes"),
+    Case("GroupNormalization", [IMAGE, floats(2), floats(2)], {"num_groups": 2}),
+    Case("Reshape", [IMAGE, whole(0, -1, 8)]),
+    Case("Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}, label="perm"),
+    Case("Squeeze", [floats(2, 1, 3, 1), whole(1, -1)]),
+    Case("Unsqueeze", [floats(2, 3), whole(0, -1)]),
+    Case("Concat", [IMAGE, floats(2, 2, 6, 8)], {"axis": 1}),
+    Case("Split", [IMAGE, whole(1, 3)], {"axis": 1}, outputs=2),
+    Case("Split", [IMAGE], {"axis": 3, "num_outputs": 3}, outputs=3, label="uneven"),
+    Case("Slice", [IMAGE, whole(1, -3), whole(5, 2**62), whole(2, 3), whole(2, 1)]),
+    Case("Slice", [IMAGE, whole(-1), whole(-(2**62)), whole(3), whole(-2)], label="backwards"),
+    Case("Gather", [floats(7, 4), np.array([[1, 6], [0, 3]])], held=2),
+    Case("Gather", [IMAGE, whole(-1, 0)], {"axis": 3}, label="constant"),
+    Case("Gather", [IMAGE, np.array([[1, -2]])], {"axis": 2}, held=2, label="axis"),
+    Case("GatherElements", [floats(3, 4), np.array([[0, -1], [2, 3], [1, 1]])], {"axis": 1}, held=2),
+    Case("GatherND", [IMAGE, np.array([[0, 1], [1, 3]])], held=2),
+    Case("ScatterElements", [floats(3, 4), np.array([[0, -1]]), floats(1, 2)], {"axis": 1}, held=3),
+    Case("ScatterND", [floats(5, 4), np.array([[1], [3]]), floats(2, 4)], held=3),
+    Case("Expand", [floats(3, 1), whole(2, 1, 4)]),
+    Case("Tile", [floats(2, 3), whole(2, 1)]),
+    Case("Pad", [IMAGE, whole(0, 0, 1, 2, 0, 0, 0, 1), np.array(2.0, np.float32)]),
+    Case("Pad", [IMAGE, whole(0, 0, 1, 2, 0, 0, 0, 1)], {"mode": "reflect"}, label="reflect"),
+    Case("Trilu", [floats(4, 5), whole(1)[0]], {"upper": 0}),
+    Case("DepthToSpace", [IMAGE], {"blocksize": 2}),
+    Case("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}, label="CRD"),
+    Case("SpaceToDepth", [IMAGE], {"blocksize": 2}),
+    Case("ReduceMean", [IMAGE, whole(2, 3)], {"keepdims": 0}, label="axes"),
+    Case("ReduceMean", [IMAGE], {"axes": [1]}, opset=17, label="attribute"),
+    Case("TopK", [IMAGE, whole(3)], outputs=2),
+    Case("CumSum", [IMAGE, np.array(2)], {"reverse": 1}),
+    Case("Shape", [IMAGE], {"start": 1}),
+    Case("Range", [np.array(2), np.array(11), np.array(3)], held=0),
+    Case("ConstantOfShape", [whole(2, 3)], {"value": numpy_helper.from_array(np.array([4.0], np.float32))}, held=0),
+    *(
+        Case(
+            kind,
+            [floats(5, 2, 3), floats(both, gates * 4, 3), floats(both, gates * 4, 4), floats(both, gates * 8)],
+            {"hidden_size": 4, "direction": direction} | ({"linear_before_reset": 1} if kind == "GRU" else {}),
+            outputs=2,
+            label=direction,
+            held=held,
+        )
+        for kind, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))
+        for direction, both, held in (("forward", 1, 1), ("forward", 1, 4))
+    ),
+]
+
+
+def written(case: Case, folder: Path) -> Path:
+    path = folder / "one.onnx"
+    onnx.save(case.model(), path)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_operator_gives_what_the_reference_gives(case: Case, tmp_path: Path) -> None:
+    given = [array for array in case.inputs[: case.held] if array is not None]
+    feeds = {f"input_{place}": array for place, array in enumerate(case.inputs[: case.held]) if array is not None}
+    wanted = ReferenceEvaluator(case.model()).run(None, feeds)
+    with torch.no_grad():
+        found = load(written(case, tmp_path))(*map(torch.tensor, given))
+    for left, right in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
+        assert tuple(left.shape) == right.shape
+        torch.testing.assert_close(
+            torch.tensor(np.array(left, order="C")), torch.tensor(right.copy()), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("sizes", "wanted"), [(np.array(2), IMAGE[:, 2:4]), (whole(1, 3), IMAGE[:, 1:4])])
+def test_a_part_of_a_sequence_is_that_of_the_tensor(sizes: np.ndarray, wanted: np.ndarray, tmp_path: Path) -> None:
+    model = Case("SplitToSequence", [IMAGE, sizes], {"axis": 1}).model()
+    place = numpy_helper.from_array(np.array(1), "place")
+    model.graph.initializer.append(place)
+    model.graph.node.append(helper.make_node("SequenceAt", ["output_0", "place"], ["part"]))
+    model.graph.output[0].name = "part"
+    onnx.save(model, tmp_path / "one.onnx")
+    found = load(tmp_path / "one.onnx")(torch.tensor(IMAGE))
+    assert torch.equal(found, torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("kind", ["Transpose", "Flatten", "Relu", "Softmax"])
+def test_a_constant_of_one_number_may_have_dimensions(kind: str, tmp_path: Path) -> None:
+    path = written(Case(kind, [np.full((1, 1), 0.5, np.float32)], held=0), tmp_path)
+    assert tuple(load(path)().shape) == (1, 1)
+
+
+def test_every_operator_has_a_case() -> None:
+    assert {case.kind for case in CASES} | {"SplitToSequence", "SequenceAt"} == set(OPERATORS)
+    assert set(HOST) <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "bidirectional"])
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "unbiased"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_direction_is_a_forward_layer_of_its_own(kind: str, biased: bool, direction: str, tmp_path: Path) -> None:
+    """The reference implementation knows one direction; the others are made of it."""
+    gates, both = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], 2 if direction == "bidirectional" else 1
+    value = floats(5, 2, 3)
+    weights = [floats(both, gates * 4, 3), floats(both, gates * 4, 4), *([floats(both, gates * 8)] if biased else [])]
+    attributes = {"hidden_size": 4} | ({"linear_before_reset": 1} if kind == "GRU" else {})
+    whole_layer = Case(kind, [value, *weights], {**attributes, "direction": direction}, outputs=2)
+    wanted = []
+    for place in range(both):
+        backwards = direction == "reverse" or place == 1
+        part = [weight[place : place + 1] for weight in weights]
+        one = Case(kind, [value[::-1].copy() if backwards else value, *part], attributes)
+        made = load(written(one, tmp_path))(torch.tensor(one.inputs[0]))
+        wanted.append(made.flip(0) if backwards else made)
+    found, _ = load(written(whole_layer, tmp_path))(torch.tensor(value))
+    torch.testing.assert_close(found, torch.cat(wanted, 1))
