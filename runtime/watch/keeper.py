@@ -51,6 +51,12 @@ class BudgetKeeper:
         self._beside_bytes: dict[str, int] = defaultdict(int)
         self._plans: dict[str, int] = defaultdict(int)
 
+    def is_over(self, peak_bytes: int, plan: Plan, name: str = "") -> bool:
+        """Whether something is to be done or said about a step of that model that took so much; once it was said, no
+        more.
+        """
+        return self._watches[name].is_over(peak_bytes, plan)
+
     def look(self, segment: Segment, moment: Moment | None, engine: Engine, name: str, plan: Plan) -> Plan | None:
         """A step of that model followed ``plan`` to its end: the plan for those to come, where it is another.
 
@@ -71,7 +77,10 @@ class BudgetKeeper:
         if self._plans[name] == MOST_PLANS:
             watch.tell(f"{text}; it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept")
             return None
-        beside_bytes = self._beside_bytes[name] + rounded_up(max(1, peak_bytes - plan.prediction.peak_bytes))
+        promised_bytes = plan.prediction.peak_bytes
+        if segment.report.served_bytes and plan.prediction.arena_peak_bytes is not None:
+            promised_bytes = max(promised_bytes, plan.prediction.arena_peak_bytes)
+        beside_bytes = self._beside_bytes[name] + rounded_up(max(1, peak_bytes - promised_bytes))
         try:
             changed = self._replan(self._profiles[name], plan, beside_bytes)
         except InfeasibleError as error:
@@ -113,7 +122,9 @@ class MeteredSteps:
         peak_bytes = segment.report.peak_bytes
         if not segment.number or peak_bytes is None or segment.report.fallbacks:
             return None
-        if peak_bytes > plan.budget_bytes and not self._meter.is_certain and not is_last:
+        if not self._keeper.is_over(peak_bytes, plan, name):
+            return None
+        if not self._meter.is_certain and not is_last:
             self._meter.check_next()
             return None
         return self._keeper.look(segment, self._meter.moment, engine, name, plan)

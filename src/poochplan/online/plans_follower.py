@@ -137,7 +137,7 @@ class PlansFollower:
     def _look(self, way: Way, segment: Segment, watch: Metered) -> None:
         """A segment that followed its plan may have taken more than its budget."""
         plan, peak_bytes = watch.plan, watch.peak_bytes
-        if peak_bytes is None or peak_bytes <= plan.budget_bytes:
+        if peak_bytes is None or not self._watch.is_over(peak_bytes, plan):
             return
         if not watch.is_certain:
             self.adherence.check_next(way.key)
