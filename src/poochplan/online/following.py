@@ -31,6 +31,8 @@ class Metered(Watch):
         super().__init__(scene, driver)
         self.plan = plan
         self.peak_bytes: int | None = None
+        self.blocks_peak_bytes: int | None = None
+        """The same with an arena's blocks in place of the arena."""
         self.moment: Moment | None = None
         self.is_certain = False
         """Whether it was metered from a census on, so that what others have made is not in it."""
@@ -44,6 +46,7 @@ class Metered(Watch):
         finally:
             self._meter.step_is_over()
             self.peak_bytes, self.moment = self._meter.peak_bytes, self._meter.moment
+            self.blocks_peak_bytes = self._meter.blocks_peak_bytes
             self.is_certain = self._meter.is_certain
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,6 +139,9 @@ class PlansFollower:
         plan, peak_bytes = watch.plan, watch.peak_bytes
         if peak_bytes is None or not self._watch.is_over(peak_bytes, plan):
             return
+        if watch.blocks_peak_bytes is not None and watch.blocks_peak_bytes <= plan.budget_bytes:
+            self._served.gives_up(plan, peak_bytes)
+            return
         if not watch.is_certain:
             self.adherence.check_next(way.key)
             return

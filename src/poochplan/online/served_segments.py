@@ -90,6 +90,16 @@ class ServedSegments:
                 self._teller.warn(f"steps of a kind are not served from an arena: {known[1]}")
         return known[1]
 
+    def gives_up(self, plan: Plan, peak_bytes: int) -> None:
+        """Segments of that plan have taken more than its budget, and with their blocks elsewhere they would not."""
+        self._reasons[id(plan)] = plan, "what lies outside is more than was planned"
+        if self._serving is not None:
+            self._serving.forget(plan)
+        self._teller.say(
+            f"steps of a kind are not served from an arena any more: with all of it one took {peak_bytes} bytes of "
+            f"{plan.budget_bytes}"
+        )
+
     def dropped(self, plan: Plan) -> None:
         """No segment follows that plan any more."""
         self._reasons.pop(id(plan), None)

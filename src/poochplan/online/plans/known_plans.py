@@ -22,6 +22,8 @@ from .background import Background, Plannings
 from .plan_cache import PlanCache
 from .ways import Way, Ways
 
+_AT_ITS_END = (SolveStatus.WITHIN_GAP, SolveStatus.NOT_NEEDED, SolveStatus.SEARCHED)
+
 
 class KnownPlans:
     """State: profiles, plans under way and plans in force (``ways``), and the kinds that no plan fits.
@@ -214,4 +216,4 @@ class KnownPlans:
 
 def _is_last(planning: Background, plan: Plan) -> bool:
     """Whether no other search for that plan follows."""
-    return not planning.is_plain or plan.solve.status in (SolveStatus.WITHIN_GAP, SolveStatus.NOT_NEEDED)
+    return not planning.is_plain or plan.solve.status in _AT_ITS_END
