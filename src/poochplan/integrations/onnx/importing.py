@@ -225,8 +225,9 @@ class GraphImport:
         path = [_plain(re.sub(r"\W", "_", part)) for part in name.split(".") if part] or ["weight"]
         owner = self.root
         for part in path[:-1]:
-            inner = owner._modules.setdefault(part, torch.nn.Module()) if not hasattr(owner, part) else None
-            owner = inner if inner is not None else getattr(owner, part)
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
             if not isinstance(owner, torch.nn.Module):
                 return self._hold("_".join(path), tensor)
         if hasattr(owner, path[-1]):
