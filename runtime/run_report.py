@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,7 +12,11 @@ from poochplan.formats.display.shown_table import html_table, text_table
 from poochplan.formats.plan import Departure
 from poochplan.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from poochplan.runtime.allocator.arena import Arena
+
 MOST_REASONS = 20
+MOST_UNSERVED = 8
 
 
 class FallbackKind(StrEnum):
@@ -128,6 +133,24 @@ class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the unplanned and taken ones."""
     larger_bytes: int = 0
     """How much it would be above what the budget has room for; then it is not used."""
+
+
+def arena_report(arena: Arena, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
+    """Of the last step that the arena served; ``layer_at`` names the layer at a point of its clock."""
+    step = arena.counts().step
+    return ArenaReport(
+        size_bytes=size_bytes,
+        served=step.served.blocks,
+        served_bytes=step.served.size_bytes,
+        unplanned=step.unplanned.blocks,
+        unplanned_bytes=step.unplanned.size_bytes,
+        taken=step.taken.blocks,
+        taken_bytes=step.taken.size_bytes,
+        unserved=[
+            Unserved(size_bytes=miss.size_bytes, layer=layer_at(miss.point), why=miss.fate)
+            for miss in arena.misses()[:MOST_UNSERVED]
+        ],
+    )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

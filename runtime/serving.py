@@ -7,6 +7,7 @@ of the runtime's clock.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -24,10 +25,9 @@ from poochplan.runtime.learning.laid_arena import LaidArena
 from poochplan.runtime.learning.lessons import Kind, Lesson, Lessons, Pack
 from poochplan.runtime.metering.allocated import step_scope
 
-from .run_report import ArenaReport, StepReport, Unserved
+from .run_report import ArenaReport, StepReport, arena_report
 
 ArenaMode = Literal["auto", "on", "off"]
-_MOST_TOLD = 8
 
 
 class Serving:
@@ -188,21 +188,7 @@ class Serving:
         lesson = self._lesson
         if lesson is None or lesson.layout is None or self._laid.arena is None or not self._is_served:
             return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
-        counts = self._laid.arena.counts()
-        misses = [
-            Unserved(size_bytes=miss.size_bytes, layer=_layer(plan, miss.point), why=miss.fate)
-            for miss in self._laid.arena.misses()[:_MOST_TOLD]
-        ]
-        return ArenaReport(
-            size_bytes=lesson.layout.arena_bytes,
-            served=counts.step.served.blocks,
-            served_bytes=counts.step.served.size_bytes,
-            unplanned=counts.step.unplanned.blocks,
-            unplanned_bytes=counts.step.unplanned.size_bytes,
-            taken=counts.step.taken.blocks,
-            taken_bytes=counts.step.taken.size_bytes,
-            unserved=misses,
-        )
+        return arena_report(self._laid.arena, lesson.layout.arena_bytes, functools.partial(_layer, plan))
 
 
 def serving_for(

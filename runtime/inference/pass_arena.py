@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 
 from poochplan.errors import AllocatorError
@@ -20,16 +21,15 @@ from poochplan.runtime.allocator.arena import Arena
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.learning.lessons import Pack
 from poochplan.runtime.one_session import is_in_session
-from poochplan.runtime.run_report import Unserved
+from poochplan.runtime.run_report import arena_report
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.torch_private import in_backward, is_tracing
 
 from .model_calls import around_calls, around_parts
 from .pass_layout import Call, PassLayout, pass_layout
-from .pass_lessons import Lesson, Lessons
+from .pass_lessons import PassLesson, PassLessons
 from .pass_report import PassReport
 
-_MOST_TOLD = 8
 _here = threading.local()
 """``arena``: whose pass this thread is in."""
 _logging = threading.Lock()
@@ -62,7 +62,7 @@ class PassArena:
 
     def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
-        self._lessons = Lessons()
+        self._lessons = PassLessons()
         self._arena: Arena | None = None
         self._laid_out: PassLayout | None = None
         """Whose places the arena has."""
@@ -101,26 +101,13 @@ class PassArena:
         )
         if arena is None or layout is None:
             return told
-        step = arena.counts().step
-        return PassReport(
-            passes=told.passes,
-            served_passes=told.served_passes,
-            layouts=told.layouts,
-            reason=told.reason,
-            size_bytes=arena.size_bytes,
+        served = msgspec.structs.asdict(arena_report(arena, arena.size_bytes, layout.layer))
+        return msgspec.structs.replace(
+            told,
             layout_bytes=layout.arena_bytes,
             separate_bytes=layout.separate_bytes,
             live_bytes=layout.live_bytes,
-            served=step.served.blocks,
-            served_bytes=step.served.size_bytes,
-            unplanned=step.unplanned.blocks,
-            unplanned_bytes=step.unplanned.size_bytes,
-            taken=step.taken.blocks,
-            taken_bytes=step.taken.size_bytes,
-            unserved=[
-                Unserved(size_bytes=miss.size_bytes, layer=layout.layer(miss.point), why=miss.fate)
-                for miss in arena.misses()[:_MOST_TOLD]
-            ],
+            **served,
         )
 
     # -- called by the model's hooks ---------------------------------------------------------------------------
@@ -214,7 +201,7 @@ class PassArena:
         finally:
             self._is_free.release()
 
-    def _learn(self, running: _Pass, lesson: Lesson) -> None:
+    def _learn(self, running: _Pass, lesson: PassLesson) -> None:
         if running.served is not None and self._arena is not None:
             step = self._arena.counts().step
             lesson.is_settled = not step.unplanned.blocks + step.taken.blocks
@@ -249,7 +236,7 @@ class _Pass:
         """Of its parts, so far."""
         self.points: dict[Call, int] = {}
         """Those that the log has marks of."""
-        self.lesson: Lesson | None = None
+        self.lesson: PassLesson | None = None
         self.served: PassLayout | None = None
         self.log: AllocationLog | None = None
 

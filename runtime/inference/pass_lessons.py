@@ -19,7 +19,7 @@ _AT_ONCE = 3
 
 
 @dataclass
-class Lesson:
+class PassLesson:
     """What is known of one kind of pass. States: *new*, without a layout; *laid out*; *settled*, its last served pass
     was as laid out.
     """
@@ -39,19 +39,19 @@ class Lesson:
         return self.times < _AT_ONCE or self.passes & (self.passes - 1) == 0
 
 
-class Lessons:
+class PassLessons:
     """The lessons by kind of pass, a limited number of them."""
 
     def __init__(self) -> None:
-        self._laid: OrderedDict[Hashable, Lesson] = OrderedDict()
-        self._seen: OrderedDict[Hashable, Lesson] = OrderedDict()
+        self._laid: OrderedDict[Hashable, PassLesson] = OrderedDict()
+        self._seen: OrderedDict[Hashable, PassLesson] = OrderedDict()
 
-    def of(self, kind: Hashable) -> Lesson:
+    def of(self, kind: Hashable) -> PassLesson:
         """That of a pass which begins."""
         if kind in self._laid:
             self._laid.move_to_end(kind)
             return self._laid[kind]
-        lesson = self._seen.setdefault(kind, Lesson())
+        lesson = self._seen.setdefault(kind, PassLesson())
         self._seen.move_to_end(kind)
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)

@@ -103,14 +103,12 @@ class Lesson:
         self.layout = self._laid_out(events, pack)
         return True
 
-    def served(self, fates: Fates) -> bool:
-        """A whole step was served that was not logged; whether there is no layout any more."""
+    def served(self, fates: Fates) -> None:
+        """A whole step was served that was not logged. Where most of it lay outside there is no layout any more."""
         if misses(fates) > fates.served.blocks:
             self.layout, self.times = None, MOST_LAID_OUT
-            return True
-        if misses(fates):
+        elif misses(fates):
             self.has_missed, self.is_settled = True, False
-        return False
 
     def _laid_out(self, events: Table, pack: Pack) -> Learned | None:
         assert self.plan.layout is not None

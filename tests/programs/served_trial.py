@@ -15,7 +15,7 @@ from poochplan.formats.plan import Layout
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
 
 from .drawing import Program
-from .trial import SERVED, Outcome, Tried, is_refused_in_core, prepared, under
+from .trial import SERVED, Outcome, Tried, prepared_or_told, under
 
 ANY_BYTES = 1 << 40
 
@@ -24,14 +24,10 @@ def served_trial(program: Program) -> Outcome:
     """Every plan of the program, each in a session that serves from an arena."""
     outcome = Outcome(counts=Counter({"programs": 1}))
     twice = replace(program, events=program.events * 2)
-    try:
-        plans, reference = prepared(twice)
-    except Exception as error:
-        if is_refused_in_core(program):
-            outcome.counts["programs that in-core training refuses"] += 1
-        else:
-            outcome.problems.append(f"not prepared: {error!r} [{program}]")
+    ready = prepared_or_told(twice, outcome)
+    if ready is None:
         return outcome
+    plans, reference = ready
     for tried in plans:
         found = under(twice, with_layout(tried), reference, SERVED)
         outcome.counts += found.counts

@@ -109,17 +109,25 @@ def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tu
     return Tried(name, plan, foreseen.first_step_peak_bytes, foreseen.peak_bytes)
 
 
-def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
-    """Every plan of the program on every device."""
-    outcome = Outcome(counts=Counter({"programs": 1}))
+def prepared_or_told(program: Program, outcome: Outcome) -> tuple[list[Tried], list[Snapshot]] | None:
+    """As :func:`prepared`; None, and the outcome says why, where there is nothing to try."""
     try:
-        plans, reference = prepared(program)
+        return prepared(program)
     except Exception as error:
         if is_refused_in_core(program):
             outcome.counts["programs that in-core training refuses"] += 1
         else:
             outcome.problems.append(f"not prepared: {error!r} [{program}]")
+        return None
+
+
+def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
+    """Every plan of the program on every device."""
+    outcome = Outcome(counts=Counter({"programs": 1}))
+    ready = prepared_or_told(program, outcome)
+    if ready is None:
         return outcome
+    plans, reference = ready
     for tried in plans:
         for device in devices:
             found = under(program, tried, reference, device)
