@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from .tape import Content, RecordedOp, StorageRecord
+from .recorded import Content, RecordedOp, StorageRecord
 
 WRITTEN_SINCE = "an input of the replay was written in place since it was read"
 

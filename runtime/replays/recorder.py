@@ -14,7 +14,8 @@ from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
 
 from .generators import state_of
-from .tape import OFF, RecordedOp, Scratch, StorageRecord, Tape, View
+from .recorded import OFF, CounterBefore, RecordedOp, Scratch, View
+from .tape import Tape
 
 
 class Recorder(ToggledMode):
@@ -36,6 +37,11 @@ class Recorder(ToggledMode):
             self.tape.window += 1
         super().switch_on()
 
+    def switch_off(self) -> None:
+        """Ends the window: what is written from here on is not recorded."""
+        super().switch_off()
+        self.tape.settle()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = traits(func)
         if facts.pure_view or not self.is_on:
@@ -48,7 +54,7 @@ class Recorder(ToggledMode):
 
     def _before(
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[RecordedOp, list[StorageRecord]]:
+    ) -> tuple[RecordedOp, list[CounterBefore]]:
         flat, spec = flatten(args, kwargs)
         usable = facts.trusted
         arguments: list[Any] = []
@@ -68,7 +74,7 @@ class Recorder(ToggledMode):
             op.state = state_of(op.generator)
         return op, self._written(op, facts, args, kwargs) if facts.may_write else _NONE
 
-    def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[StorageRecord]:
+    def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[CounterBefore]:
         """What the op writes in place; completes what is known of it."""
         writes = writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
         if writes.scratch:
@@ -80,7 +86,8 @@ class Recorder(ToggledMode):
         op.usable = op.usable and writes.repeatable
         if writes.overwritten is not None:
             op.overwrites = self.tape.record_of(writes.overwritten)
-        return [self.tape.record_of(x) for x in writes.in_place if is_plain(x, self._device_type)]
+        plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
+        return [CounterBefore.of(self.tape.record_of(tensor), tensor) for tensor in plain]
 
     def _reference(self, leaf: torch.Tensor) -> Any:
         storage = plain_storage(leaf, self._device_type)
@@ -91,7 +98,7 @@ class Recorder(ToggledMode):
         watch = None if record.is_known else (version_probe(leaf), version_of(leaf))
         return View(record, len(record.writes), Geometry.of(leaf), watch)
 
-    def _after(self, op: RecordedOp, written: list[StorageRecord], outputs: Any) -> None:
+    def _after(self, op: RecordedOp, written: list[CounterBefore], outputs: Any) -> None:
         if op.uninitialised and isinstance(outputs, torch.Tensor) and not written:
             op.allocate_only(outputs)
         if written:
@@ -109,7 +116,7 @@ class Recorder(ToggledMode):
             self.tape.was_born(op, position, output, storage)
 
 
-_NONE: list[StorageRecord] = []
+_NONE: list[CounterBefore] = []
 _UNUSABLE = object()
 """Stands for a tensor argument that a replay cannot reproduce: a subclass, another device, a sparse layout."""
 
