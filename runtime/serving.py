@@ -145,6 +145,13 @@ class Serving:
             log.__exit__(None, None, None)
             self._events = log.events
 
+    def rests(self) -> None:
+        """Between steps something else runs: until the next one the machine has the arena's memory back, but for what
+        lives. Amid a step nothing happens.
+        """
+        if not self._is_on:
+            self._laid.rests()
+
     def stands_aside(self) -> None:
         """A segment begins that is not served: the machine has the arena's memory back for it, but for what lives."""
         self.learn()

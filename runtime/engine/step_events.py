@@ -29,6 +29,8 @@ class StepEvents:
     gradients, what follows is in-core, or the next begins."""
     departed: Callable[[], None] = nothing
     """A segment has left its plan, or its forward has raised."""
+    resting: Callable[[], None] = nothing
+    """What runs next is no step that follows a plan: a model is called without gradients, or steps run in-core."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models' is about to step."""
 

@@ -25,6 +25,8 @@ class LaidArena:
         """None as well where there is no address space for it."""
         self._layout: Learned | None = None
         self._held_bytes = 0
+        self._rests = False
+        """Whether the machine has its memory back since the last step."""
 
     @property
     def held_bytes(self) -> int:
@@ -41,6 +43,7 @@ class LaidArena:
 
         Returns whether a step can be served now.
         """
+        self._rests = False
         if layout is self._layout:
             return layout is not None
         self._layout = None
@@ -64,6 +67,12 @@ class LaidArena:
         self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))
         return True
 
+    def rests(self) -> None:
+        """The machine has its memory back until the next step, but for what lives there; the layout stays."""
+        if self.arena is not None and self._layout is not None and not self._rests:
+            self.arena.lay_out(self._layout.places, self._layout.least_bytes, kept_bytes=0)
+            self._rests = True
+
     def leave(self) -> None:
         """What lies in the arena stays in it, and another one is made for the steps that begin from here on."""
         self.close()
@@ -72,5 +81,6 @@ class LaidArena:
 
     def close(self) -> None:
         """Nothing is served any more; its memory goes with the last tensor in it. Its counts can still be read."""
+        self._rests = True  # there is nothing to give back any more
         if self.arena is not None:
             self.arena.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import threading
 import warnings
@@ -12,6 +13,7 @@ import torch
 
 import poochplan
 from poochplan.errors import UsageError
+from poochplan.runtime.allocator.arena import Arena
 from tests.runtime.nets import CASES, equal, in_core
 from tests.runtime.served import (
     SETTLED,
@@ -25,6 +27,7 @@ from tests.runtime.served import (
     served,
 )
 
+PAGE_BYTES = mmap.PAGESIZE
 pytestmark = [pytest.mark.cpu_device, needs_compiler]
 
 
@@ -61,6 +64,44 @@ def test_an_evaluation_takes_no_place_and_the_next_step_misses_none(when: str) -
         loop.step()
         assert loop.is_served_whole
         assert loop.arena.served == before
+
+
+@pytest.mark.parametrize("what", ["evaluation", "in-core"])
+def test_what_runs_between_steps_has_no_idle_arena_beside_it_and_steps_are_served_on(what: str) -> None:
+    with served("attention") as loop:
+        loop.step()
+        arena = _arena_of(loop)
+        held_bytes = arena.resident_bytes
+        assert held_bytes is not None
+        assert held_bytes > 8 * PAGE_BYTES
+        loop.optimizer.zero_grad(set_to_none=True)
+        assert loop.session is not None
+        if what == "evaluation":
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                loop.loss_of()
+            assert _is_given_back(arena)
+            assert loop.is_served_whole  # it is told what the last step was
+            loop.step()
+        else:
+            with loop.session.away():
+                assert _is_given_back(arena)
+                loop.step()
+        loop.step()
+        assert loop.is_served_whole
+        assert arena.resident_bytes == held_bytes
+    assert equal(loop.seen, in_core(CASES["attention"], SETTLED + 3))
+
+
+def _is_given_back(arena: Arena) -> bool:
+    """But for a page at the end, and one of the loss that was returned."""
+    found = arena.resident_bytes
+    return found is not None and found <= 2 * PAGE_BYTES
+
+
+def _arena_of(loop: Loop) -> Arena:
+    """The one that serves the loop's session."""
+    (found,) = (one for one in gc.get_objects() if type(one) is Arena and one.resident_bytes)
+    return found
 
 
 def test_a_forward_whose_loss_is_dropped_takes_no_place_from_the_next_step() -> None:

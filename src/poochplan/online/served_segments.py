@@ -69,6 +69,7 @@ class ServedSegments:
             point=self._at,
             over=lambda _: self._step_is_over(),
             departed=self._departed,
+            resting=self._serving.rests,
             optimizing=self._serving.optimizer_steps,
         )
 
