@@ -5,7 +5,7 @@ Importing this package fills the registry of :mod:`.registry`.
 
 from __future__ import annotations
 
-from . import checkpointing, greedy, pooch, swapping
+from . import checkpointing, greedy, pooch, seq2seq, swapping
 from .registry import Policy, PolicyInput, policies, policy_names, run_policy
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "policy_names",
     "pooch",
     "run_policy",
+    "seq2seq",
     "swapping",
 ]

@@ -144,7 +144,7 @@ def test_a_parameter_that_is_no_whole_number_names_those_that_are(pooch: Pooch) 
     result = pooch("fit", "char_rnn", "--vary", "lr", "--device-memory", "1GiB", *SIMULATED)
     assert result.code == 2
     assert "lr: expected a parameter that is a whole number, found 0.002 of type float" in result.error
-    assert "those of char_rnn are: batch_size, sequence_length, width, layers, seed" in result.error
+    assert "those of char_rnn are: batch_size, sequence_length, width, layers, chunks, seed" in result.error
 
 
 def test_without_a_memory_it_asks_for_one(pooch: Pooch, workloads: Path) -> None:

@@ -43,6 +43,7 @@ SMALL = {
     },
     "unet3d": {"side": "32", "features": "[8, 8, 16, 16, 16, 8]"},
     "seq2seq": {"batch_size": "8", "sequence_length": "48", "width": "64"},
+    "seq2seq_steps": {"batch_size": "8", "sequence_length": "12", "width": "64"},
     "char_rnn": {"batch_size": "8", "sequence_length": "64", "width": "64"},
 }
 STEPS = 3

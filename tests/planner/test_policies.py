@@ -23,7 +23,7 @@ from tests.planner.plans import plan_with
 from tests.planner.random_profiles import Recorder, link, profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "greedy", "pooch")
+ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "greedy", "pooch", "seq2seq")
 SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
 
 

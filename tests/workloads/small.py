@@ -24,5 +24,6 @@ SMALL = {
     "demo": {"side": "32", "features": "[4, 4, 8, 8, 16, 4]"},
     "tiny": {},
     "seq2seq": {"batch_size": "4", "sequence_length": "12", "width": "16", "vocabulary": "20"},
+    "seq2seq_steps": {"batch_size": "4", "sequence_length": "6", "width": "16", "vocabulary": "20"},
     "char_rnn": {"batch_size": "4", "sequence_length": "12", "width": "16"},
 }

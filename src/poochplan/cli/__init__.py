@@ -49,7 +49,7 @@ words:
   link       the copies between memory and host tier, in both directions
   roofline   seconds of an op from the most FLOP/s and bytes/s of a device, in place of a measurement
 
-networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, char_rnn, demo, tiny
+networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, seq2seq_steps, char_rnn, demo, tiny
 """
 
 

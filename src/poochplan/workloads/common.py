@@ -17,10 +17,11 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
 }
+_START_TOKEN = 0  # what a decoder reads first; the data use tokens from 1 on
 
 
-def require(module: str) -> ModuleType:
-    """The imported ``module`` of the ``workloads`` extra.
+def require(module: str, extra: str = "workloads") -> ModuleType:
+    """The imported ``module`` of an extra.
 
     Raises
     ------
@@ -34,7 +35,7 @@ def require(module: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != library:
             raise
         raise UsageError(
-            f"this workload needs {library}, which is not installed; run: pip install 'poochplan[workloads]'"
+            f"this workload needs {library}, which is not installed; run: pip install 'poochplan[{extra}]'"
         ) from error
 
 
@@ -42,6 +43,15 @@ def seeded(seed: int) -> torch.Generator:
     """Seeds torch's global generator (weights, dropout) and returns a generator of its own for the data."""
     torch.manual_seed(seed)
     return torch.Generator().manual_seed(seed)
+
+
+def reversal_task(
+    batch_size: int, sequence_length: int, vocabulary: int, data: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A random sequence to write backwards: source, shifted target and target, each ``[batch, length]`` of tokens."""
+    source = torch.randint(_START_TOKEN + 1, vocabulary, (batch_size, sequence_length), generator=data)
+    target = source.flip(1)
+    return source, torch.nn.functional.pad(target[:, :-1], (1, 0), value=_START_TOKEN), target
 
 
 def make_optimizer(name: str, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -9,9 +11,9 @@ from poochplan.errors import UsageError
 from poochplan.runtime.devices.opening import usable_device
 from poochplan.workload import Workload
 
-from .common import make_optimizer, seeded
-
-_START_TOKEN = 0  # what the decoder reads first; the data use tokens from 1 on
+from .common import make_optimizer, reversal_task, seeded
+from .corpus import Text, text_of
+from .unrolled import LSTMSteps, State
 
 
 class Seq2Seq(nn.Module):
@@ -54,9 +56,8 @@ def seq2seq(
     """:class:`Seq2Seq` learns to write a random sequence backwards, with teacher forcing and cross entropy."""
     where, data = usable_device(device), seeded(seed)
     model = Seq2Seq(vocabulary, width, layers, heads, dropout).train().to(where)
-    source = torch.randint(_START_TOKEN + 1, vocabulary, (batch_size, sequence_length), generator=data).to(where)
-    target = source.flip(1)
-    previous = torch.nn.functional.pad(target[:, :-1], (1, 0), value=_START_TOKEN)
+    task = reversal_task(batch_size, sequence_length, vocabulary, data)
+    source, previous, target = (tokens.to(where) for tokens in task)
 
     def step() -> torch.Tensor:
         return nn.functional.cross_entropy(model(source, previous).flatten(0, 1), target.flatten())
@@ -65,20 +66,27 @@ def seq2seq(
 
 
 class CharRNN(nn.Module):
-    """An LSTM that predicts the next character."""
+    """An LSTM that predicts the next character: fused layers, or cells step by step where it is ``unrolled``."""
 
-    def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int, dropout: float, *, unrolled: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=dropout)
+        self.lstm: nn.LSTM | LSTMSteps = (
+            LSTMSteps(width, layers, dropout)
+            if unrolled
+            else nn.LSTM(width, width, layers, batch_first=True, dropout=dropout)
+        )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Logits ``[batch, length, vocabulary]`` from character numbers ``[batch, length]``."""
-        hidden, _ = self.lstm(self.embedding(characters))
+    def forward(self, characters: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
+        """Logits ``[batch, length, vocabulary]`` from character numbers ``[batch, length]``, and the state behind them.
+
+        Without a ``state`` it begins at zero.
+        """
+        hidden, state_after = self.lstm(self.embedding(characters), state)
         logits: torch.Tensor = self.head(self.dropout(hidden))
-        return logits
+        return logits, state_after
 
 
 def char_rnn(
@@ -88,45 +96,85 @@ def char_rnn(
     width: int = 256,
     layers: int = 2,
     dropout: float = 0.1,
+    text: Text = "reference",
+    chunks: int = 1,
+    unrolled: bool = False,
     optimizer: str = "adamw",
     lr: float = 2e-3,
     seed: int = 0,
     device: str = "cpu",
 ) -> Workload:
-    """:class:`CharRNN` on excerpts of the Python language reference, which Python ships as ``pydoc_data.topics``.
+    """:class:`CharRNN` on text that Python ships (:mod:`.corpus`).
 
-    The vocabulary is the set of characters in that text, so it may differ between Python versions.
+    ``text`` is ``"reference"``, the Python language reference, or one of a stated size: ``"small"``, 285 KB, or
+    ``"large"``, 4.4 MB. The vocabulary is the set of characters in it, so it may differ between Python versions.
+
+    With one of its ``chunks`` a step reads the same excerpts again and again, each from a state of zeros. With more,
+    back-propagation is truncated: the text is read in ``batch_size`` rows side by side, a chunk of ``sequence_length``
+    characters a step, from the detached state in which the chunk before ended. Behind the last chunk an epoch is over:
+    the rows begin anew, with zeros. 0 stands for as many chunks as the text has.
+
+    ``unrolled`` calls cells step by step, so that plans can take the time steps apart; fused layers are one op each.
 
     Raises
     ------
     UsageError
-        The text is not installed, or is shorter than one excerpt.
+        The text is not installed, or is shorter than what is to be read of it.
     """
     where, data = usable_device(device), seeded(seed)
-    text = _reference_text()
-    if len(text) <= sequence_length:
-        raise UsageError(
-            f"sequence_length: expected less than the text's {len(text)} characters, found {sequence_length}"
-        )
-    alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
-    encoded = torch.tensor([alphabet[character] for character in text])
-    model = CharRNN(len(alphabet), width, layers, dropout).train().to(where)
-    starts = torch.randint(len(text) - sequence_length, (batch_size, 1), generator=data)
-    excerpts = encoded[starts + torch.arange(sequence_length + 1)].to(where)
-    inputs, target = excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()
-
-    def step() -> torch.Tensor:
-        return nn.functional.cross_entropy(model(inputs).flatten(0, 1), target.flatten())
-
+    written = text_of(text)
+    alphabet = {character: number for number, character in enumerate(sorted(set(written)))}
+    model = CharRNN(len(alphabet), width, layers, dropout, unrolled=unrolled).train().to(where)
+    encoded = torch.tensor([alphabet[character] for character in written])
+    count, starts = _starts(len(written), batch_size, sequence_length, chunks, data)
+    read = [encoded[starts + torch.arange(sequence_length + 1) + number * sequence_length] for number in range(count)]
+    batches = [(rows[:, :-1].contiguous().to(where), rows[:, 1:].contiguous().to(where)) for rows in read]
+    step = _same_again(model, *batches[0]) if chunks == 1 else Chunks(model, batches)
     return Workload(model, step, make_optimizer(optimizer, model, lr))
 
 
-def _reference_text() -> str:
-    try:
-        from pydoc_data.topics import topics
-    except ModuleNotFoundError as error:
+def _starts(
+    text_length: int, batch_size: int, sequence_length: int, chunks: int, data: torch.Generator
+) -> tuple[int, torch.Tensor]:
+    """How many chunks, and where in the text each row begins, ``[batch, 1]``: anywhere for one, side by side for more.
+
+    Raises ``UsageError`` where the text is too short.
+    """
+    row_length = text_length if chunks == 1 else text_length // batch_size
+    count = chunks or (row_length - 1) // sequence_length
+    if count < 1 or count * sequence_length >= row_length:
         raise UsageError(
-            "char_rnn reads pydoc_data.topics, which this Python was installed without; "
-            "install the full standard library"
-        ) from error
-    return "\n".join(text for _, text in sorted(topics.items()))
+            f"sequence_length: expected less than the text's {row_length} characters a row, found {chunks} chunks of "
+            f"{sequence_length}; read less of it"
+        )
+    if chunks == 1:
+        return count, torch.randint(text_length - sequence_length, (batch_size, 1), generator=data)
+    return count, torch.arange(batch_size).unsqueeze(1) * row_length
+
+
+def _same_again(model: CharRNN, inputs: torch.Tensor, target: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Steps that read the same excerpts, from zeros."""
+    return lambda: nn.functional.cross_entropy(model(inputs)[0].flatten(0, 1), target.flatten())
+
+
+class Chunks:
+    """Steps of truncated back-propagation: each reads the next chunk of the rows, from the state that it kept."""
+
+    def __init__(self, model: CharRNN, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.model, self.batches = model, batches
+        self.next = 0
+        inputs, lstm = batches[0][0], model.lstm
+        shape = (lstm.num_layers, inputs.shape[0], lstm.hidden_size)
+        # Two tensors, as a kept state is: the first chunk is then a step like all others, and follows the same plan.
+        self.state = torch.zeros(shape, device=inputs.device), torch.zeros(shape, device=inputs.device)
+
+    def __call__(self) -> torch.Tensor:
+        """The loss of the next chunk; it leaves a state that no gradient flows through."""
+        inputs, target = self.batches[self.next]
+        logits, (hidden, cell) = self.model(inputs, self.state)
+        self.next = (self.next + 1) % len(self.batches)
+        if self.next:
+            self.state = hidden.detach(), cell.detach()
+        else:
+            self.state = torch.zeros_like(hidden), torch.zeros_like(cell)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())

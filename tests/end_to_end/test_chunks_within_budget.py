@@ -1,0 +1,112 @@
+"""Truncated back-propagation under one plan: epochs of several chunks, bitwise as in-core, and within the budget."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.session import Session
+from poochplan.workload import Workload
+from poochplan.workloads.sequence import char_rnn
+from tests.live_bytes import LiveBytes
+
+CHUNKS, EPOCHS = 5, 2
+_MIB = 1 << 20
+
+
+def fresh() -> Workload:
+    return char_rnn(batch_size=8, sequence_length=64, width=64, text="small", chunks=CHUNKS)
+
+
+def profile_of(**options: Any) -> Profile:
+    workload = fresh()
+    return poochplan.profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, throttle="400MB/s", **options
+    )
+
+
+@cache
+def profiled() -> Profile:
+    return profile_of(iterations=2)
+
+
+def trained(plan: Plan | None) -> tuple[list[torch.Tensor], list[int], Session | None]:
+    """Losses, the states between chunks and the parameters at the end; each step's metered peak; the session."""
+    workload = fresh()
+    assert workload.optimizer is not None
+    torch.manual_seed(1)
+    seen: list[torch.Tensor] = []
+    peaks = []
+    with contextlib.ExitStack() as stack:
+        session = plan and stack.enter_context(poochplan.apply(plan, workload.model, meter="never"))
+        for _ in range(EPOCHS * CHUNKS):
+            workload.optimizer.zero_grad(set_to_none=True)
+            kept = [t for entries in workload.optimizer.state.values() for t in entries.values()]
+            chunks = workload.step
+            kept += [*chunks.batches[chunks.next], *chunks.state]
+            with LiveBytes(*workload.model.parameters(), *kept) as meter:
+                loss = workload.step()
+                loss.backward()
+                workload.optimizer.step()
+            peaks.append(meter.peak)
+            seen += [loss.detach().clone(), *(part.clone() for part in chunks.state)]
+            del loss
+    return [*seen, *(parameter.detach().clone() for parameter in workload.model.parameters())], peaks, session or None
+
+
+@cache
+def in_core() -> tuple[torch.Tensor, ...]:
+    return tuple(trained(None)[0])
+
+
+@pytest.mark.parametrize("policy", ["ilp", "earliest-first", "swap-all", "recompute-all", "seq2seq"])
+def test_epochs_of_chunks_under_one_plan_are_bitwise_and_within_budget(policy: str) -> None:
+    profile = profiled()
+    smallest = smallest_budget(profile)
+    budget = int(smallest + 0.4 * (profile.in_core_peak_bytes - smallest))
+    if policy == "recompute-all":
+        budget = 2 * profile.in_core_peak_bytes  # its replays take more than they save
+    plan = poochplan.plan(profile, budget, policy=policy, **({"evaluations": 100} if policy == "ilp" else {}))
+    seen, peaks, session = trained(plan)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, in_core(), strict=True))
+    assert session is not None
+    total = session.report().total
+    assert (total.fallbacks, total.steps) == (0, EPOCHS * CHUNKS), total.fallback_reasons
+    assert {value.decision for value in plan.values} != {Decision.KEEP}
+    assert max(peaks) <= budget
+
+
+def test_the_kept_state_is_neither_swapped_nor_lost_at_the_smallest_budget() -> None:
+    plan = poochplan.plan(profiled(), smallest_budget(profiled()), evaluations=100)
+    seen, peaks, _ = trained(plan)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, in_core(), strict=True))
+    assert max(peaks) <= plan.budget_bytes
+
+
+def test_a_chunk_profiled_without_memory_needs_what_a_real_one_needs() -> None:
+    fake = profile_of(mode="fake")
+    assert fake.inputs == profiled().inputs
+    assert len(fake.inputs) == 3
+    assert abs(fake.in_core_peak_bytes - profiled().in_core_peak_bytes) < 0.02 * profiled().in_core_peak_bytes + _MIB
+
+
+def test_all_chunks_are_of_one_kind_to_auto() -> None:
+    workload = fresh()
+    assert workload.optimizer is not None
+    with poochplan.auto(workload.model, workload.optimizer, budget="70%", cache=None, quiet=True) as session:
+        for number in range(6 * CHUNKS):
+            if number == 4 * CHUNKS:
+                session.wait_until_planned()
+            workload.optimizer.zero_grad(set_to_none=True)
+            workload.step().backward()
+            workload.optimizer.step()
+    assert session.plan is not None
+    assert session.total.fallbacks == 0
