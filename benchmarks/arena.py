@@ -15,16 +15,10 @@ Every run is a process of its own. The modes of a workload take turns; a ratio i
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +26,10 @@ import torch
 
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
+from benchmarks.measured_steps import MeasuredSteps, answer_of, arena_bytes
 from poochplan.formats.plan import Plan
-from poochplan.runtime.session import Session
 from poochplan.workload import Workload, load_workload
-from tests.allocated_bytes import AllocatedBytes, allocated_bytes
+from tests.allocated_bytes import allocated_bytes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 WORKLOADS: dict[str, dict[str, str]] = {
@@ -50,9 +44,6 @@ WORKLOADS: dict[str, dict[str, str]] = {
 TIMED = ("plain", "off", "huge", "on", "keep")
 KEPT = 0.6
 """Of what decisions can move: the budget is the smallest possible one and so much of the way to the in-core peak."""
-LARGE_BYTES = 64 << 10
-SETTLED = 4
-"""Steps before those that are timed: two are metered by their ops, one is learned from."""
 
 
 def fresh(name: str) -> Workload:
@@ -104,13 +95,13 @@ def run(name: str, mode: str, folder: Path, steps: int) -> dict[str, Any]:
     meter = allocated_bytes() if mode == "bytes" else None
     workload = fresh(name)
     torch.manual_seed(1)
-    seen = Steps(workload, meter)
+    seen = MeasuredSteps(workload, meter)
     if mode == "plain":
         seen.go(steps)
         return seen.found()
     plan = Plan.load(folder / ("keep.json" if mode == "keep" else "on.json"))
     with poochplan.apply(plan, workload.model, arena="off" if mode in ("off", "huge") else "on") as session:
-        seen.arena_bytes = lambda: _arena_bytes(session)
+        seen.arena_bytes = lambda: arena_bytes(session)
         seen.go(steps)
         report = session.report()
     found = seen.found() | {"fallbacks": report.total.fallbacks, "metered_peak_bytes": report.last_step.peak_bytes}
@@ -125,59 +116,6 @@ def run(name: str, mode: str, folder: Path, steps: int) -> dict[str, Any]:
         found |= {"not_served": [[one.size_bytes, one.layer, one.why] for one in served.unserved]}
         found |= {"unplanned_bytes": served.unplanned_bytes, "taken_bytes": served.taken_bytes}
     return found
-
-
-def _arena_bytes(session: Session) -> int:
-    arena = session.report().arena
-    return arena.size_bytes if arena is not None else 0
-
-
-class Steps:
-    """State: seconds, page faults, resident bytes and peak of each step, and a digest of all losses and parameters."""
-
-    def __init__(self, workload: Workload, meter: AllocatedBytes | None) -> None:
-        self._workload, self._meter = workload, meter
-        self._digest = hashlib.sha256()
-        self.seconds: list[float] = []
-        self.faults: list[int] = []
-        self.resident: list[int] = []
-        self.peaks: list[int] = []
-        """With the arena, where there is one."""
-        self.arena_bytes: Callable[[], int] = lambda: 0
-
-    def go(self, steps: int) -> None:
-        for _ in range(steps):
-            faults, began_s = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
-            loss = self._step()
-            self.seconds.append(time.perf_counter() - began_s)
-            self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
-            self.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
-            if self._meter is not None:
-                self.peaks.append(self._meter.peak + self.arena_bytes())
-            self._digest.update(str(loss).encode())
-
-    def _step(self) -> float:
-        optimizer = self._workload.optimizer
-        assert optimizer is not None
-        optimizer.zero_grad(set_to_none=True)
-        if self._meter is not None:  # from here on the arena is taken
-            self._meter.restart()
-        loss = self._workload.step()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return float(loss)
-
-    def found(self) -> dict[str, Any]:
-        for parameter in self._workload.model.parameters():
-            self._digest.update(parameter.detach().numpy().tobytes())
-        return {
-            "step_s": statistics.median(self.seconds[SETTLED:]),
-            "faults": statistics.median(self.faults[SETTLED:]),
-            "resident_growth_bytes": self.resident[-1] - self.resident[1],
-            "resident_bytes": self.resident[-1],
-            "physical_peak_bytes": max(self.peaks, default=None),
-            "digest": self._digest.hexdigest()[:16],
-        }
 
 
 def ratios(rows: dict[str, list[dict[str, Any]]], mode: str, against: str) -> dict[str, float]:
@@ -215,14 +153,8 @@ def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _child(name: str, mode: str, folder: str, steps: int) -> dict[str, Any]:
     """What a process of its own says."""
-    environment = dict(os.environ)
-    if mode == "huge":
-        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    command = [sys.executable, "-m", "benchmarks.arena", "--one", name, mode, folder, "--steps", str(steps)]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name} {mode}: {done.stderr.strip().splitlines()[-1:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if mode == "huge" else {}
+    return answer_of("benchmarks.arena", ["--one", name, mode, folder, "--steps", str(steps)], environment)
 
 
 def line(row: dict[str, Any]) -> str:

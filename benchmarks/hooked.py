@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ class Trained:
 
     digests: list[str] = field(default_factory=list)
     """Of loss, gradients, buffers, parameters and the generator after each."""
+    parts: list[dict[str, str]] = field(default_factory=list)
+    """Digests of the same by themselves: loss and ``gradients``, ``buffers``, ``parameters``, ``generator``."""
     outside: list[int] = field(default_factory=list)
     """Most bytes that torch had of the C library at once in each, but for the small blocks."""
     small: int = 0
@@ -97,7 +99,8 @@ def train(
         loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
         peak_bytes = meter.peak
-        found.digests.append(digest(model, loss))
+        found.parts.append(digests_apart(model, loss))
+        found.digests.append(_together(found.parts[-1]))
         meter.restart()
         optimizer.step()
         found.small = max(found.small, meter.small_peak)
@@ -120,11 +123,29 @@ def _read(found: Trained, session: Session | None) -> None:
         found.fallbacks = report.total.fallbacks
 
 
-def digest(model: torch.nn.Module, loss: torch.Tensor) -> str:
-    """Of all that a step leaves; bitwise the same steps have the same."""
-    total = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+def digests_apart(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, str]:
+    """Of each kind of thing that a step leaves; bitwise the same steps have the same."""
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
-    for tensor in (loss, *gradients, *model.buffers(), *model.parameters()):
+    return {
+        "gradients": _digest([loss, *gradients]),
+        "buffers": _digest(model.buffers()),
+        "parameters": _digest(model.parameters()),
+        "generator": _digest([torch.get_rng_state()]),
+    }
+
+
+def digest(model: torch.nn.Module, loss: torch.Tensor) -> str:
+    """Of all that a step leaves."""
+    return _together(digests_apart(model, loss))
+
+
+def _together(parts: dict[str, str]) -> str:
+    return hashlib.sha256("".join(parts.values()).encode()).hexdigest()[:16]
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
         if tensor.is_sparse:
             total.update(_bytes(tensor._indices()))
             tensor = tensor._values()

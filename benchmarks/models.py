@@ -27,7 +27,7 @@ def build(name: str) -> Workload:
 Made = tuple[nn.Module, Callable[[], torch.Tensor]]
 
 
-def _hugging(kind: str, head: str, inputs: Inputs, **config: Any) -> Callable[[], Made]:
+def hugging(kind: str, head: str, inputs: Inputs, **config: Any) -> Callable[[], Made]:
     """``AutoModelFor<head>`` of transformers on a configuration; its own loss."""
 
     def make() -> Made:
@@ -79,17 +79,17 @@ def _text(batch: int, length: int) -> Inputs:
     return inputs
 
 
-def _images(batch: int, size: int) -> Inputs:
+def images(batch: int, size: int) -> Inputs:
     return lambda: {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(CLASSES, (batch,))}
 
 
-_WIDTH: dict[str, Any] = {
+WIDTH: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "intermediate_size": 1024,
 }
-_TEXT = _WIDTH | {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+_TEXT = WIDTH | {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 _SPEECH: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 192,
@@ -111,7 +111,7 @@ _SPEECH: dict[str, Any] = {
 _VOLUME = {"spatial_dims": 3, "in_channels": 1, "out_channels": CLASSES}
 
 MODELS: dict[str, Callable[[], Made]] = {
-    "gpt2": _hugging(
+    "gpt2": hugging(
         "gpt2",
         "CausalLM",
         _text(4, 192),
@@ -124,9 +124,9 @@ MODELS: dict[str, Callable[[], Made]] = {
         eos_token_id=0,
         use_cache=False,
     ),
-    "llama": _hugging("llama", "CausalLM", _text(4, 192), **_TEXT, num_key_value_heads=2, max_position_embeddings=192),
-    "bert": _hugging("bert", "MaskedLM", _text(4, 192), **_TEXT, max_position_embeddings=192),
-    "t5": _hugging(
+    "llama": hugging("llama", "CausalLM", _text(4, 192), **_TEXT, num_key_value_heads=2, max_position_embeddings=192),
+    "bert": hugging("bert", "MaskedLM", _text(4, 192), **_TEXT, max_position_embeddings=192),
+    "t5": hugging(
         "t5",
         "Seq2SeqLM",
         _text(4, 128),
@@ -140,13 +140,13 @@ MODELS: dict[str, Callable[[], Made]] = {
         decoder_start_token_id=0,
         use_cache=False,
     ),
-    "vit": _hugging(
-        "vit", "ImageClassification", _images(4, 112), **_WIDTH, image_size=112, patch_size=8, num_labels=CLASSES
+    "vit": hugging(
+        "vit", "ImageClassification", images(4, 112), **WIDTH, image_size=112, patch_size=8, num_labels=CLASSES
     ),
-    "swin": _hugging(
+    "swin": hugging(
         "swin",
         "ImageClassification",
-        _images(8, 112),
+        images(8, 112),
         image_size=112,
         patch_size=4,
         embed_dim=48,
@@ -155,32 +155,32 @@ MODELS: dict[str, Callable[[], Made]] = {
         window_size=7,
         num_labels=CLASSES,
     ),
-    "convnext": _hugging(
+    "convnext": hugging(
         "convnext",
         "ImageClassification",
-        _images(8, 112),
+        images(8, 112),
         hidden_sizes=[48, 96, 192, 384],
         depths=[2, 2, 4, 2],
         num_labels=CLASSES,
     ),
-    "resnet": _hugging(
+    "resnet": hugging(
         "resnet",
         "ImageClassification",
-        _images(16, 112),
+        images(16, 112),
         embedding_size=32,
         hidden_sizes=[64, 128, 256, 512],
         depths=[2, 2, 3, 2],
         num_labels=CLASSES,
     ),
-    "mobilenet_v2": _hugging(
+    "mobilenet_v2": hugging(
         "mobilenet_v2",
         "ImageClassification",
-        _images(4, 128),
+        images(4, 128),
         depth_multiplier=0.75,
         image_size=128,
         num_labels=CLASSES,
     ),
-    "whisper": _hugging(
+    "whisper": hugging(
         "whisper",
         "SpeechSeq2Seq",
         lambda: {"input_features": torch.randn(4, 80, 600), "labels": _tokens(4, 48)},

@@ -7,6 +7,7 @@ interval; the same of plain against plain steps, measured in the same run, tells
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +49,13 @@ def ratio_of_pairs(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def in_pairs(first: Step, second: Step, count: int) -> list[tuple[Seconds, Seconds]]:
-    """Seconds of ``count`` pairs, the order alternating."""
+def in_pairs(
+    first: Step, second: Step, count: int, order: random.Random | None = None
+) -> list[tuple[Seconds, Seconds]]:
+    """Seconds of ``count`` pairs, the order alternating, or drawn anew for each where ``order`` draws."""
     pairs = []
     for index in range(count):
-        if index % 2:
+        if order.random() < 0.5 if order else index % 2:
             second_s = second()
             pairs.append((first(), second_s))
         else:

@@ -1,0 +1,138 @@
+"""The comparison as text: a line for each row as it comes, one Markdown table, and who is fastest within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .asking import OURS
+from .campaign import MATCHED, budget_bytes
+from .rows import EQUAL, Found, changes_gradients, exceeds, is_honest, meets
+
+MIB = 2**20
+BEGIN, END = "<!-- compare: written by benchmarks/compare.py -->", "<!-- compare: end -->"
+HEAD = (
+    "network",
+    "method",
+    "budget",
+    "peak (of in-core)",
+    "step / in-core",
+    "processor",
+    "predicted",
+    "out, in MiB",
+    "gradients",
+    "allocator, page faults (in-core)",
+    "pairs",
+)
+
+
+def one_line(row: Found) -> str:
+    """A row for the terminal."""
+    name = f"{row['network']:9} {row['method']:20} {row['at']:10}"
+    return f"{name} {row['refused']}" if "refused" in row else f"{name} {_time(row, 'wall')}  {_peak(row)}  {bits(row)}"
+
+
+def bits(row: Found) -> str:
+    """Whether gradients are those of in-core, and what else is not."""
+    if changes_gradients(row):
+        kind = "gradients" if row["gradients"] != EQUAL else "parameters"
+        return f"**CHANGED**: {kind} {row[kind]}"
+    return EQUAL if row["buffers"] == EQUAL else f"equal; buffers {row['buffers']}"
+
+
+def _time(row: Found, clock: str) -> str:
+    told = row["time"][clock]
+    low, high = told["interval_95"]
+    return f"{told['median_ratio']:.3f} [{low:.2f}, {high:.2f}]"
+
+
+def _peak(row: Found) -> str:
+    share = row["peak_bytes"] / row["in_core_peak_bytes"]
+    return f"{row['peak_bytes'] / MIB:.1f} ({share:.0%}){' **EXCEEDS**' if exceeds(row) else ''}"
+
+
+def table(found: dict[str, Any], shares: list[str]) -> str:
+    """The Markdown table, with a column for each budget that says who meets it, and what follows from it."""
+    head = [*HEAD[:4], *shares, *HEAD[4:]]
+    lines = [_line(head), _line(["---"] * len(head))]
+    lines += [_line(_cells(row, found, shares)) for row in _in_order(found)]
+    notes = sorted({row["note"] for row in found["rows"] if row.get("note")})
+    return "\n".join([*lines, "", *(f"Rows with `*`: {note}." for note in notes), "", *verdicts(found, shares)])
+
+
+def _in_order(found: dict[str, Any]) -> list[Found]:
+    names = list(dict.fromkeys(row["network"] for row in found["rows"]))
+    return sorted(found["rows"], key=lambda row: names.index(row["network"]))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:
+    named = [row["network"], row["method"]]
+    if "refused" in row:
+        return [*named, row["at"], "-", *("-" for _ in shares), f"not run: {row['refused']}", *["-"] * 6]
+    facts = found["networks"].get(row["network"])
+    met = ["-" if facts is None else "meets" if meets(row, budget_bytes(facts, one)) else "no" for one in shares]
+    budget = f"{row['at']}: {row['budget_bytes'] / MIB:.1f}" if row["at"] else "-"
+    predicted = f"{row['predicted_ratio']:.3f}" if "predicted_ratio" in row else "-"
+    against = "" if row["against"] == "in-core" else f", against {row['against']}"
+    return [
+        *named,
+        budget,
+        _peak(row),
+        *met,
+        _time(row, "wall") + against,
+        f"{row['time']['cpu']['median_ratio']:.3f}",
+        predicted,
+        f"{row['out_bytes'] / MIB:.0f}, {row['in_bytes'] / MIB:.0f}",
+        bits(row) + (f"; {row['fallbacks']} fallbacks" if row["fallbacks"] else ""),
+        f"{row['allocator']}, {row['faults']:,.0f} ({row['in_core_faults']:,.0f})",
+        f"{row['time']['pairs']}{'*' if row.get('note') else ''}",
+    ]
+
+
+def verdicts(found: dict[str, Any], shares: list[str]) -> Iterator[str]:
+    """For each network and budget: ours beside the fastest other that meets it with the same gradients."""
+    for network, facts in found["networks"].items():
+        for share in shares:
+            rows = [row for row in found["rows"] if row["network"] == network and is_honest(row)]
+            ours = [row for row in rows if (row["method"], row["at"]) == (OURS, share)]
+            others = [row for row in rows if not row.get("budget_bytes") and row["method"] != "kept"]
+            within = [row for row in others if meets(row, budget_bytes(facts, share))]
+            yield f"* {network}, {share}: {_verdict(ours, within)}"
+        for method in MATCHED:
+            yield from _matched([row for row in found["rows"] if row["network"] == network and "time" in row], method)
+
+
+def _matched(rows: list[Found], method: str) -> Iterator[str]:
+    """Ours at another method's peak, beside that method."""
+    theirs = [row for row in rows if (row["method"], row["at"]) == (method, "")]
+    for row in [row for row in rows if theirs and (row["method"], row["at"]) == (OURS, method)]:
+        both = f"ours {_time(row, 'wall')}; {method} {_time(theirs[0], 'wall')}"
+        yield f"* {row['network']}, at the peak of {method}: {both}."
+
+
+def _verdict(ours: list[Found], others: list[Found]) -> str:
+    own = f"ours {_time(ours[0], 'wall')}" if ours else "ours has no row"
+    if not others:
+        return f"{own}; no other method meets it with the gradients of in-core."
+    best = min(others, key=lambda row: float(row["time"]["wall"]["median_ratio"]))
+    return f"{own}; fastest other {best['method']} {_time(best, 'wall')}."
+
+
+def put_into_page(page: Path, text: str) -> None:
+    """Writes the table between the page's two marks.
+
+    Raises
+    ------
+    ValueError
+        The page lacks the marks.
+    """
+    old = page.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"{page}: expected the lines {BEGIN!r} and {END!r}, found them not; add them to the page")
+    before, after = old.split(BEGIN)[0], old.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{text.rstrip()}\n{END}{after}", encoding="utf-8")
