@@ -20,6 +20,7 @@ from poochplan.profiler.assembly.notes import (
     kept_notes,
     model_notes,
     page_notes,
+    region_notes,
     runtime_notes,
 )
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
@@ -44,6 +45,7 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.one_session import check_no_session
+from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
@@ -225,6 +227,7 @@ def _profile_real(
     """
     model, say = runner.model, options.say
     with preserved(model, runner.optimizer), current(where), contextlib.ExitStack() as stack:
+        stack.enter_context(arrivals_compiled(model, where.type))
         if options.link is None and where.type == "cpu":
             choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
         store = None
@@ -271,8 +274,8 @@ def _profile_real(
         runs = times.runs if times.runs is not None else capture.durations()
         if chosen == "swap-all":
             notes = [*notes, SWAPPED]
-        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *page_notes(where)]
-        notes = [*own, *notes]
+        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
+        notes = [*own, *region_notes(model, where), *page_notes(where), *notes]
         unverified = draft(chosen, runs, measured, notes)
         del capture, draft
         stack.close()

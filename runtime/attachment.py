@@ -33,6 +33,8 @@ from poochplan.tensors.torch_private import has_topmost_hooks, in_backward
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
+from .regions.arrivals import arriving
+from .regions.installing import arrivals_compiled
 from .watch.users_line import Place
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -138,12 +140,15 @@ class Attachment:
                 on_idle=self._idle,
                 events=self._events,
             )
+            stack.enter_context(arrivals_compiled(self.whole, self._kind))
             stack.enter_context(around_compiled(self.whole, self._without_modes))
             for name, model in self.models.items():
                 stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            self._hooks = uncompiled_hooks(*self._make_hooks(self.engine))
+            pack, unpack = self._make_hooks(self.engine)
+            hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
+            self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(self._hooked())
             self._stack = stack.pop_all()
@@ -202,6 +207,7 @@ class Attachment:
             raise UsageError(f"away(): expected an open session, found a {self.state} one")
         if self.engine.segment.used:
             self._events.over(self.engine.segment)
+        self._events.resting()
         self.state = "away"
         with self.engine.quiet():
             self._hooks.__exit__()
@@ -243,8 +249,10 @@ class Attachment:
             self._chosen()
 
     def _forward_without_gradients(self) -> None:
-        if self._is_ours() and self.engine.segment.used and not in_backward():  # a validation behind the step
-            self._events.over(self.engine.segment)
+        if self._is_ours() and not in_backward():
+            if self.engine.segment.used:  # a validation behind the step
+                self._events.over(self.engine.segment)
+            self._events.resting()
 
     def _begin(self, name: str | None = None, *, announced: bool = False) -> None:
         self.engine.begin(name, announced=announced)

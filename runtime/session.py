@@ -99,6 +99,7 @@ class Session:
                 point=weakly(self, Session._point) if serving is not None else None,
                 over=weakly(self, Session._step_is_over),
                 departed=weakly(self, Session._departed),
+                resting=weakly(self, Session._resting),
                 optimizing=weakly(self, Session._optimizing),
             ),
         )
@@ -248,6 +249,10 @@ class Session:
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:
             self._serving.optimizer_steps(optimizer)
+
+    def _resting(self) -> None:
+        if self._serving is not None:
+            self._serving.rests()
 
     def _departed(self) -> None:
         if self._serving is not None:

@@ -14,6 +14,7 @@ from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, AllocationL
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count
 
+from .carried import carried_in
 from .op_blocks import BEGINS, ENDS, POINT, Taker, events_by_op, taken_in
 from .region import Region
 from .strays import Stray, passing_bytes, strays_in
@@ -94,6 +95,12 @@ class LoggedWorkspace:
     def knows(self, storage: torch.UntypedStorage) -> None:
         self._known.add(self._block_at(storage))
 
+    def next_block(self) -> int:
+        return self._scope.library.next_block()
+
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        return self._block_at(storage)
+
     def strays(self) -> Sequence[Stray]:
         return self._strays
 
@@ -105,8 +112,15 @@ class LoggedWorkspace:
         return self._scope.library.block_at(storage.data_ptr())
 
     def _read(self, events: Table) -> None:
-        for (op, taker), own in zip(self._ops, events_by_op(events), strict=True):
-            op.blocks, op.workspace_bytes = taken_in(own, self._outputs, len(op.outputs), taker)
+        parts = carried_in(events_by_op(events), [taker for _, taker in self._ops], self._outputs)
+        for one in parts.carried:
+            assert one.let_go_in is not None
+            op, _ = self._ops[one.made_in]
+            self._outputs[one.block] = len(op.outputs) + len(op.carried)
+            op.carried.append((one.size_bytes, self._ops[one.let_go_in][0]))
+        for (op, taker), own in zip(self._ops, parts.events, strict=True):
+            output_count = len(op.outputs) + len(op.carried)
+            op.blocks, op.workspace_bytes = taken_in(own, self._outputs, output_count, taker)
         self._strays = strays_in(events.tolist(), self._known)
         for number, size_bytes in passing_bytes(self._strays).items():
             if number < len(self._ops):

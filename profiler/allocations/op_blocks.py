@@ -30,6 +30,8 @@ class Taker(Enum):
     """What dies in it is live at its tick."""
     BACKWARD_REGION = "backward of a compiled region"
     """What dies in it was let go of at a tick before, although it is there when the region begins."""
+    PART = "part of a compiled backward, behind which others come"
+    """The same."""
 
 
 class Taken(NamedTuple):
@@ -99,7 +101,8 @@ def _blocks(
     events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker
 ) -> tuple[OpBlock, ...]:
     """In the order of the taking. Before them, of a backward region, what was there and is freed in it."""
-    freed = [-value for kind, _, _, value in events if kind == MARK] if taker is Taker.BACKWARD_REGION else []
+    is_backward = taker in (Taker.BACKWARD_REGION, Taker.PART)
+    freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
     held = iter(range(len(blocks)))
     born: dict[int, int] = {}
@@ -110,7 +113,7 @@ def _blocks(
             blocks.append(OpBlock(size_bytes, output, -1))
         elif kind == DEATH and block in born:
             _ends(blocks, born[block])
-        elif kind == MARK and taker is Taker.BACKWARD_REGION and -value >= LEAST_PLACED_BYTES:
+        elif kind == MARK and is_backward and -value >= LEAST_PLACED_BYTES:
             _ends(blocks, next(held))
     is_plain = [one.output for one in blocks] == list(range(output_count))
     return () if is_plain else tuple(blocks)

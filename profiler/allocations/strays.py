@@ -94,7 +94,13 @@ def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: i
     for (done, first, last), size_bytes in small.items():
         found[done].append((first, last, size_bytes))
     return tuple(
-        _value(f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}", size_bytes, done - 1, first, last)
+        temporary(
+            f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}",
+            size_bytes,
+            done - 1,
+            last,
+            born_tick=first,
+        )
         for done, several in sorted(found.items())
         for number, (first, last, size_bytes) in enumerate(several)
         if size_bytes
@@ -114,16 +120,19 @@ def _last_tick(moment: Moment | None, op_ticks: Sequence[int], tick_count: int) 
     return _tick(moment) - 1
 
 
-def _value(name: str, size_bytes: int, born: int, first_tick: int, last_tick: int) -> Value:
+def temporary(
+    name: str, size_bytes: int, born: int, last_tick: int, *, layer: str = "", born_tick: int | None = None
+) -> Value:
+    """A block that no tensor of the capture shows, as a value."""
     return Value(
         name=name,
-        layer="",
+        layer=layer,
         kind=Kind.TEMPORARY,
         size_bytes=size_bytes,
         dtype="uint8",
         shape=(size_bytes,),
         born=born,
-        born_tick=first_tick,
+        born_tick=born_tick,
         forward_death=last_tick,
         freed=last_tick,
     )

@@ -55,6 +55,12 @@ class Workspace(Protocol):
     def knows(self, storage: torch.UntypedStorage) -> None:
         """A value lies there."""
 
+    def next_block(self) -> int:
+        """The number of the block that is taken next; they count up."""
+
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of the block in which it lies."""
+
     def strays(self) -> Sequence[Stray]:
         """What was taken between ops and is no value's, as a checkpoint's states of generators."""
 
@@ -94,6 +100,12 @@ class NoWorkspace:
 
     def knows(self, storage: torch.UntypedStorage) -> None:
         """It tells no blocks."""
+
+    def next_block(self) -> int:
+        return 0
+
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        return 0
 
     def strays(self) -> Sequence[Stray]:
         return ()

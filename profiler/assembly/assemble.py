@@ -23,7 +23,7 @@ from poochplan.runtime.model_check import model_signature
 from .host import this_host, versions_here
 from .notes import step_facts
 from .reconcile import Floats, PhaseSeconds, reconcile
-from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint
+from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint, with_carried
 
 
 def assemble(
@@ -77,7 +77,9 @@ def assemble(
         points=points,
     )
     strays = stray_values(capture.strays(), draft.op_ticks, draft.tick_count)
-    return _with_peak(msgspec.structs.replace(draft, values=(*values, *strays)))
+    values += strays
+    ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
+    return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
 
 
 def untimed(

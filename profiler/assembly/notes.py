@@ -8,6 +8,7 @@ import torch
 
 from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
+from poochplan.runtime.regions.installing import why_none
 from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes
 
@@ -28,6 +29,12 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     name, module = resting[0]
     first = f"{name} ({type(module).__name__})" if name else "the model itself"
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
+
+
+def region_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
+    """Why the backwards of compiled modules are no more than one op each, where they could be several."""
+    why = why_none(model, where.type)
+    return [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
 
 
 def page_notes(where: torch.device) -> list[str]:

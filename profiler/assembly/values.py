@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
 
 from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
+from poochplan.profiler.allocations.strays import temporary
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 
@@ -66,6 +70,29 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
             )
         )
     return tuple(values)
+
+
+def with_carried(
+    capture: Capture, ops: tuple[Op, ...], op_ticks: Sequence[int], first: int
+) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
+    """The ops with one output more for each block that a part of a compiled backward makes and a later one lets go of,
+    and these as values, of which the first has the number ``first``.
+    """
+    place = {id(op): number for number, op in enumerate(capture.ops)}
+    found, values = list(ops), list[Value]()
+    for number, op in enumerate(capture.ops):
+        if not op.carried:
+            continue
+        numbers = tuple(range(first + len(values), first + len(values) + len(op.carried)))
+        found[number] = msgspec.structs.replace(ops[number], outputs=(*ops[number].outputs, *numbers))
+        values += [
+            temporary(
+                f"{op.layer or 'step'}/within backward#{number}.{index + 1}", size_bytes, number, last, layer=op.layer
+            )
+            for index, (size_bytes, until) in enumerate(op.carried)
+            for last in (op_ticks[place[id(until)]] - 1,)
+        ]
+    return tuple(found), tuple(values)
 
 
 def build_handles(capture: Capture) -> tuple[Handle, ...]:

@@ -20,6 +20,7 @@ from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.regions.arrivals import told_of_arrivals
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (
@@ -91,7 +92,8 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
-        with self.tracker.on(model), self._workspace.running():
+        arrivals = told_of_arrivals(self.regions.arrival, self.device_type)
+        with self.tracker.on(model), arrivals, self._workspace.running():
             self.switch_on()
             try:
                 yield self

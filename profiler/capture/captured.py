@@ -25,6 +25,7 @@ class CapturedOp:
 
     __slots__ = (
         "blocks",
+        "carried",
         "duration_s",
         "inputs",
         "layer",
@@ -48,6 +49,8 @@ class CapturedOp:
         self.duration_s = 0.0
         self.workspace_bytes = 0
         self.blocks: tuple[OpBlock, ...] = ()
+        self.carried: list[tuple[int, CapturedOp]] = []
+        """Of a part of a compiled backward: bytes of what it makes, and the later part that lets go of it."""
         self.shapes: Shapes = ()
         """Of what it returns."""
         self.inputs: list[int] = []

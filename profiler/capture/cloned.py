@@ -16,6 +16,7 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import Geometry
@@ -36,7 +37,7 @@ class ClonedCapture(Capture):
         with (
             around_compiled(model, self.regions.around),
             before_forward(model, self._called),
-            uncompiled_hooks(self.pack, self.unpack),
+            uncompiled_hooks(*arriving(self.pack, self.unpack, self.may_wait, model, self.device_type)),
             super().running(model),
         ):
             yield self
@@ -58,6 +59,10 @@ class ClonedCapture(Capture):
             self._clones[number] = weakref.ref(clone)
         self.lifetimes.holds(number)
         return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.lifetimes.let_go)
+
+    def may_wait(self, handle: CapturedHandle | torch.Tensor) -> Geometry | None:
+        """How the tensor lies that :meth:`unpack` gives, where a compiled backward may ask for it later; else None."""
+        return None if isinstance(handle, torch.Tensor) else handle.geometry
 
     def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
         if isinstance(handle, torch.Tensor):

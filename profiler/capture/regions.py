@@ -6,9 +6,10 @@ No dispatch mode looks into them: what they take is measured at the allocator, o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +42,16 @@ class Noting(Protocol):
     def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
 
 
+class Part(NamedTuple):
+    """A stretch of a compiled backward, up to an arrival or the end."""
+
+    op: CapturedOp
+    number: int
+    """Of the op."""
+    first_block: int
+    """What it takes has this number or a higher one."""
+
+
 class Regions:
     """State: what the compiled region that runs has saved, and what the compiled backward that runs has freed."""
 
@@ -50,8 +61,10 @@ class Regions:
         self._running: list[CapturedOp] = []
         """A checkpoint has a compiled forward run again within a compiled backward."""
         self._backward = contextlib.ExitStack()
+        self._parts: list[Part] = []
+        """Of the compiled backward that runs; empty outside one."""
         self._freed_bytes = 0
-        """Of the values of which the last hold has ended since a compiled backward began."""
+        """Of the values of which the last hold has ended since a part of a compiled backward began."""
         self._saved: list[torch.UntypedStorage] | None = None
         """Held until the compiled region that runs ends, as autograd would hold it; None outside one."""
         self.unmeasured = 0
@@ -119,18 +132,48 @@ class Regions:
             self._saved = None
         return outputs, taken_bytes
 
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """A block in which a compiled backward is given a saved tensor: a part of it ends before, another begins."""
+        if not self._parts or self.is_running:
+            yield
+            return
+        op = self._part_ends(Taker.PART)[0]
+        self._capture.ops.append(op)
+        try:
+            yield
+        except BaseException:
+            self._parts.clear()  # this backward has ended
+            raise
+        self._part_begins(op.layer)
+
     def _backward_begins(self, path: str) -> None:
+        self._parts.clear()
+        self._part_begins(path)
+
+    def _part_begins(self, path: str) -> None:
         op, self._freed_bytes = self._new_op(path), 0
+        self._parts.append(Part(op, len(self._capture.ops), self._workspace.next_block()))
         self._begins(op)
         self._backward.enter_context(self._capture.unseen())
         self._backward.enter_context(self._capture.timed(op))
 
-    def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
+    def _part_ends(self, taker: Taker) -> tuple[CapturedOp, int | None]:
+        """Its op, and what it took."""
         assert self._running, "a compiled backward ends that has not begun"
-        capture, op = self._capture, self._running[-1]
+        op = self._running[-1]
         self._backward.close()
-        taken_bytes = self._ended(op, Taker.BACKWARD_REGION)
-        capture.bear(op, gradients, len(capture.ops))
+        return op, self._ended(op, taker)
+
+    def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
+        capture = self._capture
+        op, taken_bytes = self._part_ends(Taker.BACKWARD_REGION)
+        firsts = [part.first_block for part in self._parts]
+        for gradient in capture.ordinary(gradients):
+            block = self._workspace.block_of(gradient.untyped_storage())
+            part = self._parts[max(0, bisect_right(firsts, block) - 1)]
+            capture.bear(part.op, [gradient], part.number)
+        self._parts.clear()
         if taken_bytes is not None:  # what died in it is not live at the op, which comes behind all that it unpacked
             op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op) + self._freed_bytes)
         capture.ops.append(op)

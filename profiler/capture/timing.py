@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +16,7 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_regions import around_backward
+from poochplan.runtime.regions.arrivals import told_of_arrivals
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.torch_private import last_sequence_number
@@ -96,6 +98,16 @@ class OpTimer(ToggledMode):
         self._in_compiled_backward = False
         self.ops.append(DispatchedOp(COMPILED_REGION, "", ()))
 
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """A block in which a compiled backward is given a saved tensor: a part of it ends before, another begins."""
+        if not self._in_compiled_backward:
+            yield
+            return
+        self._compiled_backward_ends([])
+        yield
+        self._compiled_backward_begins()
+
     def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin = self._clock.begin()
         outputs = call(*args, **kwargs)
@@ -173,7 +185,8 @@ def _timed_step(
     """The timer of one step, and what the whole step took."""
     tracker = LayerTracker()
     timer = OpTimer(clock_of(where), tracker)
-    with tracker.on(model), around_compiled(model, timer.region):
+    arrivals = told_of_arrivals(timer.arrival, where.type)
+    with tracker.on(model), around_compiled(model, timer.region), arrivals:
         timer.switch_on()
         try:
             seconds = one_step(timer.enter)

@@ -13,6 +13,7 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 
@@ -56,7 +57,8 @@ def under(
 
         return quiet
 
-    with around_compiled(model, quietly), uncompiled_hooks(pack, unpack):
+    hooks = arriving(pack, unpack, engine.may_wait, model, engine.device.kind)
+    with around_compiled(model, quietly), uncompiled_hooks(*hooks):
         engine.begin()
         try:
             yield

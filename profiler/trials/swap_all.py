@@ -25,6 +25,7 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.drivers.planned import Always
 from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.torch_private import without_modes
 
@@ -41,7 +42,9 @@ class SwapAll:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """One step, within the block."""
-        with uncompiled_hooks(self._timed(self._engine.pack), self._timed(self._engine.unpack)):
+        engine = self._engine
+        own = self._timed(engine.pack), self._timed(engine.unpack)
+        with uncompiled_hooks(*arriving(*own, engine.may_wait, engine.model, self._device.kind)):
             self._engine.begin()
             try:
                 yield

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord, View
 from poochplan.runtime.replays.replay import Leaves
-from poochplan.runtime.replays.tape import RecordedOp, StorageRecord, View
 from poochplan.tensors.storages import Geometry
 
 

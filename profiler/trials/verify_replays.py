@@ -14,8 +14,8 @@ from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
+from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, run_ops
-from poochplan.runtime.replays.tape import RecordedOp, StorageRecord
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.tensors.torch_private import without_modes
 

@@ -9,7 +9,7 @@ from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.closure import NotReplayable
-from poochplan.runtime.replays.tape import StorageRecord
+from poochplan.runtime.replays.recorded import StorageRecord
 
 from .driver import NOTHING, Actions, Diverged, Driver
 

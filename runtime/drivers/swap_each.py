@@ -10,7 +10,7 @@ import torch
 from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.tape import StorageRecord
+from poochplan.runtime.replays.recorded import StorageRecord
 
 from .driver import Actions
 from .keep_all import KeepAll

@@ -38,11 +38,12 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
 from poochplan.runtime.drivers.driver import NOTHING, Actions, Chooser, Diverged, Driver
 from poochplan.runtime.replays.closure import NotReplayable, Recipe
+from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import StorageRecord, Tape
+from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
-from poochplan.tensors.storages import has_storage, keys_of, own_tensors, plain_storage
+from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
 from poochplan.tensors.torch_private import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import Cursor, Segment
@@ -341,6 +342,14 @@ class Engine:
                     return self._unpack(handle)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
+
+    def may_wait(self, handle: Handle) -> Geometry | None:
+        """How the tensor lies that :meth:`unpack` gives, where a compiled backward may ask for it later; else None."""
+        if handle.value is None:
+            return None
+        with self._lock:
+            self.recorder.switch_off()
+        return handle.geometry or Geometry.of(handle.tensor)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if held_back:

@@ -18,8 +18,8 @@ from poochplan.runtime.devices.stopwatch import Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.drivers.driver import Actions
 from poochplan.runtime.replays.closure import Recipe
+from poochplan.runtime.replays.recorded import Content
 from poochplan.runtime.replays.replay import Run, replay, run_ops
-from poochplan.runtime.replays.tape import Content
 from poochplan.runtime.run_report import StepReport
 
 from .host_tier import HostTier

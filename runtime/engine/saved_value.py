@@ -12,7 +12,7 @@ from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.closure import Recipe
-from poochplan.runtime.replays.tape import StorageRecord
+from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.tensors.torch_private import detached_alias, version_of
 

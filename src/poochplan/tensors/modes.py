@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
@@ -178,11 +179,36 @@ def around_compiled(
             attribute = call_attribute(module)
             original = getattr(module, attribute)
             undo.append(functools.partial(_restore, module, attribute, module.__dict__.get(attribute)))
-            object.__setattr__(module, attribute, wrap(name, original))
+            object.__setattr__(module, attribute, wrap(name, _noticed(original)))
         yield
     finally:
         for step in reversed(undo):
             step()
+
+
+class _Inside(threading.local):
+    """How many compiled callables of :func:`around_compiled` this thread is inside of."""
+
+    depth = 0
+
+
+_inside = _Inside()
+
+
+def in_compiled_call() -> bool:
+    """Whether this thread is inside a compiled callable that :func:`around_compiled` knows."""
+    return _inside.depth > 0
+
+
+def _noticed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        _inside.depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _inside.depth -= 1
+
+    return noticed
 
 
 @contextlib.contextmanager

@@ -48,14 +48,19 @@ __all__ = [
     "call_attribute",
     "captures_graphs",
     "clear_cublas_workspaces",
+    "code_of_backward",
+    "compiles_autograd",
+    "counts_as_partitioner",
     "covers_itself_once",
     "detached_alias",
     "dispatch_hidden_from_compiler",
     "dispatch_keys",
     "gpu_sleep",
+    "graph_task",
     "has_topmost_hooks",
     "hidden_from_compiler",
     "in_backward",
+    "inductor_settings",
     "intercept_autograd",
     "is_compiled",
     "is_compiled_backward",
@@ -77,6 +82,7 @@ __all__ = [
     "sequence_number",
     "set_non_persistent_buffers",
     "stand_before_memory_stats",
+    "stock_partition",
     "storage_identity",
     "topmost_mode",
     "unseen_by_modes",
@@ -180,6 +186,11 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 def in_backward() -> bool:
     """Whether this thread runs a backward pass: what is saved or run there belongs to no forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs: one that runs within another has its own."""
+    return int(torch._C._current_graph_task_id())
 
 
 def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
@@ -328,6 +339,45 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def code_of_backward(node: Any) -> tuple[object, str, int]:
+    """Of a node with a compiled backward: what is called in it, its source where Inductor made it (else empty), and how
+    many numbers it is given before the saved tensors.
+
+    It is given these in the order in which they are unpacked. What is compiled when it first runs is None before that.
+    """
+    called = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
+    source = getattr(called, "source_code", "")
+    return called, source if isinstance(source, str) else "", len(getattr(node, "symints", ()))
+
+
+def compiles_autograd() -> bool:
+    """Whether torch is set to compile the whole backward, and traces through the backwards of compiled regions."""
+    import torch._dynamo.config
+
+    return bool(torch._dynamo.config.compiled_autograd)
+
+
+def inductor_settings() -> Any:
+    """Inductor's settings, a module; importing it takes seconds where nothing has been compiled."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+def counts_as_partitioner(kind: type) -> None:
+    """Has Inductor take instances of the class as ``custom_partitioner_fn``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    CustomPartitionerFn.register(kind)
+
+
+def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """What Inductor splits a joint graph with where nobody sets a partitioner: the forward, and the backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
 # --- The CPU's allocator ----------------------------------------------------------------------------------------------
 
 
@@ -349,8 +399,14 @@ allocation_mark: Callable[[str], contextlib.AbstractContextManager[object]] = to
 
 
 def allocation_events() -> list[tuple[str, str, int]]:
-    """Ends the log: (kind, name, bytes) of each event of this thread, in order; ``memory_alloc`` below 0 is freed."""
-    logged = _profiling._disable_profiler_legacy()
+    """Ends the log: (kind, name, bytes) of each event of this thread, in order; ``memory_alloc`` below 0 is freed.
+
+    Of a log that began within a backward that then raised there is nothing: autograd has taken it off.
+    """
+    try:
+        logged = _profiling._disable_profiler_legacy()
+    except RuntimeError:
+        return []
     return [(str(event.kind()), event.name(), event.cpu_memory_usage()) for events in logged for event in events]
 
 

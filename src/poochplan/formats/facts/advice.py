@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from poochplan.formats.profile_parts import ProfileData, Value
+from poochplan.formats.profile_parts import Phase, ProfileData, Value
 from poochplan.units import format_bytes
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
 LARGE_SHARE = 0.5
-"""Of what is saved, in one compiled module: its values come back all at once."""
+"""Of what is saved, in one compiled module: nothing of it leaves before its forward ends."""
 FIXED_SHARE = 0.25
 """Of what is saved, that no plan can swap or recompute."""
 GARBAGE_SHARE = 0.05
@@ -44,9 +44,12 @@ def _compiled(profile: ProfileData) -> str:
     if not saved_bytes or size_bytes < LARGE_SHARE * saved_bytes:
         return ""
     where = f"the compiled module {layer}" if layer else "one compiled module, the model itself"
+    runs = Counter(op.phase for op in profile.ops if op.name == COMPILED_REGION and op.layer == layer)
+    in_parts = runs[Phase.BACKWARD] > runs[Phase.FORWARD]
+    drawback = "leaves only when its forward ends" if in_parts else "comes back all at once"
     return (
         f"{size_bytes / saved_bytes:.0%} of what is saved lies inside {where}, where it cannot be recomputed and "
-        "comes back all at once: compile its blocks instead"
+        f"{drawback}: compile its blocks instead"
     )
 
 

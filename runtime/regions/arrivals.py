@@ -1,0 +1,180 @@
+"""Arrivals: where a compiled backward first needs a saved tensor, and asks for it, in place of at its begin.
+
+Our partitioner has put an op there. At the begin autograd hands out a *hollow*: a tensor that lies as the saved one
+does, on torch's device without memory. The op is given it, has the saved tensor unpacked, and returns that. A hollow is
+only made where the code that is about to run was read to have the op (``generated_code.py``). Given any other tensor,
+the op returns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.tensors.modes import compiled_modules, in_compiled_call
+from poochplan.tensors.storages import Geometry
+from poochplan.tensors.torch_private import (
+    backward_node,
+    graph_task,
+    is_compiled_backward,
+    storage_identity,
+    unseen_by_modes,
+)
+
+from .generated_code import arriving_positions
+
+Packed = TypeVar("Packed")
+Unpack = Callable[[Packed], torch.Tensor]
+
+NAMESPACE, OP = "poochplan", "arrive"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define(f"{OP}(Tensor(a) value, Tensor? after=None) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+"""``after`` only says behind which op of the graph it comes."""
+
+
+class _Hollow:
+    """What one hollow tensor waits for; held by the table, until the hollow arrives or dies."""
+
+    __slots__ = ("unpack", "watch")
+
+    def __init__(self, storage: torch.UntypedStorage, key: int, unpack: Callable[[], torch.Tensor]) -> None:
+        self.unpack = unpack
+        self.watch = weakref.ref(storage, lambda _: _HOLLOWS.pop(key, None))
+
+
+_HOLLOWS: dict[int, _Hollow] = {}
+"""By the identity of the hollow's storage, which autograd leaves as it is where it makes tensors anew."""
+Listener = Callable[[], contextlib.AbstractContextManager[None]]
+_LISTENERS: list[tuple[int, Listener]] = []
+"""Each with the thread that it is told of."""
+
+
+def _arrive(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    hollow = _HOLLOWS.pop(storage_identity(value.untyped_storage()), None) if _HOLLOWS else None
+    if not _LISTENERS:
+        return value if hollow is None else hollow.unpack()
+    with contextlib.ExitStack() as stack:
+        for thread, listener in _LISTENERS:
+            if thread == threading.get_ident():
+                stack.enter_context(listener())
+        return value if hollow is None else hollow.unpack()
+
+
+def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The op under fake tensors; hollows lie where those do, but none is traced with."""
+    return _arrive(value) if type(value) is torch.Tensor else value
+
+
+_LIBRARY.impl(OP, _arrive, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=_LIBRARY)
+
+
+def parts_are_measured(device_type: str) -> bool:
+    """Whether it can be known what the parts of a backward take, between two arrivals: only the log of the compiled
+    allocator tells what one part makes and another lets go of.
+    """
+    return device_type == "cpu" and joined_count() is not None
+
+
+@contextlib.contextmanager
+def told_of_arrivals(around: Listener, device_type: str) -> Iterator[None]:
+    """Enters ``around()`` around what happens at each arrival on this thread, hollow or not, for the length of a block.
+
+    Never where the parts of a backward cannot be measured.
+    """
+    if not parts_are_measured(device_type):
+        yield
+        return
+    told = threading.get_ident(), around
+    _LISTENERS.append(told)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(told)
+
+
+class _Run:
+    """One run of a compiled backward: how many tensors it has unpacked. Kept on its node."""
+
+    __slots__ = ("task", "unpacked")
+
+    def __init__(self, task: int) -> None:
+        self.task, self.unpacked = task, 0
+
+
+_RUN = "poochplan_run"
+
+
+def _next_position(node: Any) -> int:
+    """Which of its saved tensors the node unpacks now, in the order of unpacking."""
+    run, task = getattr(node, _RUN, None), graph_task()
+    if run is None or run.task != task:
+        run = _Run(task)
+        setattr(node, _RUN, run)
+    run.unpacked += 1
+    return run.unpacked - 1
+
+
+class _Saved:
+    """What was packed inside a compiled callable. What else is unpacked while a compiled backward runs, such as the
+    input of a checkpoint around it, is none of its saved tensors.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+
+def arriving(
+    pack: Callable[[torch.Tensor], Packed],
+    unpack: Unpack[Packed],
+    may_wait: Callable[[Packed], Geometry | None],
+    model: torch.nn.Module,
+    device_type: str,
+) -> tuple[Callable[[torch.Tensor], Any], Unpack[Any]]:
+    """The hooks that leave to their arrivals what compiled backwards of ``model`` need later; ``pack`` and ``unpack``
+    themselves where none is compiled, or parts cannot be measured.
+
+    ``may_wait`` tells how the tensor lies that a packed one stands for; None for what is to be unpacked at once.
+    """
+    if not compiled_modules(model) or not parts_are_measured(device_type):
+        return pack, unpack
+
+    def pack_or_mark(tensor: torch.Tensor) -> Any:
+        packed = pack(tensor)
+        return _Saved(packed) if in_compiled_call() else packed
+
+    def unpack_or_wait(found: Any) -> torch.Tensor:
+        if type(found) is not _Saved:
+            return unpack(found)
+        packed, node = found.packed, backward_node()
+        if node is None or not is_compiled_backward(node):
+            return unpack(packed)
+        if _next_position(node) not in arriving_positions(node):
+            return unpack(packed)
+        geometry = may_wait(packed)
+        return unpack(packed) if geometry is None else _hollow(geometry, partial(unpack, packed))
+
+    return pack_or_mark, unpack_or_wait
+
+
+def _hollow(geometry: Geometry, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with unseen_by_modes():
+        hollow = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
+    storage = hollow.untyped_storage()
+    key = storage_identity(storage)
+    _HOLLOWS[key] = _Hollow(storage, key, unpack)
+    return hollow
+
+
+def waiting() -> int:
+    """How many hollows have been handed out and neither arrived nor died."""
+    return len(_HOLLOWS)

@@ -1,0 +1,64 @@
+"""Our partitioner in the compiler's settings, for as long as compiled modules are profiled or follow plans."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from poochplan.tensors.modes import compiled_modules
+from poochplan.tensors.torch_private import compiles_autograd, inductor_settings
+
+from .arrivals import parts_are_measured
+
+TORCH = "2.13"
+"""The one minor version whose generated code was read; another may call it otherwise."""
+_SETTING = "custom_partitioner_fn"
+_open_blocks = 0
+
+
+@contextlib.contextmanager
+def arrivals_compiled(model: torch.nn.Module, device_type: str) -> Iterator[None]:
+    """A block in which what is compiled of ``model`` gets arrivals, where :func:`why_none` has nothing against it.
+
+    What was compiled before stays as it is. Blocks may lie in each other, or overlap.
+    """
+    global _open_blocks
+    if not compiled_modules(model) or why_none(model, device_type):
+        yield
+        return
+    from .partitioner import ArrivingPartitioner
+
+    settings = inductor_settings()
+    if not _open_blocks:
+        setattr(settings, _SETTING, ArrivingPartitioner())
+    _open_blocks += 1
+    try:
+        yield
+    finally:
+        _open_blocks -= 1
+        if not _open_blocks and isinstance(getattr(settings, _SETTING), ArrivingPartitioner):
+            setattr(settings, _SETTING, None)
+
+
+def why_none(model: torch.nn.Module, device_type: str) -> str:
+    """Why compiled backwards of ``model`` get all that was saved at once; empty where they get it bit by bit, and where
+    nothing is compiled.
+    """
+    if not compiled_modules(model):
+        return ""
+    if device_type != "cpu":
+        return "arrivals within a compiled backward are for the CPU"
+    if ".".join(torch.__version__.split(".")[:2]) != TORCH:
+        return f"arrivals within a compiled backward need torch {TORCH}, this is {torch.__version__.split('+')[0]}"
+    if compiles_autograd():
+        return "torch is set to compile autograd too"
+    if not parts_are_measured(device_type):
+        return "what the parts of a compiled backward take is not known without the compiled allocator"
+    settings = inductor_settings()
+    if not hasattr(settings, _SETTING):
+        return "this compiler takes no partitioner"
+    if not _open_blocks and getattr(settings, _SETTING) is not None:
+        return "custom_partitioner_fn is set already, to one of your own"
+    return ""

@@ -1,0 +1,60 @@
+"""Compiled blocks at their smallest budget, in bytes that torch has of the C library, as an outside hook counts them.
+
+The process is one of its own, in which the hook of ``tests/allocated_bytes.py`` is there before anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.served import needs_compiler
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+    from tests.allocated_bytes import allocated_bytes
+    allocated_bytes()  # before anything is allocated
+    import gc, json, torch, poochplan
+    from poochplan.planner.planning import smallest_budget
+    from tests.runtime.compiled_nets import fresh, loss_of
+    from tests.runtime.nets import LINK
+    torch.set_num_threads(1)
+    model, batch = fresh()
+    profile = poochplan.profile(lambda: loss_of(model, batch), model=model, iterations=1, link=LINK)
+    plan = poochplan.plan(profile, smallest_budget(profile), evaluations=100, arena="off")
+    own = (*model.parameters(), batch)
+    def peaks(session):
+        found = []
+        for step in range(4):
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            there = allocated_bytes().live - sum(one.untyped_storage().nbytes() for one in own)
+            allocated_bytes().restart()
+            loss = loss_of(model, batch)
+            loss.backward()
+            found.append(allocated_bytes().peak - there)
+            del loss
+        return found
+    in_core = peaks(None)
+    with poochplan.apply(plan, model, arena="off", meter="never") as session:
+        planned = peaks(session)
+    print(json.dumps({"in_core": in_core, "planned": planned, "budget": plan.budget_bytes,
+                      "fallbacks": session.report().total.fallbacks}))
+"""
+
+
+@needs_compiler
+@pytest.mark.cpu_device
+def test_no_step_of_compiled_blocks_takes_more_than_the_smallest_budget() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(peak <= found["budget"] for peak in found["planned"]), found
+    assert found["budget"] < min(found["in_core"])
+    assert found["fallbacks"] == 0

@@ -1,0 +1,273 @@
+"""Compiled backwards ask for each saved tensor where they first need it, and gradients are those of stock code."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._inductor.config as settings
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poochplan
+from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.profile import Phase, Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.regions.arrivals import arriving, told_of_arrivals, waiting
+from poochplan.runtime.regions.installing import arrivals_compiled, why_none
+from tests.runtime.compiled_nets import fresh, loss_of, train
+from tests.runtime.nets import LINK, equal
+from tests.runtime.random_plans import random_plan
+from tests.runtime.served import needs_compiler
+
+pytestmark = needs_compiler
+cpu_device = pytest.mark.cpu_device
+SWAP, KEEP, MIXED = (0, 1, 0), (1, 0, 0), (1, 1, 2)
+
+
+class Stock(NamedTuple):
+    """Of code without arrivals: what steps give, and the profile."""
+
+    steps: list[list[torch.Tensor]]
+    profile: Profile
+
+
+def profiled(model: torch.nn.Module, batch: torch.Tensor) -> Profile:
+    return poochplan.profile(lambda: loss_of(model, batch), model=model, iterations=1, link=LINK)
+
+
+def backward_parts(profile: Profile) -> list[int]:
+    """The numbers of the ops that are parts of compiled backwards."""
+    ops = enumerate(profile.ops)
+    return [number for number, op in ops if op.name == COMPILED_REGION and op.phase is Phase.BACKWARD]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    torch._dynamo.reset()
+    model, batch = fresh()
+    steps = train(model, batch)
+    return Stock(steps, profiled(model, batch))
+
+
+@pytest.fixture(scope="module")
+def profile(stock: Stock) -> Iterator[Profile]:
+    """Of code with arrivals, which tests share from here on."""
+    torch._dynamo.reset()
+    yield profiled(*fresh())
+    torch._dynamo.reset()
+
+
+@cpu_device
+def test_what_was_compiled_before_is_one_op_as_ever_and_its_steps_are_followed(stock: Stock) -> None:
+    assert len(backward_parts(stock.profile)) == 3
+    torch._dynamo.reset()
+    model, batch = fresh()
+    train(model, batch, 1)
+    with poochplan.apply(random_plan(stock.profile, 0, SWAP), model) as session:
+        planned = train(model, batch)
+    assert equal(planned, stock.steps)
+    assert session.report().total.fallbacks == 0
+
+
+@cpu_device
+def test_uses_lie_between_the_parts_of_a_backward(stock: Stock, profile: Profile) -> None:
+    parts = backward_parts(profile)
+    uses = {point.op for point in profile.points}
+    assert len(parts) > 3 * 3
+    assert len(uses.intersection(parts)) > len(parts) // 2
+    assert profile.in_core_peak_bytes <= stock.profile.in_core_peak_bytes
+    assert smallest_budget(profile) < smallest_budget(stock.profile)
+
+
+@pytest.mark.parametrize("weights", [SWAP, KEEP, MIXED], ids=["swap", "keep", "mixed"])
+def test_gradients_are_those_of_stock_code(stock: Stock, profile: Profile, weights: tuple[float, float, float]) -> None:
+    model, batch = fresh()
+    for seed in range(2):
+        with poochplan.apply(random_plan(profile, seed, weights), model) as session:
+            planned = train(model, batch)
+        assert equal(planned, stock.steps)
+        assert session.report().total.fallbacks == 0
+    assert waiting() == 0
+
+
+@cpu_device
+def test_the_budget_holds_down_to_the_smallest_and_the_prediction_with_it(stock: Stock, profile: Profile) -> None:
+    model, batch = fresh()
+    smallest = smallest_budget(profile)
+    for share in (0.0, 0.3):
+        budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
+        plan = poochplan.plan(profile, budget, evaluations=100, arena="off")
+        with poochplan.apply(plan, model, meter="always", arena="off") as session:
+            planned = train(model, batch)
+            peak = session.report().last_step.peak_bytes
+        assert equal(planned, stock.steps)
+        assert peak is not None
+        assert 0.95 * plan.prediction.peak_bytes <= peak <= plan.prediction.peak_bytes <= budget
+
+
+@cpu_device
+def test_a_step_is_served_from_an_arena(stock: Stock, profile: Profile) -> None:
+    model, batch = fresh()
+    plan = poochplan.plan(profile, smallest_budget(profile, arena="on"), evaluations=100, arena="on")
+    with poochplan.apply(plan, model, arena="on") as session:
+        planned = train(model, batch, 5)
+        arena = session.report().arena
+    assert equal(planned[:3], stock.steps)
+    assert arena is not None
+    assert session.report().total.fallbacks == 0
+
+
+@cpu_device
+@pytest.mark.parametrize("how", ["reentrant", "without reentry"])
+def test_a_compiled_block_in_a_checkpoint_gives_the_same_gradients(stock: Stock, profile: Profile, how: str) -> None:
+    model, batch = fresh(how)
+    reference = train(model, batch)
+    with poochplan.apply(random_plan(profiled(model, batch), 1, SWAP), model) as session:
+        planned = train(model, batch)
+    assert equal(planned, reference)
+    assert session.report().total.fallbacks == 0
+    assert waiting() == 0
+
+
+class SavesItsInputFirst(nn.Module):
+    """What a compiled backward needs first is no parameter: it arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.block = SquaredGelu()
+        self.block.compile()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.before(batch).tanh())
+        return self.after(checkpoint(self.block, hidden * 2, hidden.cos(), use_reentrant=False).tanh())
+
+
+class SquaredGelu(nn.Module):
+    def forward(self, batch: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(batch) * batch * other.sin()
+
+
+@cpu_device
+def test_the_input_of_a_checkpoint_around_a_compiled_block_is_none_of_its_saved_tensors(stock: Stock) -> None:
+    def network() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return SavesItsInputFirst(), torch.randn(128, 32)
+
+    reference = train(*network())
+    torch._dynamo.reset()
+    model, batch = network()
+    with poochplan.apply(random_plan(profiled(model, batch), 1, SWAP), model) as session:
+        assert equal(train(model, batch), reference)
+    assert session.report().total.fallbacks == 0
+    assert waiting() == 0
+
+
+@cpu_device
+def test_an_error_in_a_backward_leaves_nothing_waiting_and_the_next_step_is_right(
+    stock: Stock, profile: Profile
+) -> None:
+    model, batch = fresh()
+    left = 4
+
+    @contextlib.contextmanager
+    def fails() -> Iterator[None]:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyError("in the middle")
+        yield
+
+    with poochplan.apply(random_plan(profile, 0, SWAP), model):
+        with told_of_arrivals(fails, "cpu"), pytest.raises(KeyError, match="in the middle"):
+            train(model, batch, 1)
+        gc.collect()
+        assert waiting() == 0
+        assert equal(train(model, batch), stock.steps)
+
+
+@cpu_device
+def test_two_backwards_of_one_graph_under_autocast() -> None:
+    def twice(loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def steps(model: torch.nn.Module, batch: torch.Tensor) -> list[list[torch.Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(model, batch, 2, twice)
+
+    torch._dynamo.reset()
+    reference = steps(*fresh())
+    torch._dynamo.reset()
+    model, batch = fresh()
+    with arrivals_compiled(model, "cpu"):
+        assert equal(steps(model, batch), reference)  # compiled here: what goes back twice is compiled for that
+
+    def autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, batch)
+
+    profile = poochplan.profile(autocast, model=model, iterations=1, link=LINK)
+    assert len(backward_parts(profile)) > 3
+    with poochplan.apply(random_plan(profile, 0, SWAP), model) as session:
+        assert equal(steps(model, batch), reference)
+    assert session.report().total.fallbacks == 0
+    torch._dynamo.reset()
+
+
+# -- when ------------------------------------------------------------------------------------------------------------
+
+
+@cpu_device
+def test_the_setting_is_there_while_it_is_needed_and_no_longer() -> None:
+    model, _ = fresh()
+    with arrivals_compiled(model, "cpu"):
+        inside = settings.custom_partitioner_fn
+        with arrivals_compiled(model, "cpu"):
+            assert settings.custom_partitioner_fn is inside
+        assert settings.custom_partitioner_fn is inside
+    assert inside is not None
+    assert settings.custom_partitioner_fn is None
+
+
+@cpu_device
+def test_nothing_is_done_for_a_model_without_compiled_modules() -> None:
+    plain = torch.nn.Linear(4, 4)
+
+    def hook(_: Any) -> torch.Tensor:
+        raise AssertionError
+
+    assert arriving(hook, hook, lambda _: None, plain, "cpu") == (hook, hook)
+    assert why_none(plain, "cpu") == ""
+    with arrivals_compiled(plain, "cpu"):
+        assert settings.custom_partitioner_fn is None
+
+
+@cpu_device
+def test_a_partitioner_of_the_user_s_stays_and_a_reason_is_given() -> None:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Own(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        def uuid(self) -> str:
+            return "own"
+
+    model, _ = fresh()
+    own = Own()
+    with settings.patch(custom_partitioner_fn=own), arrivals_compiled(model, "cpu"):
+        assert settings.custom_partitioner_fn is own
+        assert "custom_partitioner_fn is set already" in why_none(model, "cpu")
+
+
+@cpu_device
+def test_another_torch_gets_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = fresh()
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    assert why_none(model, "cpu") == "arrivals within a compiled backward need torch 2.13, this is 2.12.1"
