@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import poochplan
+from benchmarks.against.compare_table import table
+from benchmarks.against.short_table import short_table
 from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
 from tests.docs.prose import ROOT, measure, sentences
@@ -163,6 +165,12 @@ def test_the_readme_is_short_and_its_pictures_are_small() -> None:
     for picture in pictures:
         if picture.suffix == ".svg":
             ElementTree.parse(picture)
+
+
+def test_the_comparison_is_that_of_the_committed_results() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "compare.json").read_text())
+    assert short_table(found, "30%") in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert table(found, ["50%", "30%"]).rstrip() in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_s_table_is_that_of_the_committed_results() -> None:

@@ -59,6 +59,28 @@ def adversaries() -> Names:
     return network() | optimizers | {"generator": generator, "critic": critic}
 
 
+class Recurrent(nn.Module):
+    """Reads vectors one after the other; its state is that of its only recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def begin(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(1, count, 8), torch.zeros(1, count, 8)
+
+    def forward(self, chunk: torch.Tensor, state: Any) -> Any:
+        hidden, after = self.cell(chunk, state)
+        return self.head(hidden), after
+
+
+def recurrent() -> Names:
+    model = Recurrent()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return network() | given | {"texts": [torch.randn(4, 64, 8) for _ in range(3)]}
+
+
 def trained(page: str, names: Names, language_block: int = 0) -> Names:
     exec(blocks(ROOT / page, "python")[language_block], names)
     return names
@@ -71,6 +93,7 @@ def trained(page: str, names: Names, language_block: int = 0) -> Names:
         ("docs/online.md", network),
         ("docs/stacks/plain-loop.md", network),
         ("docs/stacks/accumulate.md", lambda: network(4)),
+        ("docs/stacks/truncated.md", recurrent),
         ("docs/stacks/several-models.md", adversaries),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
