@@ -1,7 +1,8 @@
-"""What one part of a compiled backward makes and a later part lets go of, from a step's log. Pure functions.
+"""What one part of a compiled region makes and a later part lets go of, from a step's log. Pure functions.
 
-A backward that waits for arrivals is several ops, its parts. Such a block is an output of the op that makes it, and of
-the op that lets go of it what dies of other ops' values in a region is: there as it begins.
+A backward that waits for arrivals is several ops, its parts, and so is a forward with save points. Such a block is an
+output of the op that makes it, and of the op that lets go of it what dies of other ops' values in a region is: there as
+it begins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
 
 from .op_blocks import Event, Taker
+
+_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_REGION, Taker.PART: Taker.BACKWARD_REGION}
+"""Of which the last part is told as."""
 
 
 @dataclass
@@ -40,13 +44,14 @@ def carried_in(events_by_op: Iterable[list[Event]], takers: Sequence[Taker], out
     What a part lets go of that an earlier one has made is a mark in its events, as for values from before.
     """
     found = Parts()
-    alive: dict[int, CarriedBlock] = {}
+    by_direction: dict[Taker, dict[int, CarriedBlock]] = {end: {} for end in _PART_OF.values()}
     for number, (events, taker) in enumerate(zip(events_by_op, takers, strict=True)):
-        if taker not in (Taker.PART, Taker.BACKWARD_REGION):
+        if taker is Taker.OP:
             found.events.append(events)
             continue
+        alive = by_direction[_PART_OF.get(taker, taker)]
         found.events.append([_seen_from(event, number, alive) for event in events])
-        if taker is Taker.BACKWARD_REGION:
+        if taker not in _PART_OF:
             alive.clear()
             continue
         left = [CarriedBlock(block, size, number) for block, size in _left_behind(events) if block not in outputs]

@@ -28,6 +28,8 @@ class Taker(Enum):
     OP = "op"
     FORWARD_REGION = "forward of a compiled region"
     """What dies in it is live at its tick."""
+    FORWARD_PART = "part of a compiled forward, behind which others come"
+    """The same."""
     BACKWARD_REGION = "backward of a compiled region"
     """What dies in it was let go of at a tick before, although it is there when the region begins."""
     PART = "part of a compiled backward, behind which others come"
@@ -92,7 +94,7 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
             live -= counted_bytes(size_bytes)
         else:
             live -= counted_bytes(-value)
-    if taker is Taker.FORWARD_REGION:
+    if taker in (Taker.FORWARD_REGION, Taker.FORWARD_PART):
         live += sum(counted_bytes(-value) for kind, _, _, value in events if kind == MARK)
     return max(0, most - live)
 

@@ -75,8 +75,10 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
 def with_carried(
     capture: Capture, ops: tuple[Op, ...], op_ticks: Sequence[int], first: int
 ) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
-    """The ops with one output more for each block that a part of a compiled backward makes and a later one lets go of,
+    """The ops with one output more for each block that a part of a compiled region makes and a later one lets go of,
     and these as values, of which the first has the number ``first``.
+
+    What a part of a backward lets go of is not live at its tick, but there as it begins; of a forward it is live.
     """
     place = {id(op): number for number, op in enumerate(capture.ops)}
     found, values = list(ops), list[Value]()
@@ -87,10 +89,10 @@ def with_carried(
         found[number] = msgspec.structs.replace(ops[number], outputs=(*ops[number].outputs, *numbers))
         values += [
             temporary(
-                f"{op.layer or 'step'}/within backward#{number}.{index + 1}", size_bytes, number, last, layer=op.layer
+                f"{op.layer or 'step'}/within {op.phase}#{number}.{index + 1}", size_bytes, number, last, layer=op.layer
             )
             for index, (size_bytes, until) in enumerate(op.carried)
-            for last in (op_ticks[place[id(until)]] - 1,)
+            for last in (op_ticks[place[id(until)]] - (op.phase is Phase.BACKWARD),)
         ]
     return tuple(found), tuple(values)
 

@@ -20,7 +20,7 @@ from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.regions.arrivals import told_of_arrivals
+from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (
@@ -92,8 +92,8 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
-        arrivals = told_of_arrivals(self.regions.arrival, self.device_type)
-        with self.tracker.on(model), arrivals, self._workspace.running():
+        points = told_of_points(self.regions.point, self.device_type)
+        with self.tracker.on(model), points, self._workspace.running():
             self.switch_on()
             try:
                 yield self
@@ -286,9 +286,9 @@ class Capture(ToggledMode):
         if known >= 0:
             return known
         # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
-        inside_region = self.regions.is_running
-        number = self._new_value(tensor, self.tracker.current(), born=len(self.ops) - 1 if inside_region else -1)
-        if inside_region:
-            self._workspace.holds(self.ops[-1], len(self.ops[-1].outputs), tensor.untyped_storage())
-            self.ops[-1].outputs.append(number)
+        part = self.regions.bearer_of(tensor.untyped_storage())
+        number = self._new_value(tensor, self.tracker.current(), born=-1 if part is None else part.number)
+        if part is not None:
+            self._workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
+            part.op.outputs.append(number)
         return number

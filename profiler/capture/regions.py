@@ -1,4 +1,5 @@
-"""Regions: calls of compiled callables in a capture, each one op, and each compiled backward another.
+"""Regions: calls of compiled callables in a capture, each one op, and each compiled backward another; of those with
+save points or arrivals, each part between two of them.
 
 No dispatch mode looks into them: what they take is measured at the allocator, or the step's log tells it.
 """
@@ -43,7 +44,7 @@ class Noting(Protocol):
 
 
 class Part(NamedTuple):
-    """A stretch of a compiled backward, up to an arrival or the end."""
+    """A stretch of a compiled region, up to a save point, an arrival or the end."""
 
     op: CapturedOp
     number: int
@@ -63,6 +64,10 @@ class Regions:
         self._backward = contextlib.ExitStack()
         self._parts: list[Part] = []
         """Of the compiled backward that runs; empty outside one."""
+        self._forward = contextlib.ExitStack()
+        self._forward_parts: list[Part] = []
+        """Of the compiled forward that runs; empty outside one, and within backward."""
+        self._saves_now = False
         self._freed_bytes = 0
         """Of the values of which the last hold has ended since a part of a compiled backward began."""
         self._saved: list[torch.UntypedStorage] | None = None
@@ -76,9 +81,17 @@ class Regions:
         return self._saved is not None
 
     def saves(self, storage: torch.UntypedStorage) -> None:
-        """Something is saved."""
-        if self._saved is not None:
+        """Something is saved; at a save point forward lets go of it by itself."""
+        if self._saved is not None and not self._saves_now:
             self._saved.append(storage)
+
+    def bearer_of(self, storage: torch.UntypedStorage) -> Part | None:
+        """The part of the compiled forward that runs in which the storage was taken; None outside one."""
+        return self._part_with(self._forward_parts, storage) if self._forward_parts else None
+
+    def _part_with(self, parts: list[Part], storage: torch.UntypedStorage) -> Part:
+        block = self._workspace.block_of(storage)
+        return parts[max(0, bisect_right(parts, block, key=lambda part: part.first_block) - 1)]
 
     def freed(self, size_bytes: int, rounded_bytes: int, born: int) -> None:
         """The last hold of a value has ended that the ``born``-th op has borne."""
@@ -102,12 +115,14 @@ class Regions:
             op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(leaves))))
             tensors = [x for x in leaves if isinstance(x, torch.Tensor) and is_plain(x, capture.device_type)]
             before = [(tensor, version_of(tensor)) for tensor in tensors]
-            born, node_before = len(capture.ops), last_sequence_number()
-            capture.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+            node_before = last_sequence_number()
             with capture.away():
-                outputs, taken_bytes = self._run(op, call, args, kwargs)
-            op.writes = capture.written([tensor for tensor, version in before if version_of(tensor) != version])
-            capture.bear(op, pytree.tree_leaves(outputs), born)
+                outputs, taken_bytes, parts = self._run(op, call, args, kwargs)
+            written = capture.written([tensor for tensor, version in before if version_of(tensor) != version])
+            parts[-1].op.writes = written
+            for tensor in capture.ordinary(pytree.tree_leaves(outputs)):
+                part = self._part_with(parts, tensor.untyped_storage())
+                capture.bear(part.op, [tensor], part.number)
             if taken_bytes is not None:
                 op.workspace_bytes = max(0, taken_bytes - self._born_bytes(op))
             around_backward(outputs, node_before, partial(self._backward_begins, path), self._backward_ran)
@@ -120,22 +135,52 @@ class Regions:
         op.opaque = True
         return op
 
-    def _run(self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | None]:
-        """Its result, and what it took."""
+    def _run(
+        self, op: CapturedOp, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, int | None, list[Part]]:
+        """Its result, what it took, and its parts, of which ``op`` is the first."""
         self._saved = []
-        self._begins(op)
+        parts, outer = list[Part](), self._forward_parts
+        self._forward_parts = parts
+        self._forward_part_begins(op)
         try:
-            with self._capture.timed(op):
-                outputs = call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
         finally:
-            taken_bytes = self._ended(op, Taker.FORWARD_REGION)
-            self._saved = None
-        return outputs, taken_bytes
+            taken_bytes = self._forward_part_ends(Taker.FORWARD_REGION)
+            self._saved, self._forward_parts = None, outer
+        return outputs, taken_bytes, parts
+
+    def _forward_part_begins(self, op: CapturedOp) -> None:
+        self._forward_parts.append(Part(op, len(self._capture.ops), self._workspace.next_block()))
+        self._capture.ops.append(op)  # before it runs, so that what it saves is born before it is saved
+        self._begins(op)
+        self._forward.enter_context(self._capture.timed(op))
+
+    def _forward_part_ends(self, taker: Taker) -> int | None:
+        self._forward.close()
+        return self._ended(self._forward_parts[-1].op, taker)
 
     @contextlib.contextmanager
-    def arrival(self) -> Iterator[None]:
-        """A block in which a compiled backward is given a saved tensor: a part of it ends before, another begins."""
-        if not self._parts or self.is_running:
+    def _save_point(self) -> Iterator[None]:
+        """A block in which a compiled forward saves a tensor: a part of it ends before, another begins."""
+        self._forward_part_ends(Taker.FORWARD_PART)
+        self._saves_now = True
+        try:
+            yield
+        finally:  # also where it raises: what runs the forward ends a part
+            self._saves_now = False
+            self._forward_part_begins(self._new_op(self._forward_parts[0].op.layer))
+
+    @contextlib.contextmanager
+    def point(self) -> Iterator[None]:
+        """A block in which a compiled forward saves a tensor, or a compiled backward is given one: a part of it ends
+        before, another begins.
+        """
+        if self.is_running:
+            with self._save_point():
+                yield
+            return
+        if not self._parts:
             yield
             return
         op = self._part_ends(Taker.PART)[0]
@@ -168,10 +213,8 @@ class Regions:
     def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
         capture = self._capture
         op, taken_bytes = self._part_ends(Taker.BACKWARD_REGION)
-        firsts = [part.first_block for part in self._parts]
         for gradient in capture.ordinary(gradients):
-            block = self._workspace.block_of(gradient.untyped_storage())
-            part = self._parts[max(0, bisect_right(firsts, block) - 1)]
+            part = self._part_with(self._parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
         self._parts.clear()
         if taken_bytes is not None:  # what died in it is not live at the op, which comes behind all that it unpacked

@@ -16,7 +16,7 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_regions import around_backward
-from poochplan.runtime.regions.arrivals import told_of_arrivals
+from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.torch_private import last_sequence_number
@@ -61,8 +61,10 @@ class OpTimer(ToggledMode):
         self._clock = clock
         self._tracker = tracker
         self._marks: list[tuple[Any, Any]] = []
-        self._backward_began: Any = None
+        self._part_began: Any = None
         self._in_compiled_backward = False
+        self._forward_path: str | None = None
+        """Of the compiled callable that runs; None outside one."""
 
     def enter(self, phase: Phase) -> None:
         """The phase that begins."""
@@ -82,31 +84,44 @@ class OpTimer(ToggledMode):
 
         def region(*args: Any, **kwargs: Any) -> Any:
             node_before = last_sequence_number()
-            with self.away():
-                outputs = self._timed(call, args, kwargs)
-            self.ops.append(DispatchedOp(COMPILED_REGION, "" if self.phase is Phase.BACKWARD else path, ()))
+            outer, self._forward_path = self._forward_path, "" if self.phase is Phase.BACKWARD else path
+            self._part_began = self._clock.begin()
+            try:
+                with self.away():
+                    outputs = call(*args, **kwargs)
+                self._part_ends(self._forward_path)
+            finally:
+                self._forward_path = outer
             around_backward(outputs, node_before, self._compiled_backward_begins, self._compiled_backward_ends)
             return outputs
 
         return region
 
+    def _part_ends(self, path: str) -> None:
+        self._marks.append((self._part_began, self._clock.end()))
+        self.ops.append(DispatchedOp(COMPILED_REGION, path, ()))
+
     def _compiled_backward_begins(self) -> None:
-        self._backward_began, self._in_compiled_backward = self._clock.begin(), True
+        self._part_began, self._in_compiled_backward = self._clock.begin(), True
 
     def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
-        self._marks.append((self._backward_began, self._clock.end()))
         self._in_compiled_backward = False
-        self.ops.append(DispatchedOp(COMPILED_REGION, "", ()))
+        self._part_ends("")
 
     @contextlib.contextmanager
-    def arrival(self) -> Iterator[None]:
-        """A block in which a compiled backward is given a saved tensor: a part of it ends before, another begins."""
-        if not self._in_compiled_backward:
+    def point(self) -> Iterator[None]:
+        """A block in which a compiled forward saves a tensor, or a compiled backward is given one: a part of it ends
+        before, another begins.
+        """
+        path = self._forward_path if self._forward_path is not None else "" if self._in_compiled_backward else None
+        if path is None:
             yield
             return
-        self._compiled_backward_ends([])
+        in_backward, self._in_compiled_backward = self._in_compiled_backward, False
+        self._part_ends(path)
         yield
-        self._compiled_backward_begins()
+        self._in_compiled_backward = in_backward
+        self._part_began = self._clock.begin()
 
     def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin = self._clock.begin()
@@ -185,8 +200,8 @@ def _timed_step(
     """The timer of one step, and what the whole step took."""
     tracker = LayerTracker()
     timer = OpTimer(clock_of(where), tracker)
-    arrivals = told_of_arrivals(timer.arrival, where.type)
-    with tracker.on(model), around_compiled(model, timer.region), arrivals:
+    points = told_of_points(timer.point, where.type)
+    with tracker.on(model), around_compiled(model, timer.region), points:
         timer.switch_on()
         try:
             seconds = one_step(timer.enter)

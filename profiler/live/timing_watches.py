@@ -21,7 +21,7 @@ from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.regions.arrivals import told_of_arrivals
+from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.torch_private import without_modes
 
 from .watch import Pack, Scene, Unpack, Watch
@@ -125,8 +125,8 @@ class OpTiming(PhaseTiming):
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        arrivals = told_of_arrivals(self.timer.arrival, self.scene.where.type)
-        with self._tracker.on(self.scene.model), arrivals, super().instruments(segment):
+        points = told_of_points(self.timer.point, self.scene.where.type)
+        with self._tracker.on(self.scene.model), points, super().instruments(segment):
             self.timer.switch_on()
             try:
                 yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -24,47 +23,40 @@ from poochplan.tensors.torch_private import (
     backward_node,
     graph_task,
     is_compiled_backward,
-    storage_identity,
-    unseen_by_modes,
 )
 
 from .generated_code import arriving_positions
+from .hollows import filled, hollow_for, is_hollow
 
 Packed = TypeVar("Packed")
 Unpack = Callable[[Packed], torch.Tensor]
 
 NAMESPACE, OP = "poochplan", "arrive"
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_LIBRARY.define(f"{OP}(Tensor(a) value, Tensor? after=None) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY.define(f"{OP}(Tensor(a) value, Tensor? after=None) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 """``after`` only says behind which op of the graph it comes."""
 
-
-class _Hollow:
-    """What one hollow tensor waits for; held by the table, until the hollow arrives or dies."""
-
-    __slots__ = ("unpack", "watch")
-
-    def __init__(self, storage: torch.UntypedStorage, key: int, unpack: Callable[[], torch.Tensor]) -> None:
-        self.unpack = unpack
-        self.watch = weakref.ref(storage, lambda _: _HOLLOWS.pop(key, None))
-
-
-_HOLLOWS: dict[int, _Hollow] = {}
-"""By the identity of the hollow's storage, which autograd leaves as it is where it makes tensors anew."""
 Listener = Callable[[], contextlib.AbstractContextManager[None]]
 _LISTENERS: list[tuple[int, Listener]] = []
 """Each with the thread that it is told of."""
 
 
 def _arrive(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    hollow = _HOLLOWS.pop(storage_identity(value.untyped_storage()), None) if _HOLLOWS else None
+    unpack = filled(value)
     if not _LISTENERS:
-        return value if hollow is None else hollow.unpack()
+        return value if unpack is None else unpack()
+    with listening():
+        return value if unpack is None else unpack()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """A block at a point of compiled code: who is told of points on this thread is told of it."""
     with contextlib.ExitStack() as stack:
         for thread, listener in _LISTENERS:
             if thread == threading.get_ident():
                 stack.enter_context(listener())
-        return value if hollow is None else hollow.unpack()
+        yield
 
 
 def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,8 +64,8 @@ def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Ten
     return _arrive(value) if type(value) is torch.Tensor else value
 
 
-_LIBRARY.impl(OP, _arrive, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=_LIBRARY)
+LIBRARY.impl(OP, _arrive, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)
 
 
 def parts_are_measured(device_type: str) -> bool:
@@ -84,10 +76,10 @@ def parts_are_measured(device_type: str) -> bool:
 
 
 @contextlib.contextmanager
-def told_of_arrivals(around: Listener, device_type: str) -> Iterator[None]:
-    """Enters ``around()`` around what happens at each arrival on this thread, hollow or not, for the length of a block.
+def told_of_points(around: Listener, device_type: str) -> Iterator[None]:
+    """Enters ``around()`` around what happens at each arrival and save point on this thread, for the length of a block.
 
-    Never where the parts of a backward cannot be measured.
+    Never where the parts of a region cannot be measured.
     """
     if not parts_are_measured(device_type):
         yield
@@ -122,6 +114,23 @@ def _next_position(node: Any) -> int:
     return run.unpacked - 1
 
 
+class _Here(threading.local):
+    saving = False
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """A block in which a tensor is packed at its save point in compiled code; its arrival needs no hollow but its own."""
+    _here.saving = True
+    try:
+        yield
+    finally:
+        _here.saving = False
+
+
 class _Saved:
     """What was packed inside a compiled callable. What else is unpacked while a compiled backward runs, such as the
     input of a checkpoint around it, is none of its saved tensors.
@@ -131,6 +140,15 @@ class _Saved:
 
     def __init__(self, packed: Any) -> None:
         self.packed = packed
+
+
+class _Handed:
+    """What stands for a tensor that was packed at its save point."""
+
+    __slots__ = ("hollow",)
+
+    def __init__(self, hollow: torch.Tensor) -> None:
+        self.hollow = hollow
 
 
 def arriving(
@@ -149,32 +167,23 @@ def arriving(
         return pack, unpack
 
     def pack_or_mark(tensor: torch.Tensor) -> Any:
+        if is_hollow(tensor):  # it was saved at its save point
+            return _Saved(_Handed(tensor))
         packed = pack(tensor)
-        return _Saved(packed) if in_compiled_call() else packed
+        return _Saved(packed) if in_compiled_call() and not _here.saving else packed
 
     def unpack_or_wait(found: Any) -> torch.Tensor:
         if type(found) is not _Saved:
             return unpack(found)
         packed, node = found.packed, backward_node()
         if node is None or not is_compiled_backward(node):
-            return unpack(packed)
-        if _next_position(node) not in arriving_positions(node):
+            return packed.hollow if type(packed) is _Handed else unpack(packed)
+        position = _next_position(node)
+        if type(packed) is _Handed:
+            return packed.hollow
+        if position not in arriving_positions(node):
             return unpack(packed)
         geometry = may_wait(packed)
-        return unpack(packed) if geometry is None else _hollow(geometry, partial(unpack, packed))
+        return unpack(packed) if geometry is None else hollow_for(geometry, partial(unpack, packed))
 
     return pack_or_mark, unpack_or_wait
-
-
-def _hollow(geometry: Geometry, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with unseen_by_modes():
-        hollow = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
-    storage = hollow.untyped_storage()
-    key = storage_identity(storage)
-    _HOLLOWS[key] = _Hollow(storage, key, unpack)
-    return hollow
-
-
-def waiting() -> int:
-    """How many hollows have been handed out and neither arrived nor died."""
-    return len(_HOLLOWS)

@@ -17,7 +17,8 @@ import poochplan
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.regions.arrivals import arriving, told_of_arrivals, waiting
+from poochplan.runtime.regions.arrivals import arriving, told_of_points
+from poochplan.runtime.regions.hollows import waiting
 from poochplan.runtime.regions.installing import arrivals_compiled, why_none
 from tests.runtime.compiled_nets import fresh, loss_of, train
 from tests.runtime.nets import LINK, equal
@@ -184,7 +185,7 @@ def test_an_error_in_a_backward_leaves_nothing_waiting_and_the_next_step_is_righ
         yield
 
     with poochplan.apply(random_plan(profile, 0, SWAP), model):
-        with told_of_arrivals(fails, "cpu"), pytest.raises(KeyError, match="in the middle"):
+        with told_of_points(fails, "cpu"), pytest.raises(KeyError, match="in the middle"):
             train(model, batch, 1)
         gc.collect()
         assert waiting() == 0

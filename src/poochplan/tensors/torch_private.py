@@ -49,6 +49,8 @@ __all__ = [
     "captures_graphs",
     "clear_cublas_workspaces",
     "code_of_backward",
+    "compile_with_inductor",
+    "compiled_by_inductor",
     "compiles_autograd",
     "counts_as_partitioner",
     "covers_itself_once",
@@ -84,6 +86,7 @@ __all__ = [
     "stand_before_memory_stats",
     "stock_partition",
     "storage_identity",
+    "topmost_hooks",
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
@@ -197,6 +200,13 @@ def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
     """Whether these are the saved-tensors hooks that leaving any would take off: torch takes off the topmost."""
     topmost = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return topmost is not None and topmost[0] is hooks.pack_hook
+
+
+def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The pack and unpack that autograd would call on this thread; None where there are none."""
+    found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def backward_node() -> Any:
@@ -376,6 +386,25 @@ def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.Gr
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """What Inductor's backend makes of a graph under these of its settings; ``lower`` makes code of each half of it.
+
+    Saved tensors are not donated to the backward: it would write into what only stands for one.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
+
+
+def compiled_by_inductor(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+    """The code of one graph without autograd."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph, inputs, **kwargs)
 
 
 # --- The CPU's allocator ----------------------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""Save points: where a compiled forward first has a tensor that backward needs, and hands it to the saved-tensors
+hooks, in place of at its end.
+
+The graph-mode partitioner has put an op there. It packs the tensor as autograd would, with the hooks that are on, and
+gives a hollow in its place, which the backward's arrival fills. So the forward itself lets go of the tensor behind its
+last use, and a plan may have it leave. The compiled code must not reuse the memory of what it has handed out
+(``graph_backend.py`` sees to that).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from poochplan.tensors.storages import Geometry
+from poochplan.tensors.torch_private import topmost_hooks
+
+from .arrivals import LIBRARY, NAMESPACE, listening, saving
+from .hollows import hollow_for
+
+OP = "save"
+LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.Tag.flexible_layout,))
+"""``after`` is what another save point gave, behind which it comes."""
+
+
+def _save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    geometry, hooks = Geometry.of(value), topmost_hooks()
+    with listening():
+        if hooks is None:
+            return hollow_for(geometry, partial(_held, value), again=True)
+        pack, unpack = hooks
+        with saving():
+            packed = pack(value)
+    return hollow_for(geometry, partial(unpack, packed), again=True)
+
+
+def _held(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The op under fake tensors. Torch also comes here with a real tensor, behind a hollow, which has no memory."""
+    if type(value) is torch.Tensor and not value.is_meta:
+        return _save(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+LIBRARY.impl(OP, _save, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)
