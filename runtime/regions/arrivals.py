@@ -123,7 +123,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def saving() -> Iterator[None]:
-    """A block in which a tensor is packed at its save point in compiled code; its arrival needs no hollow but its own."""
+    """A block in which a tensor is packed at its save point in compiled code, which makes the hollow for it."""
     _here.saving = True
     try:
         yield

@@ -7,22 +7,31 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.torch_private import compile_with_inductor, compiled_by_inductor, inductor_settings
+from poochplan.tensors.torch_private import (
+    compile_with_inductor,
+    compiled_by_inductor,
+    inductor_settings,
+    lowered_as_output,
+)
 
-from .graph_partitioner import GraphPartitioner, has_save_points
+from .graph_partitioner import SAVE, GraphPartitioner, Replays, has_save_points
 
 
 class GraphBackend:
-    """What ``torch.compile(backend=...)`` calls with each graph. ``options``: Inductor's own."""
+    """What ``torch.compile(backend=...)`` calls with each graph. ``replays``: what is recomputed in it; ``options``:
+    Inductor's own.
+    """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, replays: Replays | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.options = dict(options or {})
+        self.partitioner = GraphPartitioner(replays or {})
         self.compiled = 0
         """Graphs so far."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiled += 1
-        settings = {**self.options, "custom_partitioner_fn": GraphPartitioner()}
+        lowered_as_output(SAVE)
+        settings = {**self.options, "custom_partitioner_fn": self.partitioner}
         return compile_with_inductor(graph, inputs, lowered, settings)
 
 

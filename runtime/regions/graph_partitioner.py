@@ -1,4 +1,4 @@
-"""Graph mode's partitioner: Inductor's own split, with save points in the forward, replays and arrivals in the backward.
+"""Graph mode's partitioner: Inductor's own split, save points in the forward, replays and arrivals in the backward.
 
 It holds nothing but a digest of the replays that a plan asks for, so the compiler's caches tell the code of one plan
 from that of another; what is kept and what is swapped is in no code.
@@ -6,6 +6,8 @@ from that of another; what is kept and what is swapped is in no code.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +18,31 @@ from poochplan.tensors.torch_private import counts_as_partitioner, stock_partiti
 
 from . import save_points
 from .arrivals import NAMESPACE
+from .graph_key import graph_key
 from .partitioner import add_arrivals
+from .rewriting import Split, give, given_by, write_replays
 
+Replays = Mapping[str, Collection[str]]
+"""By the key of a graph, the names of what it saves and a plan has recomputed."""
 VERSION = "poochplan-graph-1"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
-_SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
-has_side_effect(_SAVE)
+SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
+has_side_effect(SAVE)
+
+
+_REPLAYS: dict[str, Replays] = {}
+"""By their digest."""
 
 
 class GraphPartitioner:
-    """Splits a joint graph as Inductor does by itself, and puts the points of the runtime's clock into both halves."""
+    """Splits a joint graph as Inductor does by itself, and puts a plan's replays and the points of the runtime's clock
+    into both halves.
+    """
+
+    def __init__(self, replays: Replays) -> None:
+        text = repr(sorted((key, sorted(names)) for key, names in replays.items()))
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        _REPLAYS[self.digest] = replays
 
     def __call__(
         self,
@@ -40,46 +57,54 @@ class GraphPartitioner:
         forward, backward = stock_partition(
             gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **kwargs
         )
-        saved = [node.name for node in saved_nodes(forward, num_fwd_outputs)]
-        add_save_points(forward, num_fwd_outputs)
-        add_arrivals(backward, set(saved))
+        key = graph_key(forward.graph, num_fwd_outputs, static or ())
+        inputs = forward.graph.find_nodes(op="placeholder")
+        split = Split(forward, backward, num_fwd_outputs, frozenset(inputs[place].name for place in static or ()))
+        if names := _REPLAYS[self.digest].get(key, ()):
+            write_replays(split, names)
+        self.saw(key, split)
+        arriving = add_arrivals(backward, {node.name for node in split.saved()} - split.static)
+        add_save_points(split, arriving)
         return forward, backward
+
+    def saw(self, key: str, split: Split) -> None:
+        """Told each graph, its replays written, before its points are put in."""
 
     def uuid(self) -> str:
         """What the compiler's caches know it by."""
-        return VERSION
+        return f"{VERSION}-{self.digest}"
 
 
 counts_as_partitioner(GraphPartitioner)
 
 
-def saved_nodes(forward: torch.fx.GraphModule, output_count: int) -> list[torch.fx.Node]:
+def saved_nodes(split: Split) -> list[torch.fx.Node]:
     """What the forward makes and saves for backward, that a plan may decide about: in the order of its making."""
-    (outputs,) = forward.graph.find_nodes(op="output")
-    saved = {node for node in outputs.args[0][output_count:] if isinstance(node, torch.fx.Node)}
-    return [node for node in forward.graph.nodes if node in saved and _may_leave(node)]
+    saved = set(split.saved())
+    return [node for node in split.forward.graph.nodes if node in saved and _may_leave(node)]
 
 
-def add_save_points(forward: torch.fx.GraphModule, output_count: int) -> None:
-    """Has the forward hand out each of what it saves as soon as it is made, each behind the one before."""
-    graph = forward.graph
-    (outputs,) = graph.find_nodes(op="output")
+def add_save_points(split: Split, arriving: Collection[str]) -> None:
+    """Has the forward hand out each of what it saves, and what arrives in the backward, as soon as it is made; each
+    behind the one before.
+    """
+    graph, output_count = split.forward.graph, split.output_count
     handed: dict[torch.fx.Node, torch.fx.Node] = {}
     last: torch.fx.Node | None = None
-    for node in saved_nodes(forward, output_count):
+    for node in [one for one in saved_nodes(split) if one.name in arriving]:
         with graph.inserting_after(node):
-            point = graph.call_function(_SAVE, (node, last))
+            point = graph.call_function(SAVE, (node, last))
         point.meta["val"] = node.meta["val"]
         handed[node] = last = point
-    given = outputs.args[0]
-    outputs.args = ((*given[:output_count], *(handed.get(node, node) for node in given[output_count:])),)
+    given = given_by(split.forward)
+    give(split.forward, (*given[:output_count], *(handed.get(node, node) for node in given[output_count:])))
     graph.lint()
-    forward.recompile()
+    split.forward.recompile()
 
 
 def has_save_points(graph: torch.fx.GraphModule) -> bool:
     """Whether it is a forward that hands out what it saves."""
-    return bool(graph.graph.find_nodes(op="call_function", target=_SAVE))
+    return bool(graph.graph.find_nodes(op="call_function", target=SAVE))
 
 
 def _may_leave(node: torch.fx.Node) -> bool:

@@ -55,8 +55,8 @@ def _saved(forward: torch.fx.GraphModule, output_count: int, static: set[int]) -
     return {node.name for node in saved if inputs.get(node) not in static or node not in inputs}
 
 
-def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> None:
-    """Puts an arrival before the first use of each of the ``saved`` tensors.
+def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> set[str]:
+    """Puts an arrival before the first use of each of the ``saved`` tensors; returns which of them arrive.
 
     It names a tensor that is in memory by then whatever is fused: otherwise it could be moved to the begin, and with
     another one fusion would change. That is the last of those that the first use depends on; where there is none, the
@@ -66,7 +66,8 @@ def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> None:
     place = {node: index for index, node in enumerate(graph.nodes)}
     anchors = _in_memory(graph)
     behind = _last_needed(graph, anchors)
-    for node in [one for one in place if one.op == "placeholder" and one.name in saved and _may_arrive(one)]:
+    arriving = [one for one in place if one.op == "placeholder" and one.name in saved and _may_arrive(one)]
+    for node in arriving:
         first = min(node.users, key=lambda user: place[user])
         after = behind[first] or max(
             (one for one in anchors if place[one] < place[first]), key=lambda one: place[one], default=None
@@ -77,6 +78,7 @@ def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> None:
         node.replace_all_uses_with(arrival, delete_user_cb=lambda user, own=arrival: user is not own)
     graph.lint()
     backward.recompile()
+    return {node.name for node in arriving}
 
 
 def _may_arrive(node: torch.fx.Node) -> bool:

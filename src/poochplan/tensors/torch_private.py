@@ -70,9 +70,11 @@ __all__ = [
     "is_tracing",
     "last_sequence_number",
     "log_allocations",
+    "lowered_as_output",
     "memory_stats_calls",
     "mode_count",
     "mode_stack",
+    "mutated_inputs",
     "non_persistent_buffers",
     "owned_buffers",
     "owned_modules",
@@ -344,6 +346,15 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
+def mutated_inputs() -> frozenset[int]:
+    """Of the graph that the compiler splits, the inputs that a call writes, by place; none outside a compile."""
+    context = TracingContext.try_get()
+    facts = context.fw_metadata if context is not None else None
+    return (
+        frozenset(i for i, one in enumerate(facts.input_info) if one.mutates_data) if facts is not None else frozenset()
+    )
+
+
 def is_compiled_backward(node: Any) -> bool:
     """Whether a node of autograd runs a backward that the compiler has made."""
     return type(node).__name__ == "CompiledFunctionBackward"
@@ -398,6 +409,34 @@ def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], se
 
     with config.patch(donated_buffer=False):
         return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
+
+
+def lowered_as_output(op: Any) -> None:
+    """Has Inductor make what ``op`` is given first as it would make an output of the graph at the place of the op's
+    result: in the strides that its graph tells, or channels last. So no copy is made of the result, to lay it so.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    if op in lowering.lowerings:
+        return
+    call = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(value: Any, after: Any = None) -> Any:
+        node = V.graph.current_node
+        fake = node.meta["val"]
+        strides: Any = fake.stride()
+        if fake.dim() == 4 and node in V.graph.nodes_prefer_channels_last and is_dense(fake):
+            strides = ir.FlexibleLayout.stride_ordered_for_memory_format(value.get_size(), torch.channels_last)
+        value.realize()
+        return call(ir.ExternKernel.require_exact_strides(value, strides), after)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie next to each other, in whatever order, and none lies on another."""
+    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
 def compiled_by_inductor(graph: Any, inputs: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,207 @@
+"""The rules by which a plan's replays are written into compiled graphs; ``docs/graph-mode.md`` argues for them.
+
+A joint graph was split into a forward, which gives what it *saves*, and a backward, which takes it. To recompute a
+saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again:
+
+1. A replay is copies of forward nodes, back to nodes that are saved (recomputed ones among them, whose own replay then
+   comes first and stays), inputs of the graph, and numbers that random ops are drawn from.
+2. A node that reads an input which the step writes is never copied: backward would read what was written.
+3. What is drawn is drawn once: a copy draws from the saved seed.
+4. A replay stands before the first node of the backward that needs it, and its nodes nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from poochplan.errors import UsageError
+from poochplan.tensors.operators import traits
+from poochplan.tensors.torch_private import OpOverload, mutated_inputs, schema_of
+
+Node = torch.fx.Node
+_SEEDS = ("inductor_seeds", "inductor_lookup_seed", "inductor_seed")
+_IMPURE = "it depends on {name}, which draws anew or writes each time it runs"
+
+
+class Split(NamedTuple):
+    """A forward and its backward, as the partitioner gives them."""
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    output_count: int
+    """Of the forward's outputs, those in front of what it saves."""
+    static: frozenset[str]
+    """Names of inputs that are there all step long: parameters and buffers."""
+
+    def saved(self) -> tuple[Node, ...]:
+        """What the forward saves, in the order in which it gives it; without numbers."""
+        nodes = (one for one in given_by(self.forward)[self.output_count :] if isinstance(one, Node))
+        return tuple(node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))
+
+
+def why_never_replayed(split: Split, node: Node) -> str:
+    """Why a saved node cannot be made again in the backward; empty where it can."""
+    saved, written = set(split.saved()), _written_inputs(split.forward)
+    for needed in _needs(node, saved):
+        if needed in written:
+            return f"it depends on {needed.name}, an input that the step writes"
+        if needed.op == "placeholder" and needed not in saved and needed.name not in split.static:
+            return f"it depends on {needed.name}, an input of its graph that nothing saves"
+        if needed not in saved and needed.op == "call_function" and _is_impure(needed):
+            return _IMPURE.format(name=needed.name)
+    return ""
+
+
+def write_replays(split: Split, names: Collection[str]) -> None:
+    """Has the backward make the saved nodes of these names again, each before it is first needed.
+
+    Raises ``UsageError`` where one cannot be: the plan was made for other code.
+    """
+    saved = split.saved()
+    replayed = {node: None for node in saved if node.name in names}
+    if len(replayed) < len(set(names)):
+        lost = ", ".join(sorted(set(names) - {node.name for node in saved}))
+        raise UsageError(f"expected saved tensors named {lost} in the compiled graph, found none; plan it again")
+    for node in replayed:
+        if why := why_never_replayed(split, node):
+            raise UsageError(f"{node.name} cannot be recomputed: {why}; plan it again")
+    _save_also(split, list(_read_first(replayed, set(saved))))
+    _Replays(split, list(replayed)).write()
+    _save_no_more(split, set(replayed))
+    for half in (split.forward, split.backward):
+        half.graph.eliminate_dead_code()
+        half.graph.lint()
+        half.recompile()
+
+
+def _needs(node: Node, ends: Collection[Node]) -> Iterator[Node]:
+    """The nodes that a replay of ``node`` runs (itself among them), and those that it starts from: ``ends``, inputs and
+    seeds.
+    """
+    pending, seen = [node], {node}
+    while pending:
+        one = pending.pop()
+        yield one
+        if one is not node and (one in ends or _is_start(one)):
+            continue
+        for given in one.all_input_nodes:
+            if given not in seen:
+                seen.add(given)
+                pending.append(given)
+
+
+def _is_start(node: Node) -> bool:
+    return node.op != "call_function" or any(seed in str(node.target) for seed in _SEEDS)
+
+
+def _is_impure(node: Node) -> bool:
+    if _is_start(node):
+        return False
+    if not isinstance(node.target, OpOverload):
+        return node.target is not operator.getitem
+    facts = traits(node.target)
+    return not facts.trusted or bool(schema_of(node.target).is_mutable) or (facts.random and _draws(node))
+
+
+def _draws(node: Node) -> bool:
+    """Whether an op that may draw does: not with a dropout of 0, and what is given a seed draws the same again."""
+    if "inductor_random" in str(node.target):
+        return False
+    by_place = dict(zip((argument.name for argument in schema_of(node.target).arguments), node.args, strict=False))
+    return bool({**by_place, **node.kwargs}.get("dropout_p", 1.0) != 0.0)
+
+
+def _written_inputs(forward: torch.fx.GraphModule) -> set[Node]:
+    """Inputs that the graph itself writes, or that are written behind it."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    written = {inputs[index] for index in mutated_inputs() if index < len(inputs)}
+    for node in forward.graph.nodes:
+        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
+            written |= {given for given in node.all_input_nodes[:1] if given.op == "placeholder"}
+    return written
+
+
+def _read_first(replayed: Collection[Node], saved: set[Node]) -> Iterator[Node]:
+    """What replays start from and nothing saves yet: parameters, and seeds."""
+    found: dict[Node, None] = {}
+    for node in replayed:
+        for one in _needs(node, saved):
+            if one is not node and one not in saved and _is_start(one) and one.op in ("placeholder", "call_function"):
+                found[one] = None
+    return iter(found)
+
+
+def _save_also(split: Split, nodes: list[Node]) -> None:
+    """In front of what is saved: tensors whose versions autograd looks at come first."""
+    given, count = given_by(split.forward), split.output_count
+    give(split.forward, (*given[:count], *nodes, *given[count:]))
+    first = split.saved()[len(nodes)]
+    (place,) = [one for one in split.backward.graph.find_nodes(op="placeholder") if one.name == first.name]
+    for node in nodes:
+        with split.backward.graph.inserting_before(place):
+            taken = split.backward.graph.placeholder(node.name)
+        taken.meta.update(node.meta)
+
+
+def _save_no_more(split: Split, nodes: Collection[Node]) -> None:
+    given, count = given_by(split.forward), split.output_count
+    give(split.forward, (*given[:count], *(one for one in given[count:] if one not in nodes)))
+    names = {node.name for node in nodes}
+    for taken in split.backward.graph.find_nodes(op="placeholder"):
+        if taken.name in names:
+            split.backward.graph.erase_node(taken)
+
+
+class _Replays:
+    """State: what the backward has of each forward node so far."""
+
+    def __init__(self, split: Split, replayed: list[Node]) -> None:
+        self._graph = split.backward.graph
+        self._saved = set(split.saved())
+        self._replayed = set(replayed)
+        inputs = {one.name: one for one in self._graph.find_nodes(op="placeholder")}
+        self._there = {one: inputs[one.name] for one in split.forward.graph.nodes if one.name in inputs}
+        self._order = {one: index for index, one in enumerate(split.forward.graph.nodes)}
+        self._made: dict[Node, Node] = {}
+
+    def write(self) -> None:
+        """Each replay before the first node that needs what it makes."""
+        wanted = {self._there[node]: node for node in self._replayed}
+        for user in list(self._graph.nodes):
+            for taken in user.all_input_nodes:
+                if taken in wanted:
+                    user.replace_input_with(taken, self._replay(wanted[taken], user))
+
+    def _replay(self, node: Node, before: Node) -> Node:
+        """What makes ``node`` again; with the others that it starts from and that stay, and others of its own."""
+        if node in self._made:
+            return self._made[node]
+        own: dict[Node, Node] = {}
+        for one in sorted(_needs(node, self._saved), key=self._order.__getitem__):
+            if one is not node and one in self._replayed:
+                own[one] = self._replay(one, before)
+            elif one is not node and (one in self._saved or _is_start(one)):
+                own[one] = self._there.get(one, one)
+            else:
+                with self._graph.inserting_before(before):
+                    own[one] = self._graph.node_copy(one, own.__getitem__)
+                own[one].meta["partitioner_tag"] = "is_backward"
+        self._made[node] = own[node]
+        return own[node]
+
+
+def given_by(module: torch.fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph returns: nodes, numbers and None."""
+    (outputs,) = module.graph.find_nodes(op="output")
+    given: Any = outputs.args[0]
+    return tuple(given)
+
+
+def give(module: torch.fx.GraphModule, given: tuple[Any, ...]) -> None:
+    """Has it return that."""
+    (outputs,) = module.graph.find_nodes(op="output")
+    outputs.args = (given,)
