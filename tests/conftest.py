@@ -9,6 +9,7 @@ import torch
 
 from poochplan.profiler import profiling
 from tests.depth import DEEP
+from tests.hangs import EndsWhatHangs
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,10 @@ def _the_link_is_measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "measure_link", functools.cache(profiling.measure_link))
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(EndsWhatHangs(is_controller=config.getoption("dist", "no") != "no"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

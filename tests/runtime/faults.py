@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +19,6 @@ from tests.runtime.nets import CASES, equal, in_core, train
 from tests.runtime.random_plans import random_plan
 
 CASE = CASES["residual"]
-HANGS_AFTER_S = 400
-
-
-@pytest.fixture(autouse=True)
-def _ends_when_it_hangs() -> Iterator[None]:
-    """What hangs ends the whole run, with the stack of every thread."""
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True, file=sys.__stderr__)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

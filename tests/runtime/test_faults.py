@@ -24,7 +24,7 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import copy_out
 from poochplan.runtime.run_report import FallbackKind
-from tests.runtime.faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
+from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
 from tests.runtime.nets import equal, in_core, snapshot, train
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]

@@ -16,7 +16,7 @@ import pytest
 
 import poochplan
 from poochplan.formats.plan import Plan
-from tests.runtime.faults import CASE, _ctrl_c_is_heard, _ends_when_it_hangs, leaves_nothing, plan, swaps
+from tests.runtime.faults import CASE, _ctrl_c_is_heard, leaves_nothing, plan, swaps
 from tests.runtime.nets import equal, in_core, train
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread")]
