@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,12 +35,16 @@ class ClonedCapture(Capture):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         with (
-            around_compiled(model, self.regions.around),
+            around_compiled(model, self.around_region),
             before_forward(model, self._called),
             uncompiled_hooks(*arriving(self.pack, self.unpack, self.may_wait, model, self.device_type)),
             super().running(model),
         ):
             yield self
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+        return self.regions.around(path, call)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.inputs is None:

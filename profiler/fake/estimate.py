@@ -8,6 +8,7 @@ from poochplan.formats.profile import Kind, Profile
 from poochplan.profiler.assembly.assemble import untimed
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
@@ -19,6 +20,8 @@ def needed_without_memory(runner: Runner) -> int | None:
     data. Runs the step twice, on fake tensors; what goes wrong there is left for the real step to tell.
     """
     model, optimizer = runner.model, runner.optimizer
+    if compiled_modules(model):  # telling would mean to compile
+        return None
     there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
     try:
         with faked(model, optimizer) as fakes:

@@ -29,7 +29,6 @@ from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
-from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
 from poochplan.tensors.torch_private import (
@@ -199,15 +198,9 @@ def faked(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     Raises
     ------
     StepError
-        A compiled callable, fake tensors of another mode, or a step that needs the content of a tensor.
+        Fake tensors of another mode, or a step that needs the content of a tensor.
     """
     check_restorable(model)
-    compiled = compiled_modules(model)
-    if compiled:
-        raise StepError(
-            f"model: expected no compiled callable in mode fake, found {next(iter(compiled)) or 'the model itself'}; "
-            "profile the model as it is before torch.compile"
-        )
     mode = _mode_of(model) or StepMode()
     with contextlib.ExitStack() as undo:
         states: list[State] = [ModuleStates(model), GradientStates(model.named_parameters()), GeneratorStates(model)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import torch
 
@@ -11,10 +13,12 @@ from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import steps_differ
+from poochplan.profiler.graphs.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.request import Options
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
@@ -28,15 +32,21 @@ def fake_profile(
 ) -> Profile:
     """The profile of a step without memory, with a roofline's durations or those of its ops run by themselves."""
     model, say = runner.model, options.say
-    with faked(model, runner.optimizer) as fakes:
+    compiled = compiled_modules(model)
+    with faked(model, runner.optimizer) as fakes, contextlib.ExitStack() as opened:
+        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+        if compiled:
+            fake = GraphCapture(static_keys(model, "cpu"), fakes, roofline)
+            opened.enter_context(capturing_graphs(fake))
         say(f"warming up without memory ({options.warmup} steps)")
         for _ in range(options.warmup):
             runner.one_step()
         say("capturing one step without memory")
-        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
         capture, kinds = captured(runner, fake)
-        with collected_after(capture):
-            differ = steps_differ(model, where, runner.one_step, capture.ops)
+        differ: list[str] = []
+        if not compiled:
+            with collected_after(capture):
+                differ = steps_differ(model, where, runner.one_step, capture.ops)
         about = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
         notes = [*about, *notes, *fake.notes(), *differ]
     device, link, own = _machine_of(fake, roofline, where, options)
@@ -60,7 +70,8 @@ def fake_profile(
         ],
         accumulate=runner.accumulate,
     )
-    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+    profile = msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
+    return fake.told_of_graphs(profile) if isinstance(fake, GraphCapture) else profile
 
 
 def _machine_of(

@@ -41,7 +41,8 @@ _LISTENERS: list[tuple[int, Listener]] = []
 """Each with the thread that it is told of."""
 
 
-def _arrive(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+def arrive(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that a hollow stands for, at its first use; any other tensor as it is."""
     unpack = filled(value)
     if not _LISTENERS:
         return value if unpack is None else unpack()
@@ -61,10 +62,10 @@ def listening() -> Iterator[None]:
 
 def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
     """The op under fake tensors; hollows lie where those do, but none is traced with."""
-    return _arrive(value) if type(value) is torch.Tensor else value
+    return arrive(value) if type(value) is torch.Tensor else value
 
 
-LIBRARY.impl(OP, _arrive, "CompositeExplicitAutograd")
+LIBRARY.impl(OP, arrive, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)
 
 

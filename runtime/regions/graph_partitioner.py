@@ -19,8 +19,10 @@ from poochplan.tensors.torch_private import counts_as_partitioner, stock_partiti
 from . import save_points
 from .arrivals import NAMESPACE
 from .graph_key import graph_key
-from .partitioner import add_arrivals
+from .partitioner import ARRIVE, add_arrivals
 from .rewriting import Split, give, given_by, write_replays
+
+__all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "has_save_points", "saved_nodes"]
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""

@@ -42,6 +42,21 @@ def arrivals_compiled(model: torch.nn.Module, device_type: str) -> Iterator[None
             setattr(settings, _SETTING, None)
 
 
+def why_no_graphs(device_type: str) -> str:
+    """Why graph mode can do nothing here; empty where it can."""
+    if device_type != "cpu":
+        return "expected a model on the CPU, found it on " + device_type + "; plan it without torch.compile"
+    if not _is_known_torch():
+        return f"expected torch {TORCH}, found {torch.__version__.split('+')[0]}: plan the model without torch.compile"
+    if not parts_are_measured(device_type):
+        return "expected the compiled allocator, found none: install a C++ compiler (pooch doctor --build says more)"
+    return ""
+
+
+def _is_known_torch() -> bool:
+    return ".".join(torch.__version__.split(".")[:2]) == TORCH
+
+
 def why_none(model: torch.nn.Module, device_type: str) -> str:
     """Why compiled backwards of ``model`` get all that was saved at once; empty where they get it bit by bit, and where
     nothing is compiled.
@@ -50,7 +65,7 @@ def why_none(model: torch.nn.Module, device_type: str) -> str:
         return ""
     if device_type != "cpu":
         return "arrivals within a compiled backward are for the CPU"
-    if ".".join(torch.__version__.split(".")[:2]) != TORCH:
+    if not _is_known_torch():
         return f"arrivals within a compiled backward need torch {TORCH}, this is {torch.__version__.split('+')[0]}"
     if compiles_autograd():
         return "torch is set to compile autograd too"

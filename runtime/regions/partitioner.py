@@ -14,7 +14,7 @@ from .arrivals import NAMESPACE, OP
 VERSION = "poochplan-arrivals-1"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 _EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
-_ARRIVE: Any = getattr(getattr(torch.ops, NAMESPACE), OP).default
+ARRIVE: Any = getattr(getattr(torch.ops, NAMESPACE), OP).default
 
 
 class ArrivingPartitioner:
@@ -43,7 +43,7 @@ class ArrivingPartitioner:
         return VERSION
 
 
-has_side_effect(_ARRIVE)
+has_side_effect(ARRIVE)
 counts_as_partitioner(ArrivingPartitioner)
 
 
@@ -73,7 +73,7 @@ def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> set[str]:
             (one for one in anchors if place[one] < place[first]), key=lambda one: place[one], default=None
         )
         with graph.inserting_before(first):
-            arrival = graph.call_function(_ARRIVE, (node, after))
+            arrival = graph.call_function(ARRIVE, (node, after))
         arrival.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(arrival, delete_user_cb=lambda user, own=arrival: user is not own)
     graph.lint()

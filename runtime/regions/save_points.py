@@ -24,7 +24,8 @@ LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.
 """``after`` is what another save point gave, behind which it comes."""
 
 
-def _save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """A hollow for the tensor, which the hooks that are on have been given; it is held where there are none."""
     geometry, hooks = Geometry.of(value), topmost_hooks()
     with listening():
         if hooks is None:
@@ -42,9 +43,9 @@ def _held(value: torch.Tensor) -> torch.Tensor:
 def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
     """The op under fake tensors. Torch also comes here with a real tensor, behind a hollow, which has no memory."""
     if type(value) is torch.Tensor and not value.is_meta:
-        return _save(value)
+        return save(value)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-LIBRARY.impl(OP, _save, "CompositeExplicitAutograd")
+LIBRARY.impl(OP, save, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
 
+    from .compiling.compile import compile
     from .fitting.fit import fit
     from .online.auto import auto
     from .plan_sets import plan_set
@@ -39,6 +40,7 @@ __all__ = [
     "apply",
     "arena",
     "auto",
+    "compile",
     "explain_peak",
     "fit",
     "plan",
@@ -58,6 +60,7 @@ _HOMES = {
     "Profile": ".formats.profile",
     "Workload": ".workload",
     "apply": ".runtime.applying",
+    "compile": ".compiling.compile",
     "arena": ".sessions",
     "auto": ".online.auto",
     "explain_peak": ".report.peak",

@@ -16,9 +16,9 @@ from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
-what the peaks count, and has the layout of an arena."""
+what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 HOST_ALIGNMENT_BYTES = 4096
@@ -234,6 +234,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Only the points at which something happens, in the order of the clock."""
     layout: Layout | None = None
     """Where its blocks lie in an arena; None where that was not worked out."""
+    replays: tuple[str, ...] = ()
+    """What is recomputed inside compiled graphs, as ``graph/node``, and saved no longer: of a plan for a model that
+    :func:`poochplan.compile` has compiled."""
 
     @cached_property
     def fingerprint(self) -> str:

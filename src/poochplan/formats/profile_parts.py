@@ -18,9 +18,9 @@ import msgspec
 
 from .facts.step_facts import StepFacts
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
-blocks each op takes (``OpBlock``).
+blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value.
 """
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
@@ -137,6 +137,8 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     """Why it must be kept; empty when it may be swapped."""
     unreplayable: str = ""
     """Why it cannot be recomputed; empty when its writers can be replayed."""
+    nodes: tuple[str, ...] = ()
+    """Which nodes of which compiled graphs save it, as ``graph/node``; empty where no graph was looked into."""
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -62,6 +62,7 @@ __all__ = [
     "has_topmost_hooks",
     "hidden_from_compiler",
     "in_backward",
+    "inductor_mode",
     "inductor_settings",
     "intercept_autograd",
     "is_compiled",
@@ -76,6 +77,7 @@ __all__ = [
     "mode_stack",
     "mutated_inputs",
     "non_persistent_buffers",
+    "not_lowered",
     "owned_buffers",
     "owned_modules",
     "owned_parameters",
@@ -411,6 +413,29 @@ def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], se
         return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
 
 
+@contextlib.contextmanager
+def not_lowered(run: Callable[..., Any], partitioner: Any) -> Iterator[None]:
+    """A block in which Inductor splits graphs by ``partitioner`` and makes no code of the halves: ``run`` gives what is
+    called in its place. What is compiled meanwhile is in no cache.
+    """
+    import torch._inductor.compile_fx
+    from torch._functorch import config
+
+    inductor: Any = torch._inductor.compile_fx
+    stock = inductor.compile_fx
+    settings = {"custom_partitioner_fn": partitioner, "fx_graph_cache": False}
+
+    def split(graph: Any, inputs: Any, inner_compile: Any = None, **kwargs: Any) -> Any:
+        with config.patch(donated_buffer=False, enable_autograd_cache=False), inductor_settings().patch(settings):
+            return stock(graph, inputs, inner_compile=run, **kwargs)  # which may come back here
+
+    inductor.compile_fx = split
+    try:
+        yield
+    finally:
+        inductor.compile_fx = stock
+
+
 def lowered_as_output(op: Any) -> None:
     """Has Inductor make what ``op`` is given first as it would make an output of the graph at the place of the op's
     result: in the strides that its graph tells, or channels last. So no copy is made of the result, to lay it so.
@@ -437,6 +462,13 @@ def lowered_as_output(op: Any) -> None:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie next to each other, in whatever order, and none lies on another."""
     return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """What a mode of ``torch.compile`` sets of Inductor's settings."""
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(mode)
 
 
 def compiled_by_inductor(graph: Any, inputs: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,150 @@
+"""GraphCapture: the capture of a step without memory that sees into compiled callables, node by node."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from poochplan.formats.profile import Profile, Value
+from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.fake.fake import FakeCapture, StepMode
+from poochplan.profiler.fake.roofline import Roofline
+from poochplan.profiler.step.layer_tracker import LayerTracker
+
+from .fusion import never_in_memory
+from .open_graphs import open_graphs
+
+ELSEWHERE = "it is saved outside of compiled graphs, where graph mode recomputes nothing"
+SEVERAL = "more than one compiled graph holds it, or its graph runs more than once in a step"
+_MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
+
+
+class GraphLayers(LayerTracker):
+    """The layer is that of the node which runs, where one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_node: str | None = None
+
+    def current(self) -> str:
+        return super().current() if self.of_node is None else self.of_node
+
+
+class GraphCapture(FakeCapture):
+    """State besides: the node that runs, and which node of which graph saved each value."""
+
+    def __init__(self, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
+        self._layers = GraphLayers()
+        super().__init__(self._layers, static, mode, roofline)
+        self._fused: frozenset[torch.fx.Node] = frozenset()
+        self._graph: torch.fx.Graph | None = None
+        self._node: torch.fx.Node | None = None
+        self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
+        """By value: graph, node, and why it is never replayed."""
+        self._runs = False
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            with self.away():  # while it is compiled
+                return call(*args, **kwargs)
+
+        return opened
+
+    @contextlib.contextmanager
+    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+        with super().running(model):
+            self._runs = True
+            try:
+                yield self
+            finally:
+                self._runs = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """A block in which a graph runs."""
+        if not self._runs:
+            yield
+            return
+        was_on = self.is_on
+        self.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self.switch_off()
+
+    @contextlib.contextmanager
+    def runs(self, node: torch.fx.Node) -> Iterator[None]:
+        """A block in which that node of a graph runs."""
+        if node.graph is not self._graph:
+            self._graph, self._fused = node.graph, never_in_memory(node.graph)
+        outer, self._node, self._layers.of_node = self._layers.of_node, node, _layer_of(node)
+        try:
+            yield
+        finally:
+            self._node, self._layers.of_node = None, outer
+
+    @contextlib.contextmanager
+    def saves(self, key: str, node: torch.fx.Node, never: str) -> Iterator[None]:
+        """A block in which the graph of that key saves what the node makes."""
+        before = len(self.handles)
+        yield
+        for value, *_ in self.handles[before:]:
+            self._saved_by.setdefault(value, []).append((key, node.name, never))
+
+    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
+        outputs = super()._run(op, func, args, kwargs)
+        if self._node in self._fused:
+            op.duration_s = 0.0
+        return outputs
+
+    def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
+        super()._born(op, outputs, partly_unwritten)
+        if self._node in self._fused:
+            for number in op.outputs:
+                self.values[number].size_bytes = 0
+
+    def told_of_graphs(self, profile: Profile) -> Profile:
+        """The profile, with what saved each value, and why it is never recomputed in its graph."""
+        handles: dict[int, int] = {}
+        for handle in profile.handles:
+            handles[handle.value] = handles.get(handle.value, 0) + 1
+        return msgspec.structs.replace(
+            profile,
+            values=tuple(
+                self._told(number, value, handles[number]) if number in handles else value
+                for number, value in enumerate(profile.values)
+            ),
+        )
+
+    def _told(self, number: int, value: Value, handle_count: int) -> Value:
+        by = self._saved_by.get(number, [])
+        nodes = tuple(dict.fromkeys(f"{key}/{node}" for key, node, _ in by))
+        runs = [one for others in self._saved_by.values() for one in others if one in by]
+        never = next((why for _, _, why in by if why), "")
+        if not by:
+            never = ELSEWHERE
+        elif handle_count != len(by) or len({key for key, _, _ in by}) > 1 or len(runs) > len(by):
+            never = SEVERAL
+        return msgspec.structs.replace(value, nodes=nodes, unreplayable=never or value.unreplayable)
+
+
+def capturing_graphs(capture: GraphCapture) -> contextlib.AbstractContextManager[None]:
+    """A block in which compiled callables run their graphs for the capture to see."""
+    return open_graphs(capture)
+
+
+def _layer_of(node: torch.fx.Node) -> str:
+    """Path of the innermost module that the node was traced in; of the forward node's, for one of backward."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    inner = path.split("L['self']", 1)[-1]
+    return ".".join(next(filter(None, found)) for found in _MODULE.findall(inner) if any(found))
