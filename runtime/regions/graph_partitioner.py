@@ -14,7 +14,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
-from poochplan.tensors.torch_private import counts_as_partitioner, stock_partition
+from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, stock_partition
 
 from . import save_points
 from .arrivals import NAMESPACE
@@ -26,7 +26,7 @@ __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-1"
+VERSION = "poochplan-graph-2"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)
@@ -91,9 +91,13 @@ def add_save_points(split: Split, arriving: Collection[str]) -> None:
     behind the one before.
     """
     graph, output_count = split.forward.graph, split.output_count
+    leaving = [node for node in saved_nodes(split) if node.name in arriving]
+    for node in leaving:
+        _move_to_base(node)
+    places = {node: place for place, node in enumerate(graph.nodes)}
     handed: dict[torch.fx.Node, torch.fx.Node] = {}
     last: torch.fx.Node | None = None
-    for node in [one for one in saved_nodes(split) if one.name in arriving]:
+    for node in sorted(leaving, key=places.__getitem__):
         with graph.inserting_after(node):
             point = graph.call_function(SAVE, (node, last))
         point.meta["val"] = node.meta["val"]
@@ -109,8 +113,27 @@ def has_save_points(graph: torch.fx.GraphModule) -> bool:
     return bool(graph.graph.find_nodes(op="call_function", target=SAVE))
 
 
+def _views(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The node, and what it is a view of, and so on to what is none."""
+    chain = [node]
+    while isinstance(chain[-1].target, OpOverload) and chain[-1].target.is_view and len(chain[-1].all_input_nodes) == 1:
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain
+
+
+def _move_to_base(node: torch.fx.Node) -> None:
+    """Views are taken where what they are of is made: those for backward stand at a forward's end, and what they are of
+    would stay until then.
+    """
+    views = _views(node)
+    last = views.pop()
+    while views:
+        last.append(views[-1])
+        last = views.pop()
+
+
 def _may_leave(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
+    if _views(node)[-1].op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
         return False
     return value.numel() * value.element_size() >= ALLOCATION_UNIT_BYTES

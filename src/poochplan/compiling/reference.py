@@ -16,7 +16,7 @@ Bits = dict[str, str]
 
 
 def bits_of_a_step(step: Callable[[], Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Bits:
-    """Of the loss, each gradient and each buffer behind a step. Model, optimizer and generators are left as they were."""
+    """Of the loss, each gradient and each buffer behind a step. Model, optimizer and generators stay as they were."""
     with preserved(model, optimizer):
         for parameter in model.parameters():
             parameter.grad = None
