@@ -12,6 +12,7 @@ import msgspec
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.queries import saved_values
+from poochplan.units import format_bytes
 
 
 def as_measured(graphs: Profile, measured: Profile) -> Profile:
@@ -60,3 +61,25 @@ def by_graph(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
 def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:
     """The budget of the measured step, for the graphs' profile: as far below its own in-core peak."""
     return graphs.in_core_peak_bytes - (measured.in_core_peak_bytes - budget_bytes)
+
+
+def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
+    """The plan for code in which these nodes are recomputed, with a note of it."""
+    if not replays:
+        return plan
+    wanted = set(replays)
+    size_bytes = sum(value.size_bytes for value in graphs.values if wanted.intersection(value.nodes))
+    note = f"{len(replays)} values ({format_bytes(size_bytes)}) are recomputed inside compiled graphs"
+    return msgspec.structs.replace(plan, replays=replays, notes=(*plan.notes, note))
+
+
+def beside_in_core(plan: Plan, in_core: Profile) -> Plan:
+    """The plan, with its prediction beside the step that is compiled as it is: what it recomputes costs against that."""
+    promised, step_s = plan.prediction, in_core.times.step_s
+    told = msgspec.structs.replace(
+        promised,
+        in_core_peak_bytes=in_core.in_core_peak_bytes,
+        in_core_step_s=step_s,
+        overhead=promised.step_s / step_s - 1 if step_s > 0 else 0.0,
+    )
+    return msgspec.structs.replace(plan, prediction=told)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from poochplan.errors import InfeasibleError, StepError, UsageError
@@ -19,9 +18,9 @@ from poochplan.runtime.regions.installing import why_no_graphs
 from poochplan.runtime.session import Session
 from poochplan.sessions import apply
 from poochplan.tensors.torch_private import inductor_mode, is_compiled
-from poochplan.units import format_bytes, parse_budget
+from poochplan.units import parse_budget
 
-from .choosing import as_measured, by_graph, graph_budget, recomputed_nodes
+from .choosing import as_measured, beside_in_core, by_graph, graph_budget, recomputed_nodes, with_replays
 from .reference import Bits, bits_of_a_step, first_unequal
 
 ROUNDS = 3
@@ -152,7 +151,7 @@ def _planned_within(taken: _Taking, budget: str | int | float, time_limit_s: flo
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("capturing its graphs without memory")
     graphs = as_measured(taken.graphs(), measured)
-    found = _rounds(taken, graphs, graph_budget(budget_bytes, graphs, measured), budget_bytes, time_limit_s)
+    found = _rounds(taken, graphs, measured, budget_bytes, time_limit_s)
     say("comparing one step with that of the model compiled as it is")
     with apply(found.plan, taken.model, spill_dir=taken.spill_dir, meter="never"):
         unequal = first_unequal(stock, taken.bits())
@@ -164,11 +163,12 @@ def _planned_within(taken: _Taking, budget: str | int | float, time_limit_s: flo
     return found
 
 
-def _rounds(taken: _Taking, graphs: Profile, goal_bytes: int, budget_bytes: int, time_limit_s: float) -> Compiled:
+def _rounds(taken: _Taking, graphs: Profile, in_core: Profile, budget_bytes: int, time_limit_s: float) -> Compiled:
     """Plans the graphs, compiles and measures what comes of it, and plans that; again with a lower goal where it does
     not fit, since what the compiler makes of a graph with replays is only known then.
     """
     tried: dict[tuple[str, ...], InfeasibleError] = {}
+    goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
         taken.say("planning the graphs")
         replays = _replays(graphs, goal_bytes, time_limit_s)
@@ -181,7 +181,7 @@ def _rounds(taken: _Taking, graphs: Profile, goal_bytes: int, budget_bytes: int,
         taken.say("planning what it saves")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
-            return Compiled(_with_replays(plan, replays, graphs), measured, backend)
+            return Compiled(beside_in_core(with_replays(plan, replays, graphs), in_core), measured, backend)
         except InfeasibleError as error:
             tried[replays] = error
             goal_bytes -= error.smallest_budget_bytes - budget_bytes
@@ -195,15 +195,6 @@ def _replays(graphs: Profile, goal_bytes: int, time_limit_s: float) -> tuple[str
     except InfeasibleError as error:
         smallest = error.smallest_budget_bytes
         return recomputed_nodes(graphs, planned(graphs, smallest, time_limit_s=time_limit_s, arena="off"))
-
-
-def _with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
-    if not replays:
-        return plan
-    wanted = set(replays)
-    size_bytes = sum(value.size_bytes for value in graphs.values if wanted.intersection(value.nodes))
-    note = f"{len(replays)} values ({format_bytes(size_bytes)}) are recomputed inside compiled graphs"
-    return msgspec.structs.replace(plan, replays=replays, notes=(*plan.notes, note))
 
 
 def _backend(replays: tuple[str, ...], options: dict[str, Any]) -> GraphBackend:
