@@ -74,7 +74,7 @@ def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
 
 
 def beside_in_core(plan: Plan, in_core: Profile) -> Plan:
-    """The plan, with its prediction beside the step that is compiled as it is: what it recomputes costs against that."""
+    """The plan, with its prediction beside the step that is compiled as it is, against which replays cost."""
     promised, step_s = plan.prediction, in_core.times.step_s
     told = msgspec.structs.replace(
         promised,
