@@ -2,8 +2,9 @@
 
 For each network: everything kept from an arena (``kept``), ``torch.utils.checkpoint`` per block (``checkpoint``) and
 selective (``sac``), ``save_on_cpu``, ``OffloadActivations``, Rockmate, and with ``--compile`` ``torch.compile`` with
-``activation_memory_budget`` (``compile:0.5``), compiled checkpointing, and ours within compiled code (``graph:0.6``). Ours (``ours``: policy ``ilp``, from an arena) and other policies run
-at each budget, and ours once more at the measured peak of checkpointing and of selective checkpointing.
+``activation_memory_budget`` (``compile:0.5``), compiled checkpointing, and ours within compiled code (``graph:0.6``).
+Ours (``ours``: policy ``ilp``, from an arena) and other policies run at each budget, and ours once more at the measured
+peak of checkpointing and of selective checkpointing.
 
 A budget of 50% is the smallest possible one and 50% of the way to the in-core peak of allocated bytes. Step times are
 compared in pairs with the method's own in-core step: each side is a process of its own that is started once for a row,

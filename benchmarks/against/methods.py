@@ -34,8 +34,7 @@ CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE = (
     "offload-activations",
     "rockmate",
 )
-WITHOUT_A_BUDGET = (COMPILED_CHECKPOINT = "compiled-checkpoint"
-CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE)
+WITHOUT_A_BUDGET = (CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE)
 SAVED_BY_SAC = (
     "mm",
     "addmm",
