@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from poochplan.tensors.torch_private import (
+    call_attribute,
     compile_with_inductor,
     compiled_by_inductor,
     inductor_settings,
@@ -15,6 +17,10 @@ from poochplan.tensors.torch_private import (
 )
 
 from .graph_partitioner import SAVE, GraphPartitioner, Replays, has_save_points
+
+_WRITTEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[weakref.ref[Any], frozenset[str]]]
+_WRITTEN = weakref.WeakKeyDictionary()
+"""By the model: what it was compiled to, and the replays in that."""
 
 
 class GraphBackend:
@@ -41,3 +47,20 @@ def lowered(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         return compiled_by_inductor(graph, inputs, **kwargs)
     with inductor_settings().patch(allow_buffer_reuse=False, inplace_buffers=False):
         return compiled_by_inductor(graph, inputs, **kwargs)
+
+
+def compile_in_place(model: torch.nn.Module, replays: Iterable[str], options: Mapping[str, Any], **given: Any) -> None:
+    """Compiles the model's call with these replays, as ``graph/node``; ``given`` is for ``Module.compile``."""
+    names = frozenset(replays)
+    by_graph: dict[str, set[str]] = {}
+    for one in names:
+        key, name = one.split("/", 1)
+        by_graph.setdefault(key, set()).add(name)
+    model.compile(backend=GraphBackend(by_graph, options), **given)
+    _WRITTEN[model] = weakref.ref(getattr(model, call_attribute(model))), names
+
+
+def written_replays(model: torch.nn.Module) -> frozenset[str] | None:
+    """The replays in the graphs of a model that :func:`compile_in_place` has compiled; None of any other."""
+    compiled, names = _WRITTEN.get(model, (None, frozenset()))
+    return names if compiled is not None and compiled() is getattr(model, call_attribute(model)) else None

@@ -5,8 +5,6 @@ Pure functions of profiles and plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from poochplan.formats.plan import Decision, Plan
@@ -47,15 +45,6 @@ def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
         for node in profile.values[number].nodes
     )
     return tuple(sorted(set(nodes)))
-
-
-def by_graph(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Names of nodes by the key of their graph."""
-    found: dict[str, set[str]] = {}
-    for one in nodes:
-        key, name = one.split("/", 1)
-        found.setdefault(key, set()).add(name)
-    return {key: frozenset(names) for key, names in found.items()}
 
 
 def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:

@@ -91,6 +91,7 @@ __all__ = [
     "stock_partition",
     "storage_identity",
     "topmost_hooks",
+    "uncompile",
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
@@ -283,6 +284,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
     wrapped = getattr(module, "_orig_mod", None) is not None
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def uncompile(module: torch.nn.Module) -> None:
+    """Takes back ``module.compile()``."""
+    module._compiled_call_impl = None
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:
