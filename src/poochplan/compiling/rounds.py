@@ -17,7 +17,7 @@ from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.runtime.regions.graph_backend import compile_in_place
 from poochplan.sessions import apply
-from poochplan.units import parse_budget
+from poochplan.units import format_bytes, parse_budget
 
 from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes, with_replays
 from .options import given_to_backend, given_to_torch
@@ -117,7 +117,17 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
         except InfeasibleError as error:
             tried[replays] = error
             goal_bytes -= error.smallest_budget_bytes - budget_bytes
-    raise min(tried.values(), key=lambda error: error.smallest_budget_bytes)
+    raise _infeasible(min(error.smallest_budget_bytes for error in tried.values()), budget_bytes, in_core)
+
+
+def _infeasible(smallest_bytes: int, budget_bytes: int, in_core: Profile) -> InfeasibleError:
+    share = smallest_bytes / in_core.in_core_peak_bytes
+    return InfeasibleError(
+        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
+        f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core peak); "
+        "pass that, or make the batch smaller",
+        smallest_budget_bytes=smallest_bytes,
+    )
 
 
 def _replays(graphs: Profile, goal_bytes: int, time_limit_s: float) -> tuple[str, ...]:
