@@ -104,7 +104,8 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
     goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
         taken.say("planning the graphs")
-        replays = _replays(graphs, goal_bytes, time_limit_s)
+        within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s)
+        replays = recomputed_nodes(graphs, within_goal)
         if replays in tried:
             break
         taken.say(f"compiling with {len(replays)} values recomputed in the graphs")
@@ -113,7 +114,7 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
         taken.say("planning what it saves")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
-            return beside_in_core(with_replays(plan, replays, graphs), in_core)
+            return beside_in_core(with_replays(plan, replays, graphs), in_core, within_goal.prediction.replay_s)
         except InfeasibleError as error:
             tried[replays] = error
             goal_bytes -= error.smallest_budget_bytes - budget_bytes
@@ -130,10 +131,9 @@ def _infeasible(smallest_bytes: int, budget_bytes: int, in_core: Profile) -> Inf
     )
 
 
-def _replays(graphs: Profile, goal_bytes: int, time_limit_s: float) -> tuple[str, ...]:
-    """What the plan for that goal recomputes; of the smallest one that there is a plan for where that is larger."""
+def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Plan:
+    """The plan for that goal; for the smallest one that there is a plan for where that is larger."""
     try:
-        return recomputed_nodes(graphs, planned(graphs, max(goal_bytes, 1), time_limit_s=time_limit_s, arena="off"))
+        return planned(graphs, max(goal_bytes, 1), time_limit_s=time_limit_s, arena="off")
     except InfeasibleError as error:
-        smallest = error.smallest_budget_bytes
-        return recomputed_nodes(graphs, planned(graphs, smallest, time_limit_s=time_limit_s, arena="off"))
+        return planned(graphs, error.smallest_budget_bytes, time_limit_s=time_limit_s, arena="off")
