@@ -63,8 +63,8 @@ def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
 
 
 def beside_in_core(plan: Plan, in_core: Profile, replay_s: float) -> Plan:
-    """The plan, with its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those
-    of the code with replays, everything kept, without what these take.
+    """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
+    the code with replays, everything kept, without what replays take.
 
     Both codes are not timed in one run, and a machine is not as fast in one run as in the next.
     """
