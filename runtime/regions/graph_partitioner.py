@@ -59,7 +59,7 @@ class GraphPartitioner:
         forward, backward = stock_partition(
             gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **kwargs
         )
-        if not joint_inputs:  # a region within a graph: its saved tensors are results of a node of the graph around it
+        if not joint_inputs or _holds_graphs(forward) or _holds_graphs(backward):
             return forward, backward
         key = graph_key(forward.graph, num_fwd_outputs, static or ())
         inputs = forward.graph.find_nodes(op="placeholder")
@@ -115,6 +115,14 @@ def add_save_points(split: Split, arriving: Collection[str]) -> None:
 def has_save_points(graph: torch.fx.GraphModule) -> bool:
     """Whether it is a forward that hands out what it saves."""
     return bool(graph.graph.find_nodes(op="call_function", target=SAVE))
+
+
+def _holds_graphs(module: torch.fx.GraphModule) -> bool:
+    """Whether it calls graphs of its own (regions that are compiled once and called often, branches): it and they stay
+    as they are, since what these save is the result of a node.
+    """
+    held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
 
 
 def _views(node: torch.fx.Node) -> list[torch.fx.Node]:
