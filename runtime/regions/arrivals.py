@@ -9,7 +9,9 @@ the op returns it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -187,4 +189,13 @@ def arriving(
         geometry = may_wait(packed)
         return unpack(packed) if geometry is None else hollow_for(geometry, partial(unpack, packed))
 
+    _MARKING.add(pack_or_mark)
     return pack_or_mark, unpack_or_wait
+
+
+_MARKING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
+
+
+def marks(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether that hook is one of :func:`arriving`, which knows a hollow when it is given one."""
+    return inspect.unwrap(pack) in _MARKING

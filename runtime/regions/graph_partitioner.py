@@ -26,12 +26,12 @@ __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-2"
+VERSION = "poochplan-graph-3"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)
-
-
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+"""Of a node: it may be written behind the forward, autograd does not look."""
 _REPLAYS: dict[str, Replays] = {}
 """By their digest."""
 
@@ -59,6 +59,8 @@ class GraphPartitioner:
         forward, backward = stock_partition(
             gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **kwargs
         )
+        if not joint_inputs or _holds_graphs(forward) or _holds_graphs(backward):
+            return forward, backward
         key = graph_key(forward.graph, num_fwd_outputs, static or ())
         inputs = forward.graph.find_nodes(op="placeholder")
         split = Split(forward, backward, num_fwd_outputs, frozenset(inputs[place].name for place in static or ()))
@@ -101,6 +103,8 @@ def add_save_points(split: Split, arriving: Collection[str]) -> None:
         with graph.inserting_after(node):
             point = graph.call_function(SAVE, (node, last))
         point.meta["val"] = node.meta["val"]
+        if _UNCHECKED in node.meta:
+            point.meta[_UNCHECKED] = node.meta[_UNCHECKED]
         handed[node] = last = point
     given = given_by(split.forward)
     give(split.forward, (*given[:output_count], *(handed.get(node, node) for node in given[output_count:])))
@@ -111,6 +115,14 @@ def add_save_points(split: Split, arriving: Collection[str]) -> None:
 def has_save_points(graph: torch.fx.GraphModule) -> bool:
     """Whether it is a forward that hands out what it saves."""
     return bool(graph.graph.find_nodes(op="call_function", target=SAVE))
+
+
+def _holds_graphs(module: torch.fx.GraphModule) -> bool:
+    """Whether it calls graphs of its own (regions that are compiled once and called often, branches): it and they stay
+    as they are, since what these save is the result of a node.
+    """
+    held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
 
 
 def _views(node: torch.fx.Node) -> list[torch.fx.Node]:

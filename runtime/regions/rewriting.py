@@ -8,6 +8,8 @@ saved node is to save it no longer, and to have copies of the forward's nodes in
 2. A node that reads an input which the step writes is never copied: backward would read what was written.
 3. What is drawn is drawn once: a copy draws from the saved seed.
 4. A replay stands before the first node of the backward that needs it, and its nodes nowhere else.
+5. Nothing is copied that may be rounded in memory in one place and not in another: a kernel that computes in 32 bits
+   what a node tells in 16 rounds it only where it leaves the kernel, and what leaves depends on what is fused.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.tensors.operators import traits
-from poochplan.tensors.torch_private import OpOverload, mutated_inputs, schema_of
+from poochplan.tensors.torch_private import OpOverload, mutated_inputs, pytree, schema_of
 
 Node = torch.fx.Node
 _SEEDS = ("inductor_seeds", "inductor_lookup_seed", "inductor_seed")
 _IMPURE = "it depends on {name}, which draws anew or writes each time it runs"
+_ROUNDED = "its bits depend on where {name} is rounded to 16 bits, which depends on what is fused with it"
+_FUSED_NEVER = ("mm.", "addmm.", "bmm.", "baddbmm.", "convolution.", "_scaled_dot_product")
+_SINGLE = 4
+"""Bytes of what kernels compute in at least."""
 
 
 class Split(NamedTuple):
@@ -46,14 +52,20 @@ class Split(NamedTuple):
 def why_never_replayed(split: Split, node: Node) -> str:
     """Why a saved node cannot be made again in the backward; empty where it can."""
     saved, written = set(split.saved()), _written_inputs(split.forward)
+    run: list[Node] = []
     for needed in _needs(node, saved):
-        if needed in written:
-            return f"it depends on {needed.name}, an input that the step writes"
+        source = _base(needed)
+        if source in written:
+            return f"it depends on {source.name}, an input that the step writes"
         if needed.op == "placeholder" and needed not in saved and needed.name not in split.static:
             return f"it depends on {needed.name}, an input of its graph that nothing saves"
-        if needed not in saved and needed.op == "call_function" and _is_impure(needed):
+        is_run = needed is node or needed not in saved
+        if is_run and needed.op == "call_function" and _is_impure(needed):
             return _IMPURE.format(name=needed.name)
-    return ""
+        if is_run and not _is_start(needed):
+            run.append(needed)
+    rounded = _rounded_by_chance(split, node, run)
+    return _ROUNDED.format(name=rounded.name) if rounded is not None else ""
 
 
 def write_replays(split: Split, names: Collection[str]) -> None:
@@ -95,7 +107,7 @@ def _needs(node: Node, ends: Collection[Node]) -> Iterator[Node]:
 
 
 def _is_start(node: Node) -> bool:
-    return node.op != "call_function" or any(seed in str(node.target) for seed in _SEEDS)
+    return node.op == "placeholder" or any(seed in str(node.target) for seed in _SEEDS)
 
 
 def _is_impure(node: Node) -> bool:
@@ -116,13 +128,56 @@ def _draws(node: Node) -> bool:
 
 
 def _written_inputs(forward: torch.fx.GraphModule) -> set[Node]:
-    """Inputs that the graph itself writes, or that are written behind it."""
-    inputs = forward.graph.find_nodes(op="placeholder")
-    written = {inputs[index] for index in mutated_inputs() if index < len(inputs)}
+    """Inputs and constants that the graph itself writes, or that are written behind it."""
+    written = mutated_inputs(forward.graph)
     for node in forward.graph.nodes:
-        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
-            written |= {given for given in node.all_input_nodes[:1] if given.op == "placeholder"}
+        facts = traits(node.target)
+        arguments = [node.args[place] for place in facts.written if place < len(node.args)]
+        arguments += [node.kwargs[name] for name in facts.written_names if name in node.kwargs]
+        written |= {_base(one) for one in pytree.tree_leaves(arguments) if isinstance(one, Node)}
     return written
+
+
+def _base(node: Node) -> Node:
+    """What made the memory in which it lies: itself, or what it is a view or a part of."""
+    while _is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: Node) -> bool:
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and traits(node.target).pure_view)
+
+
+def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None:
+    """Of a replay of ``node`` that runs ``run``, what one kernel may both make and read: in the forward, or in the
+    replay and what reads that. Rounded to 16 bits or not, as the compiler likes.
+    """
+    taken = [one for one in split.backward.graph.find_nodes(op="placeholder") if one.name == node.name]
+    read = [node] if any(_may_fuse(reader) for one in taken for reader in _readers(one)) else []
+    read += [given for reader in run if _may_fuse(reader) for given in reader.all_input_nodes]
+    return next((one for one in read if _is_short(one) and _may_fuse(_base(one))), None)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads it, or a view of it."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _may_fuse(node: Node) -> bool:
+    """Whether it may be part of a kernel with others."""
+    if node.op != "call_function" or _is_view(node):
+        return False
+    return not any(f".{name}" in str(node.target) for name in _FUSED_NEVER)
+
+
+def _is_short(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < _SINGLE
 
 
 def _read_first(replayed: Collection[Node], saved: set[Node]) -> Iterator[Node]:
@@ -130,7 +185,7 @@ def _read_first(replayed: Collection[Node], saved: set[Node]) -> Iterator[Node]:
     found: dict[Node, None] = {}
     for node in replayed:
         for one in _needs(node, saved):
-            if one is not node and one not in saved and _is_start(one) and one.op in ("placeholder", "call_function"):
+            if one is not node and one not in saved and _is_start(one):
                 found[one] = None
     return iter(found)
 
@@ -160,7 +215,7 @@ class _Replays:
     """State: what the backward has of each forward node so far."""
 
     def __init__(self, split: Split, replayed: list[Node]) -> None:
-        self._graph = split.backward.graph
+        self._forward, self._backward, self._graph = split.forward, split.backward, split.backward.graph
         self._saved = set(split.saved())
         self._replayed = set(replayed)
         inputs = {one.name: one for one in self._graph.find_nodes(op="placeholder")}
@@ -187,6 +242,8 @@ class _Replays:
             elif one is not node and (one in self._saved or _is_start(one)):
                 own[one] = self._there.get(one, one)
             else:
+                if one.op == "get_attr":  # a constant: both halves hold it
+                    setattr(self._backward, str(one.target), getattr(self._forward, str(one.target)))
                 with self._graph.inserting_before(before):
                     own[one] = self._graph.node_copy(one, own.__getitem__)
                 own[one].meta["partitioner_tag"] = "is_backward"

@@ -16,7 +16,7 @@ import torch
 from poochplan.tensors.storages import Geometry
 from poochplan.tensors.torch_private import topmost_hooks
 
-from .arrivals import LIBRARY, NAMESPACE, listening, saving
+from .arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from .hollows import hollow_for
 
 OP = "save"
@@ -25,26 +25,26 @@ LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.
 
 
 def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """A hollow for the tensor, which the hooks that are on have been given; it is held where there are none."""
-    geometry, hooks = Geometry.of(value), topmost_hooks()
+    """A hollow for the tensor, which our hooks have been given; the tensor itself where they are not on: autograd saves
+    it then at the forward's end as ever, with hooks of others or with its own check for writes.
+    """
     with listening():
-        if hooks is None:
-            return hollow_for(geometry, partial(_held, value), again=True)
-        pack, unpack = hooks
+        hooks = topmost_hooks()
+        if hooks is None or not marks(hooks[0]):
+            return value
+        geometry, (pack, unpack) = Geometry.of(value), hooks
         with saving():
             packed = pack(value)
     return hollow_for(geometry, partial(unpack, packed), again=True)
 
 
-def _held(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
 def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """The op under fake tensors. Torch also comes here with a real tensor, behind a hollow, which has no memory."""
+    """The op under fake tensors: what it gives counts as the same memory, so that no later op of the forward writes
+    into it. Torch also comes here with a real tensor, behind a hollow, which has no memory.
+    """
     if type(value) is torch.Tensor and not value.is_meta:
         return save(value)
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return value.detach()
 
 
 LIBRARY.impl(OP, save, "CompositeExplicitAutograd")

@@ -7,6 +7,7 @@ package to it. `make test-torch VERSION=...` tells whether a version still has t
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -313,6 +314,7 @@ def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return hook
     hidden = torch.compiler.disable(hook)
 
+    @functools.wraps(hook)
     def run(argument: Any) -> Any:
         return hook(argument) if _compiler_callback() is None else hidden(argument)
 
@@ -354,13 +356,19 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
-def mutated_inputs() -> frozenset[int]:
-    """Of the graph that the compiler splits, the inputs that a call writes, by place; none outside a compile."""
-    context = TracingContext.try_get()
-    facts = context.fw_metadata if context is not None else None
-    return (
-        frozenset(i for i, one in enumerate(facts.input_info) if one.mutates_data) if facts is not None else frozenset()
-    )
+def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Of a forward that the compiler has split off, the inputs that are written behind each call of it; all of them
+    where that is not told.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inputs, (outputs,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+    by_place = {one.meta.get("desc"): one for one in inputs}
+    told = outputs.meta.get("desc")
+    if told is None:
+        return set(inputs)
+    written = [one.mutated_input for one in told if isinstance(one, InputMutationAOTOutput)]
+    return {by_place[one] for one in written} if all(one in by_place for one in written) else set(inputs)
 
 
 def is_compiled_backward(node: Any) -> bool:
