@@ -16,6 +16,7 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.torch_private import forget_compiled
 
 from .fusion import never_in_memory
 from .open_graphs import open_graphs
@@ -135,9 +136,17 @@ class GraphCapture(FakeCapture):
         return msgspec.structs.replace(value, nodes=nodes, unreplayable=never or value.unreplayable)
 
 
-def capturing_graphs(capture: GraphCapture) -> contextlib.AbstractContextManager[None]:
-    """A block in which compiled callables run their graphs for the capture to see."""
-    return open_graphs(capture)
+@contextlib.contextmanager
+def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
+    """A block in which compiled callables run their graphs for the capture to see. What was compiled before is let go
+    of, as is what is compiled in the block: the compiler counts both, and makes no code of what it has compiled often.
+    """
+    forget_compiled()
+    try:
+        with open_graphs(capture):
+            yield
+    finally:
+        forget_compiled()
 
 
 def _layer_of(node: torch.fx.Node) -> str:

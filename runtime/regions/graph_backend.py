@@ -12,6 +12,7 @@ from poochplan.tensors.torch_private import (
     call_attribute,
     compile_with_inductor,
     compiled_by_inductor,
+    forget_compiled,
     inductor_settings,
     lowered_as_output,
 )
@@ -50,7 +51,12 @@ def lowered(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
 
 
 def compile_in_place(model: torch.nn.Module, replays: Iterable[str], options: Mapping[str, Any], **given: Any) -> None:
-    """Compiles the model's call with these replays, as ``graph/node``; ``given`` is for ``Module.compile``."""
+    """Compiles the model's call with these replays, as ``graph/node``; ``given`` is for ``Module.compile``.
+
+    What was compiled before in this process is let go of: of a function that has been compiled too often the compiler
+    makes no code.
+    """
+    forget_compiled()
     names = frozenset(replays)
     by_graph: dict[str, set[str]] = {}
     for one in names:

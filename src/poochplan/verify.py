@@ -150,17 +150,24 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
 
 
 def time_in_turn(
-    workload: Workload, session: Session, timed_steps: int, in_core: Run, planned: Run, say: Progress = lambda _: None
+    workload: Workload,
+    session: Session,
+    timed_steps: int,
+    in_core: Run,
+    planned: Run,
+    say: Progress = lambda _: None,
+    in_core_workload: Workload | None = None,
 ) -> None:
     """Adds the seconds of as many steps in-core and under the session's plan, one right after the other.
 
-    The order alternates; the steps before them are no longer cold or metered.
+    The order alternates; the steps before them are no longer cold or metered. ``in_core_workload``: what runs in-core,
+    where that is not the same model.
     """
 
     def run_one(run: Run) -> float:
         if run is in_core:
             with session.away():
-                return _train(workload, None)[0]
+                return _train(in_core_workload or workload, None)[0]
         seconds = _train(workload, None)[0]
         planned.step_reports.append(copy.copy(session.report().last_step))
         return seconds
@@ -233,14 +240,17 @@ def check(
     arena: ArenaMode = "auto",
     force: bool = False,
     progress: Progress | None = None,
+    in_core_build: Build | None = None,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed; a
-    step time is the median. A machine that gets slower or faster meanwhile tells on both:
+    ``build`` is called for each run and must make a new model. ``in_core_build`` makes those that run in-core, where
+    they are others: of a model compiled with a plan inside, the same one compiled without. ``timed_steps`` more steps
+    of each are only timed; a step time is the median. A machine that gets slower or faster meanwhile tells on both:
 
-    * On the CPU they are timed in turn, in one session, on the planned run's model, so that both run under the one
-      setting of the C library's allocator that a session makes. It ends with the session: see ``tensors/malloc.py``.
+    * On the CPU they are timed in turn, in one session, on the planned run's model where both are alike, so that both
+      run under the one setting of the C library's allocator that a session makes. It ends with the session: see
+      ``tensors/malloc.py``.
     * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
 
     Raises
@@ -249,12 +259,16 @@ def check(
         ``build`` gives the same model twice, or the step returns no scalar loss.
     """
     say = progress or (lambda text: None)
-    builds = _Fresh(build)
+    builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
     in_turn = (plan.plans[0] if isinstance(plan, PlanSet) else plan).device == "cpu"
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
         run = run_in_core(
-            builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"{name}, {text}")
+            in_core_builds,
+            steps=steps,
+            timed_steps=timed_steps,
+            seed=seed,
+            progress=lambda text: say(f"{name}, {text}"),
         )
         gc.collect()
         return run
@@ -279,7 +293,9 @@ def check(
             progress=lambda text: say(f"under the plan, {text}"),
         )
         if in_turn:
-            time_in_turn(workload, session, timed_steps, in_core, planned, say)
+            plain = in_core_builds() if in_core_build is not None and timed_steps else None
+            time_in_turn(workload, session, timed_steps, in_core, planned, say, plain)
+            del plain
     planned = dataclasses.replace(planned, report=session.report())
     del workload
     gc.collect()

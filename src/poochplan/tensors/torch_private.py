@@ -58,6 +58,7 @@ __all__ = [
     "detached_alias",
     "dispatch_hidden_from_compiler",
     "dispatch_keys",
+    "forget_compiled",
     "gpu_sleep",
     "graph_task",
     "has_topmost_hooks",
@@ -76,6 +77,7 @@ __all__ = [
     "memory_stats_calls",
     "mode_count",
     "mode_stack",
+    "more_compiles",
     "mutated_inputs",
     "non_persistent_buffers",
     "not_lowered",
@@ -290,6 +292,23 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def uncompile(module: torch.nn.Module) -> None:
     """Takes back ``module.compile()``."""
     module._compiled_call_impl = None
+
+
+def forget_compiled() -> None:
+    """Lets go of all that was compiled in this process; what is called again is compiled again, by the caches.
+
+    What was compiled before counts where a function is compiled again, and beyond eight times it is silently not.
+    """
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def more_compiles(factor: int) -> Iterator[None]:
+    """A block in which a function may be compiled so many times as often as else before it is silently not."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=factor * config.recompile_limit):
+        yield
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:
