@@ -39,11 +39,13 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     import poochplan
     from benchmarks.against.compared_networks import fresh
     from benchmarks.pairs import compared, in_pairs, one_step
+    from poochplan.errors import InfeasibleError
+    from poochplan.tensors.torch_private import compile_module
 
     torch.set_num_threads(1)
     stock = fresh(name)
     initial = copy.deepcopy(stock.model.state_dict())
-    stock.model.compile(dynamic=False)
+    compile_module(stock.model, dynamic=False)
     began_s = time.perf_counter()
     one_step(stock)
     compile_s = time.perf_counter() - began_s
@@ -51,7 +53,10 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     in_core = told_steps(stock, meter)
     work = fresh(name)
     began_s = time.perf_counter()
-    session = _compiled(work, name, budget)
+    try:
+        session = _compiled(work, name, budget)
+    except InfeasibleError as error:
+        return {"network": name, "budget": budget, "refused": str(error)}
     planning_s = time.perf_counter() - began_s
     plan = session.plan
     with poochplan.apply(plan, work.model, arena="off", meter="never"):

@@ -10,6 +10,7 @@ import torch
 
 from poochplan.tensors.torch_private import (
     call_attribute,
+    compile_module,
     compile_with_inductor,
     compiled_by_inductor,
     forget_compiled,
@@ -62,7 +63,7 @@ def compile_in_place(model: torch.nn.Module, replays: Iterable[str], options: Ma
     for one in names:
         key, name = one.split("/", 1)
         by_graph.setdefault(key, set()).add(name)
-    model.compile(backend=GraphBackend(by_graph, options), **given)
+    compile_module(model, backend=GraphBackend(by_graph, options), **given)
     _WRITTEN[model] = weakref.ref(getattr(model, call_attribute(model))), names
 
 

@@ -17,7 +17,7 @@ from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.runtime.regions.graph_backend import compile_in_place
 from poochplan.sessions import apply
-from poochplan.tensors.torch_private import forget_compiled
+from poochplan.tensors.torch_private import compile_module, forget_compiled
 from poochplan.units import format_bytes, parse_budget
 
 from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes, with_replays
@@ -51,7 +51,7 @@ class Taking:
         """In place: as it is where ``replays`` is None, else with points and these replays in the code."""
         if replays is None:
             forget_compiled()
-            self.model.compile(**self.options, dynamic=False)
+            compile_module(self.model, **self.options, dynamic=False)
         else:
             compile_in_place(self.model, replays, given_to_backend(self.options), **given_to_torch(self.options))
 

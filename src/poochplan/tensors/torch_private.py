@@ -50,6 +50,7 @@ __all__ = [
     "captures_graphs",
     "clear_cublas_workspaces",
     "code_of_backward",
+    "compile_module",
     "compile_with_inductor",
     "compiled_by_inductor",
     "compiles_autograd",
@@ -287,6 +288,18 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
     wrapped = getattr(module, "_orig_mod", None) is not None
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_module(module: torch.nn.Module, **options: Any) -> None:
+    """``module.compile()``, which leaves uncompiled what is all torch's own, such as an ``nn.Sequential`` of layers:
+    the compiler passes over the frames of torch's files. ``torch.compile(module)`` traces them, and so does this.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+
+    call = module._call_impl
+    if type(module).forward.__module__.startswith("torch.nn."):
+        call = wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **options)
 
 
 def uncompile(module: torch.nn.Module) -> None:
