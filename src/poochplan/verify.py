@@ -24,7 +24,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out
+from poochplan.runtime.watch.census import leave_out, live_tensors
 from poochplan.tensors.torch_private import without_modes
 
 from .errors import StepError
@@ -166,8 +166,10 @@ def time_in_turn(
 
     def run_one(run: Run) -> float:
         if run is in_core:
+            if in_core_workload is not None:
+                return _train_beside(in_core_workload, session)
             with session.away():
-                return _train(in_core_workload or workload, None)[0]
+                return _train(workload, None)[0]
         seconds = _train(workload, None)[0]
         planned.step_reports.append(copy.copy(session.report().last_step))
         return seconds
@@ -180,6 +182,25 @@ def time_in_turn(
         say(f"pair {index + 1} of {timed_steps}")
         for run in (in_core, planned) if index % 2 else (planned, in_core):
             run.seconds.append(run_one(run))
+
+
+def _built_beside(build: Build, session: Session) -> Workload:
+    """Another workload beside the one that the session is for, of which no meter of the session counts anything."""
+    before = list(live_tensors())
+    known = set(map(id, before))
+    with aside():
+        workload = build()
+    _train_beside(workload, session)  # there is optimizer state then
+    leave_out(tensor for tensor in live_tensors() if id(tensor) not in known)
+    return workload
+
+
+def _train_beside(workload: Workload, session: Session) -> float:
+    """The seconds of one step of it; nothing that the step makes is left but optimizer state."""
+    with session.away(), aside():
+        seconds = _train(workload, None)[0]
+        _drop_gradients(workload)
+    return seconds
 
 
 def run_in_core(
@@ -293,7 +314,7 @@ def check(
             progress=lambda text: say(f"under the plan, {text}"),
         )
         if in_turn:
-            plain = in_core_builds() if in_core_build is not None and timed_steps else None
+            plain = _built_beside(in_core_builds, session) if in_core_build is not None and timed_steps else None
             time_in_turn(workload, session, timed_steps, in_core, planned, say, plain)
             del plain
     planned = dataclasses.replace(planned, report=session.report())
