@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.errors import StepError
 from poochplan.formats.profile import Profile, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
@@ -49,11 +50,19 @@ class GraphCapture(FakeCapture):
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: graph, node, and why it is never replayed."""
         self._runs = False
+        self._graph_runs = 0
 
     def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def opened(*args: Any, **kwargs: Any) -> Any:
+            before = self._graph_runs
             with self.away():  # while it is compiled
-                return call(*args, **kwargs)
+                found = call(*args, **kwargs)
+            if self._runs and self._graph_runs == before:
+                raise StepError(
+                    f"model: expected compiled callables to be Inductor's in mode fake, found none of its graphs in "
+                    f"{path or 'the model itself'}; profile the model as it is before torch.compile"
+                )
+            return found
 
         return opened
 
@@ -72,6 +81,7 @@ class GraphCapture(FakeCapture):
         if not self._runs:
             yield
             return
+        self._graph_runs += 1
         was_on = self.is_on
         self.switch_on()
         try:

@@ -93,7 +93,8 @@ def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float
     if unequal:
         raise StepError(
             f"expected the bits of the same model compiled without a plan, found {unequal} to differ under one; "
-            "kernels that are fused otherwise gave other bits: compile its blocks, or plan it without torch.compile"
+            "kernels that are fused otherwise gave other bits: compile its blocks (block.compile()), or plan it "
+            "without torch.compile"
         )
     return found
 
