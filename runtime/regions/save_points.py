@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import topmost_hooks
+from poochplan.tensors.torch_private import topmost_hooks, version_of
 
 from .arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from .hollows import hollow_for
@@ -26,17 +26,29 @@ LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.
 
 
 def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
-    """A hollow for the tensor, which our hooks have been given; the tensor itself where they are not on: autograd saves
-    it then at the forward's end as ever, with hooks of others or with its own check for writes.
+    """A hollow for the tensor, which our hooks have been given; it is held where no hooks are on. Hooks of others get a
+    copy when the forward ends: they may do anything with it, and an op must not give what it was given.
     """
+    geometry, hooks = Geometry.of(value), topmost_hooks()
     with listening():
-        hooks = topmost_hooks()
-        if hooks is None or not marks(hooks[0]):
-            return value
-        geometry, (pack, unpack) = Geometry.of(value), hooks
+        if hooks is None:
+            return hollow_for(geometry, partial(_held, value, version_of(value)), again=True)
+        pack, unpack = hooks
+        if not marks(pack):
+            return value.clone()
         with saving():
             packed = pack(value)
     return hollow_for(geometry, partial(unpack, packed), again=True)
+
+
+def _held(value: torch.Tensor, version: int) -> torch.Tensor:
+    """As autograd does, which sees a hollow in its place."""
+    if version_of(value) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
+            f"tensor of a compiled forward is at version {version_of(value)}; expected version {version} instead"
+        )
+    return value
 
 
 def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:

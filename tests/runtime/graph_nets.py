@@ -1,0 +1,128 @@
+"""Networks for graph mode, and their graphs run node by node, without code: that shows what the rewriting does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from poochplan.runtime.regions.graph_partitioner import GraphPartitioner, Replays, saved_nodes
+from poochplan.runtime.regions.rewriting import Split, why_never_replayed
+from poochplan.tensors.torch_private import not_lowered
+
+Make = Callable[[], tuple[nn.Module, torch.Tensor]]
+
+
+class Noting(GraphPartitioner):
+    """Notes of each graph, by its key: why what it saves is never replayed, and its split with the replays in it."""
+
+    def __init__(self, replays: Replays | None = None) -> None:
+        super().__init__(replays or {})
+        self.why: dict[str, dict[str, str]] = {}
+        self.splits: dict[str, Split] = {}
+
+    def saw(self, key: str, split: Split) -> None:
+        self.why[key] = {node.name: why_never_replayed(split, node) for node in saved_nodes(split)}
+        self.splits[key] = split
+
+    def replayable(self) -> dict[str, list[str]]:
+        return {key: [name for name, why in names.items() if not why] for key, names in self.why.items()}
+
+
+def step(model: nn.Module, batch: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    """The loss, each gradient and each buffer behind one step."""
+    torch.manual_seed(seed)
+    model.zero_grad(set_to_none=True)
+    loss = model(batch).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach().clone(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Bitwise."""
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def node_by_node(make: Make, replays: Replays | None = None) -> tuple[list[torch.Tensor], Noting]:
+    """One step of graphs that are split and run, and what was noted of them."""
+    partitioner = Noting(replays)
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
+        def run(args: list[Any]) -> Any:
+            return torch.fx.Interpreter(graph).boxed_run(list(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = make()
+    with not_lowered(lower, partitioner):
+        model.compile(dynamic=False)
+        return step(model, batch), partitioner
+
+
+class Chain(nn.Module):
+    """Several things that start from one another when they are replayed, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(64, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(batch))
+        both = torch.cat([nn.functional.gelu(hidden), hidden.sin()], 1)
+        return (batch + self.down(both)) * torch.tensor([0.5, 2.0] * 8)
+
+
+class Convolutions(nn.Module):
+    """Statistics that move once, and saved tensors that lie channels last."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, channels, 3, padding=1), nn.Conv2d(channels, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(batch)).relu())  # type: ignore[no-any-return]
+
+
+class MovingScale(nn.Module):
+    """Reads a buffer, and writes it behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.rand(16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = (self.layer(batch) + self.scale).relu()
+        self.scale.mul_(0.5)  # type: ignore[operator]
+        return hidden
+
+
+class WritesItsInput(nn.Module):
+    """What it saves was made of an input that it then changes; autograd has a part in the change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.ones(16)), nn.Linear(16, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        given = batch * self.shift
+        torch._dynamo.graph_break()
+        hidden = self.layer((given + 1).relu())
+        given.add_(1)
+        return hidden.sin() + given  # type: ignore[no-any-return]
+
+
+def of(kind: type[nn.Module]) -> Make:
+    return lambda: (kind(), torch.randn(64, 16))
+
+
+def channels_last() -> tuple[nn.Module, torch.Tensor]:
+    model = Convolutions().to(memory_format=torch.channels_last)
+    return model, torch.randn(4, 4, 12, 12).to(memory_format=torch.channels_last)

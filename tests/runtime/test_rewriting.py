@@ -1,0 +1,139 @@
+"""Replays in compiled graphs: gradients keep their bits whichever saved tensors are made again; what may not be is
+refused. Graphs run node by node here: what kernels do with them is looked at in ``test_save_points.py``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.graph_nets import (
+    Chain,
+    MovingScale,
+    WritesItsInput,
+    channels_last,
+    node_by_node,
+    of,
+    same,
+)
+
+pytestmark = pytest.mark.cpu_device
+MAKES = {"chain": of(Chain), "convolutions": channels_last, "moving scale": of(MovingScale)}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_gradients_and_statistics_keep_their_bits_whatever_is_replayed(name: str) -> None:
+    reference, noted = node_by_node(MAKES[name])
+    for seed in range(6):
+        chance = random.Random(seed)
+        replays = {
+            key: [one for one in names if seed == 0 or chance.random() < 0.5]
+            for key, names in noted.replayable().items()
+        }
+        found, _ = node_by_node(MAKES[name], replays)
+        assert same(found, reference), replays
+
+
+def test_what_is_replayed_is_saved_no_longer_and_what_it_starts_from_is() -> None:
+    _, noted = node_by_node(of(Chain))
+    ((key, names),) = noted.replayable().items()
+    _, replayed = node_by_node(of(Chain), {key: names})
+    split = replayed.splits[key]
+    saved = [node.name for node in split.saved()]
+    assert names
+    assert not set(names).intersection(saved)
+    assert [node.name for node in split.backward.graph.find_nodes(op="placeholder")][: len(saved)] == saved
+    assert set(saved) - {node.name for node in noted.splits[key].saved()} <= split.static
+
+
+def test_a_replay_stands_before_its_first_reader_and_its_nodes_nowhere_else() -> None:
+    _, noted = node_by_node(of(Chain))
+    ((key, names),) = noted.replayable().items()
+    before = {(node.op, node.name) for node in noted.splits[key].backward.graph.nodes}
+    for name in names:
+        _, replayed = node_by_node(of(Chain), {key: [name]})
+        nodes = [node for node in replayed.splits[key].backward.graph.nodes if "poochplan" not in str(node.target)]
+        copied = [n for n, node in enumerate(nodes) if node.op != "placeholder" and (node.op, node.name) not in before]
+        assert copied
+        assert copied == list(range(copied[0], copied[-1] + 1))
+        assert nodes[copied[-1]].users
+
+
+def test_what_several_replays_need_is_made_once() -> None:
+    _, noted = node_by_node(of(Chain))
+    ((key, names),) = noted.replayable().items()
+    assert "addmm" in names
+    _, alone = node_by_node(of(Chain), {key: ["addmm"]})
+    _, all_of_them = node_by_node(of(Chain), {key: names})
+    assert products(alone.splits[key].backward) == products(all_of_them.splits[key].backward)
+
+
+def products(module: torch.fx.GraphModule) -> int:
+    return sum("addmm" in str(node.target) for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize(("kind", "why"), [(MovingScale, "an input that the step writes"), (WritesItsInput, "")])
+def test_what_reads_an_input_that_is_written_is_refused(kind: type[nn.Module], why: str) -> None:
+    _, noted = node_by_node(of(kind))
+    reasons = {(key, name): found for key, names in noted.why.items() for name, found in names.items()}
+    never = {
+        place: found for place, found in reasons.items() if "that the step writes" in found or "nothing saves" in found
+    }
+    assert never
+    assert any(why in found for found in never.values())
+    for (key, name), found in never.items():
+        with pytest.raises(Exception, match=f"{name} cannot be recomputed: {found}; plan it again"):
+            node_by_node(of(kind), {key: [name]})
+
+
+def test_a_name_that_the_graph_does_not_save_is_refused() -> None:
+    _, noted = node_by_node(of(Chain))
+    (key,) = noted.why
+    with pytest.raises(Exception, match="expected saved tensors named nothing in the compiled graph, found none"):
+        node_by_node(of(Chain), {key: ["nothing"]})
+
+
+class Short(nn.Module):
+    """In 16 bits: what products make and take lies in memory, what is between may be rounded there or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(self.first(batch).sin().tanh().exp())  # type: ignore[no-any-return]
+
+
+def test_what_kernels_may_round_or_not_is_never_replayed() -> None:
+    _, noted = node_by_node(of(Short))
+    ((key, reasons),) = noted.why.items()
+    assert (
+        reasons["exp"] == "its bits depend on where exp is rounded to 16 bits, which depends on what is fused with it"
+    )
+    assert reasons["addmm"] == ""
+    assert noted.replayable()[key]
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.first(batch).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+def test_numbers_are_drawn_again_from_the_seed_that_is_saved() -> None:
+    _, noted = node_by_node(of(Dropped))
+    ((key, names),) = noted.replayable().items()
+    _, replayed = node_by_node(of(Dropped), {key: names})
+    split = replayed.splits[key]
+    forward, backward = ([n for n in half.graph.nodes if n.op == "call_function"] for half in split[:2])
+    assert any("inductor_random" in str(node.target) for node in backward)
+    assert any("inductor_lookup_seed" in str(node.target) for node in forward)
+    assert not any("inductor_lookup_seed" in str(node.target) for node in backward)
+    assert any("inductor_lookup_seed" in node.name for node in split.saved())
