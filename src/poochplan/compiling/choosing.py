@@ -62,6 +62,13 @@ def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
     return msgspec.structs.replace(plan, replays=replays, notes=(*plan.notes, note))
 
 
+def without_replays(graphs: Profile) -> Profile:
+    """The profile of the graphs, with nothing that may be recomputed."""
+    why = "kernels that are fused otherwise gave other bits"
+    values = (msgspec.structs.replace(one, unreplayable=one.unreplayable or why) for one in graphs.values)
+    return msgspec.structs.replace(graphs, values=tuple(values))
+
+
 def beside_in_core(plan: Plan, in_core: Profile, replay_s: float) -> Plan:
     """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
     the code with replays, everything kept, without what replays take.
