@@ -26,16 +26,14 @@ SCRIPT = """
     found = []
     for link in (LINK, SLOW_LINK):
         model, step, optimizer = fresh()
-        made = poochplan.compile(model, step, optimizer=optimizer, budget="85%", link=link, time_limit_s=2)
-        plan, peaks = made.plan, []
-        with made as session:
+        plan = poochplan.compile(model, step, optimizer=optimizer, budget="85%", link=link, time_limit_s=2).plan
+        peaks = []
+        with poochplan.apply(plan, model, arena="off", meter="never") as session:
             for _ in range(4):
                 optimizer.zero_grad(set_to_none=True)
                 gc.collect()
-                own = sum(plan.static_bytes.values()) - plan.static_bytes["gradient"]  # which is not there now
-                there = allocated_bytes().live - own
-                if not optimizer.state:
-                    there += plan.static_bytes["optimizer_state"]
+                kinds = ("parameter", "buffer", "input", *(("optimizer_state",) if optimizer.state else ()))
+                there = allocated_bytes().live - sum(plan.static_bytes[kind] for kind in kinds)
                 allocated_bytes().restart()
                 loss = step()
                 loss.backward()
@@ -43,10 +41,9 @@ SCRIPT = """
                 peaks.append(allocated_bytes().peak - there)
                 del loss
         found.append({"peaks": peaks, "budget": plan.budget_bytes, "replays": len(plan.replays),
-                      "in_core": plan.prediction.in_core_peak_bytes, "static": plan.static_bytes,
-                      "predicted": plan.prediction.arena_peak_bytes,
-                      "peak": plan.prediction.peak_bytes, "fallbacks": session.report().total.fallbacks})
-        del model, step, optimizer, made, session
+                      "in_core": plan.prediction.in_core_peak_bytes, "predicted": plan.prediction.peak_bytes,
+                      "fallbacks": session.report().total.fallbacks})
+        del model, step, optimizer, session
     print(json.dumps(found))
 """
 
@@ -57,7 +54,10 @@ def test_no_step_of_a_compiled_model_takes_more_than_its_budget() -> None:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for found in json.loads(done.stdout.splitlines()[-1]):
+    swapping, recomputing = json.loads(done.stdout.splitlines()[-1])
+    assert (swapping["replays"], recomputing["replays"] > 0) == (0, True)
+    for found in (swapping, recomputing):
         assert all(peak <= found["budget"] for peak in found["peaks"]), found
         assert found["budget"] < found["in_core"]
+        assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.02)
         assert found["fallbacks"] == 0
