@@ -26,7 +26,7 @@ __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-3"
+VERSION = "poochplan-graph-4"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)

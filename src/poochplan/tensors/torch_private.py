@@ -451,13 +451,17 @@ def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], se
     """What Inductor's backend makes of a graph under these of its settings; ``lower`` makes code of each half of it.
 
     Saved tensors are not donated to the backward: it would write into what only stands for one.
-    Backwards are compiled with their forwards, for shapes that vary too: later these settings are no longer on.
     """
-    from torch._functorch import config
+    import torch._functorch._aot_autograd.graph_compile as steps
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+    given: Any = steps
+    stock = given.collect_bw_donated_buffer_idxs
+    given.collect_bw_donated_buffer_idxs = lambda *_: []  # with the setting off, a graph cannot go back twice
+    try:
         return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
+    finally:
+        given.collect_bw_donated_buffer_idxs = stock
 
 
 @contextlib.contextmanager
