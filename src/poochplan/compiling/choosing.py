@@ -49,3 +49,17 @@ def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
 def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:
     """The budget of the measured step, for the graphs' profile: as far below its own in-core peak."""
     return graphs.in_core_peak_bytes - (measured.in_core_peak_bytes - budget_bytes)
+
+
+def beside_in_core(plan: Plan, stock: Profile) -> Plan:
+    """The plan, whose prediction stands beside the in-core step of the model compiled without a plan; that of the code
+    with replays in it recomputes as well.
+    """
+    step_s, in_core_s = plan.prediction.step_s, stock.times.step_s
+    prediction = msgspec.structs.replace(
+        plan.prediction,
+        in_core_peak_bytes=stock.in_core_peak_bytes,
+        in_core_step_s=in_core_s,
+        overhead=step_s / in_core_s - 1 if in_core_s > 0 else 0.0,
+    )
+    return msgspec.structs.replace(plan, prediction=prediction)

@@ -21,7 +21,7 @@ from poochplan.sessions import apply
 from poochplan.tensors.torch_private import forget_compiled
 from poochplan.units import format_bytes, parse_budget
 
-from .choosing import as_measured, graph_budget, recomputed_nodes
+from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes
 from .options import given_to_backend, given_to_torch
 from .reference import Bits, bits_of_a_step, first_unequal
 
@@ -88,6 +88,7 @@ def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float
     say("capturing its graphs without memory")
     graphs = as_measured(taken.graphs(), measured)
     found = _rounds(taken, graphs, graph_budget(budget_bytes, graphs, measured), budget_bytes, time_limit_s)
+    found = beside_in_core(found, measured)
     say("comparing one step with that of the model compiled as it is")
     with apply(found, taken.model, spill_dir=taken.spill_dir, meter="never"):
         unequal = first_unequal(stock, taken.bits())
