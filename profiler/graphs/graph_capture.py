@@ -60,7 +60,8 @@ class GraphCapture(FakeCapture):
             if self._runs and self._graph_runs == before:
                 raise StepError(
                     f"model: expected compiled callables to be Inductor's in mode fake, found none of its graphs in "
-                    f"{path or 'the model itself'}; profile the model as it is before torch.compile"
+                    f"{path or 'the model itself'}; profile the model as it is before torch.compile, and wrap a bare "
+                    "nn.Sequential, of which torch compiles nothing, in a module of your own"
                 )
             return found
 

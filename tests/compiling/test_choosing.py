@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poochplan.compiling.choosing import as_measured, graph_budget, recomputed_nodes
+from poochplan.compiling.choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes
 from poochplan.compiling.options import check_options, given_to_backend, given_to_torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
@@ -54,6 +54,16 @@ def test_the_graphs_budget_lies_as_far_below_their_peak() -> None:
     graphs, measured = tiny_profile(0), tiny_profile(1)
     budget_bytes = measured.in_core_peak_bytes - 1000
     assert graph_budget(budget_bytes, graphs, measured) == graphs.in_core_peak_bytes - 1000
+
+
+def test_overhead_is_told_against_the_code_without_what_its_replays_take() -> None:
+    profile, stock = tiny_profile(0), tiny_profile(1)
+    made = plan(profile, profile.in_core_peak_bytes, evaluations=1)
+    replay_s = profile.times.step_s / 4
+    found = beside_in_core(made, stock, replay_s).prediction
+    assert found.in_core_peak_bytes == stock.in_core_peak_bytes
+    assert found.in_core_step_s == made.prediction.in_core_step_s - replay_s
+    assert found.overhead == made.prediction.step_s / found.in_core_step_s - 1
 
 
 @pytest.mark.parametrize(

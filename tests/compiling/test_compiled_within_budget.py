@@ -58,6 +58,6 @@ def test_no_step_of_a_compiled_model_takes_more_than_its_budget() -> None:
     assert (swapping["replays"], recomputing["replays"] > 0) == (0, True)
     for found in (swapping, recomputing):
         assert all(peak <= found["budget"] for peak in found["peaks"]), found
-        assert found["budget"] < found["in_core"]
+        assert found["budget"] < found["in_core"] == swapping["in_core"]
         assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.02)
         assert found["fallbacks"] == 0

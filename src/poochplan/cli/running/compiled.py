@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from poochplan.cli.base import Say
+from poochplan.cli.base import Say, positive
 from poochplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,13 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="with --compile, in place of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
         "the compiled in-core peak such as 60%%",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="with --compile and --budget: seconds of each plan's search (default: 30)",
     )
     parser.add_argument(
         "--save-plan", metavar="FILE", help="with --compile and --budget: JSON to write, for --compile --plan FILE"
@@ -71,7 +78,7 @@ def room_to_compile() -> Iterator[None]:
         yield
 
 
-def made_plan(load: Callable[[], LoadedWorkload], budget: str, seed: int, spill_dir: str | None, say: Say) -> Plan:
+def made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, say: Say) -> Plan:
     """The plan that ``poochplan.compile`` makes for a workload of its own; nothing of that is left."""
     import msgspec
 
@@ -79,11 +86,18 @@ def made_plan(load: Callable[[], LoadedWorkload], budget: str, seed: int, spill_
     from poochplan.tensors.torch_private import forget_compiled
     from poochplan.verify import seed_everything
 
-    seed_everything(seed)
+    seed_everything(options.seed)
     loaded = load()
     workload = loaded.workload
-    options: dict[str, Any] = {"optimizer": workload.optimizer, "spill_dir": spill_dir, "progress": say}
-    plan = compile(workload.model, workload.step, budget=budget, **options).plan
+    plan = compile(
+        workload.model,
+        workload.step,
+        optimizer=workload.optimizer,
+        budget=options.budget,
+        spill_dir=options.spill_dir,
+        time_limit_s=options.time_limit,
+        progress=say,
+    ).plan
     del workload
     plan = msgspec.structs.replace(plan, workload=loaded.name)
     del loaded

@@ -220,7 +220,7 @@ class RunVerb(Verb):
         options = self.options
         if options.budget is not None:
             with self.progress("compiling") as say:
-                return made_plan(lambda: self._load("cpu"), options.budget, options.seed, options.spill_dir, say)
+                return made_plan(lambda: self._load("cpu"), options, say)
         first, *others = options.plans
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
