@@ -47,12 +47,12 @@ def run(folder: Path, tests: str, conftest: str, *options: str) -> subprocess.Co
     (folder / "test_some.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}"]
     command += ["-p", "no:cacheprovider", *options, str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_each_test_that_hangs_is_one_failure_and_the_others_are_run(tmp_path: Path) -> None:
-    conftest = CONFTEST.format(between=100, without=100)
-    done = run(tmp_path, TESTS, conftest, *XDIST, "-o", "faulthandler_timeout=3")
+    conftest = CONFTEST.format(between=250, without=250)
+    done = run(tmp_path, TESTS, conftest, *XDIST, "-o", "faulthandler_timeout=5")
     assert "2 failed, 18 passed" in done.stdout
     for number, name in ((3, "spins"), (15, "waits")):
         assert f"crashed while running 'test_some.py::test_one[{number}]'" in done.stdout
@@ -61,13 +61,13 @@ def test_each_test_that_hangs_is_one_failure_and_the_others_are_run(tmp_path: Pa
 
 
 def test_a_worker_that_died_while_its_child_keeps_its_pipes_is_not_waited_for(tmp_path: Path) -> None:
-    done = run(tmp_path, DIES, CONFTEST.format(between=100, without=5), *XDIST)
+    done = run(tmp_path, DIES, CONFTEST.format(between=250, without=5), *XDIST)
     assert done.returncode == 1
     assert "in loop_once" in done.stderr  # of the controller
 
 
 def test_a_process_that_hangs_between_tests_is_not_waited_for(tmp_path: Path) -> None:
-    conftest = CONFTEST.format(between=2, without=100) + ENDS_NEVER
+    conftest = CONFTEST.format(between=2, without=250) + ENDS_NEVER
     done = run(tmp_path, "def test_well(): pass\n", conftest, "-p", "no:xdist")
     assert done.returncode == 1
     assert "in pytest_sessionfinish" in done.stderr
