@@ -2,8 +2,9 @@
 
 For each network: everything kept from an arena (``kept``), ``torch.utils.checkpoint`` per block (``checkpoint``) and
 selective (``sac``), ``save_on_cpu``, ``OffloadActivations``, Rockmate, and with ``--compile`` ``torch.compile`` with
-``activation_memory_budget`` (``compile:0.5``). Ours (``ours``: policy ``ilp``, from an arena) and other policies run
-at each budget, and ours once more at the measured peak of checkpointing and of selective checkpointing.
+``activation_memory_budget`` (``compile:0.5``), compiled checkpointing, and ours within compiled code (``graph:0.6``).
+Ours (``ours``: policy ``ilp``, from an arena) and other policies run at each budget, and ours once more at the measured
+peak of checkpointing and of selective checkpointing.
 
 A budget of 50% is the smallest possible one and 50% of the way to the in-core peak of allocated bytes. Step times are
 compared in pairs with the method's own in-core step: each side is a process of its own that is started once for a row,
@@ -42,7 +43,7 @@ def arguments_of() -> argparse.Namespace:
     add("networks", nargs="*", default=list(NETWORKS), metavar="MODEL", help=f"of {', '.join(NETWORKS | TINY)}")
     add("--budgets", default="50%,30%", help="shares of what decisions can move")
     add("--policies", default="", help=f"other policies of ours: {', '.join(policy_names())}")
-    add("--methods", default="", help=f"only these: {', '.join(METHODS)}, compile:0.5 or a policy")
+    add("--methods", default="", help=f"only these: {', '.join(METHODS)}, compile:0.5, graph:0.6 or a policy")
     add("--compile", action="store_true", help=f"torch.compile too, on {' and '.join(COMPILED_NETWORKS)}; takes long")
     add("--pairs", type=int, default=3)
     add("--threads", type=int, default=os.cpu_count(), help="of each process; all cores unless told otherwise")

@@ -24,7 +24,7 @@ from poochplan.runtime.watch.users_line import users_line
 from .attachment import together
 from .budget_watch import OverBudget
 from .learning.lessons import Pack
-from .model_check import by_name, check_alike, check_model, profiles_for
+from .model_check import by_name, check_alike, check_graphs, check_model, profiles_for
 from .serving import ArenaMode, serving_for
 from .session import Session
 
@@ -91,7 +91,8 @@ def apply(
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's; the keys
+        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's; the plan
+        is for a model that :func:`poochplan.compile` has compiled, and this one is not; the keys
         of plans and models differ; or ``"replan"`` lacks its profile. On entering: there is a session on this thread,
         or one for this model; or a part of it is compiled to CUDA graphs. A step that is captured as a CUDA graph is
         such an error too.
@@ -111,6 +112,7 @@ def apply(
     every = [one for given in plans.values() for one in (given.plans if isinstance(given, PlanSet) else (given,))]
     for name, given in plans.items():  # a set is for one model and one device
         check_model((given.plans[0] if isinstance(given, PlanSet) else given).model, models[name], "plan")
+        check_graphs(given, models[name])
     profiles = profiles_for(plans, profile, replanner) if OverBudget(on_over_budget) is OverBudget.REPLAN else {}
     first = every[0]
     check_alike(plans)

@@ -12,6 +12,7 @@ from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ModelSignature, Profile
+from poochplan.runtime.regions.graph_backend import written_replays
 from poochplan.tensors.signatures import model_tensors
 
 
@@ -34,6 +35,19 @@ def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> 
             raise ModelMismatchError(
                 f"this {what} is for another model: expected {wanted or 'no further tensor'}, "
                 f"found {seen or 'no further tensor'}; make a new profile and plan for this model"
+            )
+
+
+def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
+    """Raises ``UsageError`` where a plan recomputes inside compiled graphs, and the model's have not got these replays
+    in them.
+    """
+    for one in plan.plans if isinstance(plan, PlanSet) else (plan,):
+        if one.replays and written_replays(model) != frozenset(one.replays):
+            raise UsageError(
+                "plan: this plan is for a model that poochplan.compile has compiled: expected the "
+                f"{len(one.replays)} replays that it has inside compiled graphs, found a model without them; call "
+                "poochplan.compile(model, plan=plan) (pooch run --compile)"
             )
 
 

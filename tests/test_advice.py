@@ -41,9 +41,14 @@ def test_a_step_with_nothing_unusual_gets_no_advice() -> None:
 def test_a_compiled_module_that_holds_most_of_what_is_saved_is_named() -> None:
     (line,) = _compiled("encoder").advice()
     assert "of what is saved lies inside the compiled module encoder" in line
-    assert line.endswith("compile its blocks instead")
+    assert line.endswith("have poochplan.compile compile it, or compile its blocks instead")
     (line,) = _compiled("").advice()
     assert "inside one compiled module, the model itself" in line
+
+
+def test_a_model_that_poochplan_has_compiled_is_not_told_to_be_compiled_otherwise() -> None:
+    profile = msgspec.structs.replace(_compiled(""), facts=StepFacts(graph_mode=True))
+    assert profile.advice() == ()
 
 
 def test_compiled_blocks_that_share_what_is_saved_are_no_reason_for_advice() -> None:

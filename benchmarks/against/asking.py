@@ -27,4 +27,4 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 def base_of(method: str) -> str:
     """The in-core step that a method's steps are compared with: compiled ones with compiled ones."""
-    return COMPILED if method.startswith("compile:") else IN_CORE
+    return COMPILED if method.startswith(("compile:", "graph:", "compiled-")) else IN_CORE

@@ -10,11 +10,13 @@ from typing import Any
 from benchmarks.facts import write_results
 
 from .asking import KEPT, OURS, base_of
-from .methods import CHECKPOINT, SAC, WITHOUT_A_BUDGET
+from .methods import CHECKPOINT, COMPILED_CHECKPOINT, SAC, WITHOUT_A_BUDGET
 from .rows import Effort, Found, Wanted, base, facts_of, row_of
 
 MEMORY_BUDGETS = ("0.8", "0.5", "0.3", "0.1")
 """Of ``torch.compile``: shares of the saved bytes that its partitioner may keep."""
+GRAPH_BUDGETS = ("0.8", "0.6")
+"""Of ours: shares of the compiled step's in-core peak."""
 MATCHED = (CHECKPOINT, SAC)
 """Methods at whose measured peak ours runs too."""
 
@@ -30,6 +32,8 @@ def wanted_rows(network: str, shares: list[str], policies: list[str], compiled: 
         yield Wanted(network, OURS, method)
     for value in MEMORY_BUDGETS if compiled else ():
         yield Wanted(network, f"compile:{value}")
+    for method in (COMPILED_CHECKPOINT, *(f"graph:{value}" for value in GRAPH_BUDGETS)) if compiled else ():
+        yield Wanted(network, method)
 
 
 class Campaign:

@@ -26,6 +26,7 @@ from .compared_networks import blocks_of
 
 BROKEN_CHECKPOINT = "checkpoint-without-rng"
 """Checkpointing that draws other dropout masks in backward; the harness has to find it out."""
+COMPILED_CHECKPOINT = "compiled-checkpoint"
 CHECKPOINT, SAC, SAVE_ON_CPU, OFFLOAD, ROCKMATE = (
     "checkpoint",
     "sac",
@@ -75,7 +76,11 @@ Method = Callable[[Workload, Ask], AbstractContextManager[Running]]
 
 
 def method_of(name: str) -> Method:
-    """The method of that name: one of :data:`METHODS`, a policy of ours, or ``compile:BUDGET`` (0 to 1)."""
+    """The method of that name: one of :data:`METHODS`, a policy of ours, or ``compile:BUDGET`` and ``graph:BUDGET``
+    (0 to 1): of what torch's partitioner may save, and of the compiled step's own peak.
+    """
+    if name.startswith("graph:"):
+        return functools.partial(_in_graphs, share=float(name.removeprefix("graph:")))
     if name.startswith("compile:"):
         return functools.partial(_compiled, memory_budget=float(name.removeprefix("compile:")))
     if name in policy_names():
@@ -175,6 +180,23 @@ def _compiled(workload: Workload, _: Ask, memory_budget: float = 1.0) -> Iterato
 
 
 @contextlib.contextmanager
+def _compiled_checkpoint(workload: Workload, ask: Ask) -> Iterator[Running]:
+    """Each block under ``torch.utils.checkpoint``, all of it compiled."""
+    with _checkpointed(workload, ask) as under, _compiled(under.workload, ask) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _in_graphs(workload: Workload, _: Ask, share: float) -> Iterator[Running]:
+    """``poochplan.compile``: the plan inside what is compiled."""
+    compiled = poochplan.compile(
+        workload.model, workload.step, optimizer=workload.optimizer, budget=f"{share:.0%}", time_limit_s=12.0
+    )
+    with compiled as session:
+        yield Running(workload, session)
+
+
+@contextlib.contextmanager
 def _rockmate(_: Workload, __: Ask) -> Iterator[Running]:
     """Only why it does not run: its requirements contradict ours, so that one process cannot have both."""
     raise NotRunError("rockmate 2.0.0 requires pulp==2.7.0, poochplan pulp>=3.3; its rkgb is not installed")
@@ -192,4 +214,5 @@ METHODS: dict[str, Method] = {
     OFFLOAD: _offloaded,
     ROCKMATE: _rockmate,
     COMPILED: _compiled,
+    COMPILED_CHECKPOINT: _compiled_checkpoint,
 }

@@ -243,8 +243,20 @@ class Warm:
 
     def ray(self) -> Floats | None:
         """Row duals that show why there is no solution; None where HiGHS has none."""
-        _, has_ray, ray = self._highs.getDualRay()
-        return np.array(ray) if has_ray else None
+        highs = self._highs
+        if highs.getDualRayExist()[1]:
+            return np.array(highs.getDualRay()[2])
+        # Asked for a ray that it has not, HiGHS runs the program without its cost and keeps the interpreter: no other
+        # thread goes on meanwhile, not even one that would end the run. So that is run here, as all others are.
+        columns = np.arange(highs.getNumCol(), dtype=np.int32)
+        cost = np.array(highs.getLp().col_cost_)
+        highs.changeColsCost(len(columns), columns, np.zeros(len(columns)))
+        highs.setOptionValue("presolve", "off")
+        highs.run()
+        found = np.array(highs.getDualRay()[2]) if highs.getDualRayExist()[1] else None
+        highs.setOptionValue("presolve", "choose")
+        highs.changeColsCost(len(columns), columns, cost)
+        return found
 
 
 def _finite(value: float) -> float | None:

@@ -8,6 +8,7 @@ import torch
 
 from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
+from poochplan.runtime.regions.graph_backend import written_replays
 from poochplan.runtime.regions.installing import why_none
 from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes
@@ -58,6 +59,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
         kept_bytes=sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values()),
         unmeasured_regions=capture.regions.unmeasured,
+        graph_mode=written_replays(model) is not None,
         unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
     )
 

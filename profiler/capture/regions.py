@@ -140,14 +140,14 @@ class Regions:
     ) -> tuple[Any, int | None, list[Part]]:
         """Its result, what it took, and its parts, of which ``op`` is the first."""
         self._saved = []
-        parts, outer = list[Part](), self._forward_parts
-        self._forward_parts = parts
+        parts = list[Part]()
+        outer, self._forward_parts, self._forward = (self._forward_parts, self._forward), parts, contextlib.ExitStack()
         self._forward_part_begins(op)
         try:
             outputs = call(*args, **kwargs)
         finally:
             taken_bytes = self._forward_part_ends(Taker.FORWARD_REGION)
-            self._saved, self._forward_parts = None, outer
+            self._saved, (self._forward_parts, self._forward) = None, outer
         return outputs, taken_bytes, parts
 
     def _forward_part_begins(self, op: CapturedOp) -> None:

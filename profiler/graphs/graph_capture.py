@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import torch
 
+from poochplan.errors import StepError
 from poochplan.formats.profile import Profile, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.tensors.torch_private import forget_compiled
 
 from .fusion import never_in_memory
 from .open_graphs import open_graphs
@@ -48,11 +50,20 @@ class GraphCapture(FakeCapture):
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: graph, node, and why it is never replayed."""
         self._runs = False
+        self._graph_runs = 0
 
     def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def opened(*args: Any, **kwargs: Any) -> Any:
+            before = self._graph_runs
             with self.away():  # while it is compiled
-                return call(*args, **kwargs)
+                found = call(*args, **kwargs)
+            if self._runs and self._graph_runs == before:
+                raise StepError(
+                    f"model: expected compiled callables to be Inductor's in mode fake, found none of its graphs in "
+                    f"{path or 'the model itself'}; profile the model as it is before torch.compile, and wrap a bare "
+                    "nn.Sequential, of which torch compiles nothing, in a module of your own"
+                )
+            return found
 
         return opened
 
@@ -71,6 +82,7 @@ class GraphCapture(FakeCapture):
         if not self._runs:
             yield
             return
+        self._graph_runs += 1
         was_on = self.is_on
         self.switch_on()
         try:
@@ -135,9 +147,17 @@ class GraphCapture(FakeCapture):
         return msgspec.structs.replace(value, nodes=nodes, unreplayable=never or value.unreplayable)
 
 
-def capturing_graphs(capture: GraphCapture) -> contextlib.AbstractContextManager[None]:
-    """A block in which compiled callables run their graphs for the capture to see."""
-    return open_graphs(capture)
+@contextlib.contextmanager
+def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
+    """A block in which compiled callables run their graphs for the capture to see. What was compiled before is let go
+    of, as is what is compiled in the block: the compiler counts both, and makes no code of what it has compiled often.
+    """
+    forget_compiled()
+    try:
+        with open_graphs(capture):
+            yield
+    finally:
+        forget_compiled()
 
 
 def _layer_of(node: torch.fx.Node) -> str:

@@ -24,7 +24,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out
+from poochplan.runtime.watch.census import leave_out, live_tensors
 from poochplan.tensors.torch_private import without_modes
 
 from .errors import StepError
@@ -150,15 +150,24 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
 
 
 def time_in_turn(
-    workload: Workload, session: Session, timed_steps: int, in_core: Run, planned: Run, say: Progress = lambda _: None
+    workload: Workload,
+    session: Session,
+    timed_steps: int,
+    in_core: Run,
+    planned: Run,
+    say: Progress = lambda _: None,
+    in_core_workload: Workload | None = None,
 ) -> None:
     """Adds the seconds of as many steps in-core and under the session's plan, one right after the other.
 
-    The order alternates; the steps before them are no longer cold or metered.
+    The order alternates; the steps before them are no longer cold or metered. ``in_core_workload``: what runs in-core,
+    where that is not the same model.
     """
 
     def run_one(run: Run) -> float:
         if run is in_core:
+            if in_core_workload is not None:
+                return _train_beside(in_core_workload, session)
             with session.away():
                 return _train(workload, None)[0]
         seconds = _train(workload, None)[0]
@@ -173,6 +182,25 @@ def time_in_turn(
         say(f"pair {index + 1} of {timed_steps}")
         for run in (in_core, planned) if index % 2 else (planned, in_core):
             run.seconds.append(run_one(run))
+
+
+def _built_beside(build: Build, session: Session) -> Workload:
+    """Another workload beside the one that the session is for, of which no meter of the session counts anything."""
+    before = list(live_tensors())
+    known = set(map(id, before))
+    with aside():
+        workload = build()
+    _train_beside(workload, session)  # there is optimizer state then
+    leave_out(tensor for tensor in live_tensors() if id(tensor) not in known)
+    return workload
+
+
+def _train_beside(workload: Workload, session: Session) -> float:
+    """The seconds of one step of it; nothing that the step makes is left but optimizer state."""
+    with session.away(), aside():
+        seconds = _train(workload, None)[0]
+        _drop_gradients(workload)
+    return seconds
 
 
 def run_in_core(
@@ -233,14 +261,17 @@ def check(
     arena: ArenaMode = "auto",
     force: bool = False,
     progress: Progress | None = None,
+    in_core_build: Build | None = None,
 ) -> Comparison:
     """Runs ``steps`` steps in-core and under the plan from the same seed, and compares them bit by bit.
 
-    ``build`` is called for each run and must make a new model. ``timed_steps`` more steps of each are only timed; a
-    step time is the median. A machine that gets slower or faster meanwhile tells on both:
+    ``build`` is called for each run and must make a new model. ``in_core_build`` makes those that run in-core, where
+    they are others: of a model compiled with a plan inside, the same one compiled without. ``timed_steps`` more steps
+    of each are only timed; a step time is the median. A machine that gets slower or faster meanwhile tells on both:
 
-    * On the CPU they are timed in turn, in one session, on the planned run's model, so that both run under the one
-      setting of the C library's allocator that a session makes. It ends with the session: see ``tensors/malloc.py``.
+    * On the CPU they are timed in turn, in one session, on the planned run's model where both are alike, so that both
+      run under the one setting of the C library's allocator that a session makes. It ends with the session: see
+      ``tensors/malloc.py``.
     * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
 
     Raises
@@ -249,12 +280,16 @@ def check(
         ``build`` gives the same model twice, or the step returns no scalar loss.
     """
     say = progress or (lambda text: None)
-    builds = _Fresh(build)
+    builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
     in_turn = (plan.plans[0] if isinstance(plan, PlanSet) else plan).device == "cpu"
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
         run = run_in_core(
-            builds, steps=steps, timed_steps=timed_steps, seed=seed, progress=lambda text: say(f"{name}, {text}")
+            in_core_builds,
+            steps=steps,
+            timed_steps=timed_steps,
+            seed=seed,
+            progress=lambda text: say(f"{name}, {text}"),
         )
         gc.collect()
         return run
@@ -279,7 +314,9 @@ def check(
             progress=lambda text: say(f"under the plan, {text}"),
         )
         if in_turn:
-            time_in_turn(workload, session, timed_steps, in_core, planned, say)
+            plain = _built_beside(in_core_builds, session) if in_core_build is not None and timed_steps else None
+            time_in_turn(workload, session, timed_steps, in_core, planned, say, plain)
+            del plain
     planned = dataclasses.replace(planned, report=session.report())
     del workload
     gc.collect()

@@ -27,6 +27,21 @@ def small(width: int = 64, depth: int = 4, batch_size: int = 128) -> poochplan.W
     return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
 
 
+class Boxed(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images):
+        return self.inner(images)
+
+
+def boxed() -> poochplan.Workload:
+    model, images = Boxed(small().model), torch.randn(512, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return poochplan.Workload(model, lambda: model(images).square().mean(), optimizer)
+
+
 def nested() -> poochplan.Workload:
     block = torch.nn.Sequential()
     block.add_module("expand", torch.nn.Linear(64, 256))

@@ -219,14 +219,14 @@ def test_a_profile_of_a_newer_schema(pooch: Pooch, profile_path: Path, tmp_path:
     newer = edited(profile_path, tmp_path / "newer.json", schema_version=99)
     result = pooch("plan", newer, "--budget", "60%")
     assert result.code == 1
-    assert "expected profile schema 1 or 2 or 3 or 4, found schema 99; update poochplan" in result.error
+    assert "expected profile schema 1 or 2 or 3 or 4 or 5, found schema 99; update poochplan" in result.error
 
 
 def test_a_plan_of_a_newer_schema(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
     newer = edited(plan_path, tmp_path / "newer.json", schema_version=99)
     result = pooch("run", f"{workloads}:small", "--plan", newer)
     assert result.code == 1
-    assert "expected plan schema 1 or 2 or 3 or 4, found schema 99; update poochplan" in result.error
+    assert "expected plan schema 1 or 2 or 3 or 4 or 5, found schema 99; update poochplan" in result.error
 
 
 def test_a_plan_where_a_profile_is_expected(pooch: Pooch, plan_path: Path) -> None:

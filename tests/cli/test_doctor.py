@@ -226,6 +226,7 @@ def test_a_compiled_model_is_told_to_be_compiled_by_blocks() -> None:
     model.compile(backend="eager")
     whole = findings_of(model)["compiled parts"]
     assert (whole.status, "compile its blocks instead" in whole.advice) == (WARNING, True)
+    assert "have poochplan.compile compile it with a plan inside (pooch run --compile)" in whole.advice
 
 
 def test_the_workload_is_as_it_was(pooch: Pooch) -> None:

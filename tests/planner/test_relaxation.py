@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
+import highspy
 import pytest
 
 from benchmarks.planning import budget_of, instance
@@ -14,8 +16,9 @@ from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, movable, try_st
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.model import relaxation
 from poochplan.planner.model.bound import lower_bound
+from poochplan.planner.model.linear import LinearModel, proven_bound
 from poochplan.planner.model.relaxation import Relaxation
-from poochplan.planner.model.solvers import Limits, SolverStatus
+from poochplan.planner.model.solvers import Limits, SolverStatus, Warm
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.rows import return_rows
 from poochplan.planner.schedule.schedule import Schedule
@@ -137,3 +140,31 @@ def test_the_relaxation_proves_as_much_as_it_did(network: str, link: str, kept: 
     problem = build_problem(profile)
     proven_s = lower_bound(problem, budget_of(profile, kept), "highs", LIMITS)
     assert proven_s > problem.step_s * (1 + overhead)
+
+
+def test_highs_is_asked_for_no_ray_that_it_has_not_for_it_would_run_with_the_interpreter_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = LinearModel()
+    columns = [linear.column(1.0, cost=1.0) for _ in range(3)]
+    linear.row([(column, 1.0) for column in columns], low=4.0)
+    warm, real, had = Warm(linear.arrays()), highspy.Highs.getDualRay, []
+
+    def asked(highs: Any) -> Any:
+        had.append(highs.getDualRayExist()[1])
+        return real(highs)
+
+    monkeypatch.setattr(highspy.Highs, "getDualRay", asked, raising=False)
+    assert warm.solve(LIMITS)[0] is SolverStatus.INFEASIBLE
+    assert not warm._highs.getDualRayExist()[1]
+    ray = warm.ray()
+    assert had == [True]
+    assert ray is not None
+    linear.cost = [0.0] * 3
+    assert max(proven_bound(linear.arrays(), ray), proven_bound(linear.arrays(), -ray)) > 0
+    warm.bound_column(0, 0.0, 3.0)
+    status, values, _ = warm.solve(LIMITS)
+    assert status is SolverStatus.OPTIMAL
+    assert values is not None
+    assert values.sum() == pytest.approx(4.0)
+    assert warm._highs.getInfo().objective_function_value == pytest.approx(4.0)  # the cost is back

@@ -28,7 +28,7 @@ from .inspection.simulate import SimulateVerb
 from .link import LinkVerb
 from .plan import PlanVerb
 from .profile import ProfileVerb
-from .run import RunVerb
+from .running.run import RunVerb
 from .sweep import SweepVerb
 
 VERBS: tuple[type[Verb], ...] = (

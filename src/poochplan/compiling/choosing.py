@@ -5,13 +5,12 @@ Pure functions of profiles and plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.queries import saved_values
+from poochplan.units import format_bytes
 
 
 def as_measured(graphs: Profile, measured: Profile) -> Profile:
@@ -48,15 +47,41 @@ def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
     return tuple(sorted(set(nodes)))
 
 
-def by_graph(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Names of nodes by the key of their graph."""
-    found: dict[str, set[str]] = {}
-    for one in nodes:
-        key, name = one.split("/", 1)
-        found.setdefault(key, set()).add(name)
-    return {key: frozenset(names) for key, names in found.items()}
-
-
 def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:
     """The budget of the measured step, for the graphs' profile: as far below its own in-core peak."""
     return graphs.in_core_peak_bytes - (measured.in_core_peak_bytes - budget_bytes)
+
+
+def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
+    """The plan for code in which these nodes are recomputed, with a note of it."""
+    if not replays:
+        return plan
+    wanted = set(replays)
+    size_bytes = sum(value.size_bytes for value in graphs.values if wanted.intersection(value.nodes))
+    note = f"{len(replays)} values ({format_bytes(size_bytes)}) are recomputed inside compiled graphs"
+    return msgspec.structs.replace(plan, replays=replays, notes=(*plan.notes, note))
+
+
+def without_replays(graphs: Profile) -> Profile:
+    """The profile of the graphs, with nothing that may be recomputed."""
+    why = "kernels that are fused otherwise gave other bits"
+    values = (msgspec.structs.replace(one, unreplayable=one.unreplayable or why) for one in graphs.values)
+    return msgspec.structs.replace(graphs, values=tuple(values))
+
+
+def beside_in_core(plan: Plan, in_core: Profile, replay_s: float) -> Plan:
+    """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
+    the code with replays, everything kept, without what replays take.
+
+    Both codes are not timed in one run, and a machine is not as fast in one run as in the next.
+    """
+    promised = plan.prediction
+    step_s = max(promised.in_core_step_s - replay_s, 0.0)
+    told = msgspec.structs.replace(
+        promised,
+        in_core_peak_bytes=in_core.in_core_peak_bytes,
+        in_core_step_s=step_s,
+        overhead=promised.step_s / step_s - 1 if step_s > 0 else 0.0,
+        replay_s=promised.replay_s + replay_s,
+    )
+    return msgspec.structs.replace(plan, prediction=told)

@@ -56,7 +56,8 @@ def compiled_parts(model: torch.nn.Module) -> Finding:
             "compiled parts",
             False,
             "the whole model is one compiled region",
-            "compile its blocks instead (block.compile() for each): a plan decides about what lies between regions",
+            "have poochplan.compile compile it with a plan inside (pooch run --compile), or compile its blocks instead "
+            "(block.compile() for each): a plan decides about what lies between regions",
         )
     some = ", ".join(list(found)[:3])
     return Finding(

@@ -50,6 +50,7 @@ __all__ = [
     "captures_graphs",
     "clear_cublas_workspaces",
     "code_of_backward",
+    "compile_module",
     "compile_with_inductor",
     "compiled_by_inductor",
     "compiles_autograd",
@@ -58,6 +59,7 @@ __all__ = [
     "detached_alias",
     "dispatch_hidden_from_compiler",
     "dispatch_keys",
+    "forget_compiled",
     "gpu_sleep",
     "graph_task",
     "has_topmost_hooks",
@@ -76,6 +78,7 @@ __all__ = [
     "memory_stats_calls",
     "mode_count",
     "mode_stack",
+    "more_compiles",
     "mutated_inputs",
     "non_persistent_buffers",
     "not_lowered",
@@ -93,6 +96,7 @@ __all__ = [
     "storage_identity",
     "topmost_hooks",
     "topmost_mode",
+    "uncompile",
     "unseen_by_modes",
     "version_of",
     "without_modes",
@@ -284,6 +288,40 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
     wrapped = getattr(module, "_orig_mod", None) is not None
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_module(module: torch.nn.Module, **options: Any) -> None:
+    """``module.compile()``, which leaves uncompiled what is all torch's own, such as an ``nn.Sequential`` of layers:
+    the compiler passes over the frames of torch's files. ``torch.compile(module)`` traces them, and so does this.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+
+    call = module._call_impl
+    if type(module).forward.__module__.startswith("torch.nn."):
+        call = wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
+def uncompile(module: torch.nn.Module) -> None:
+    """Takes back ``module.compile()``."""
+    module._compiled_call_impl = None
+
+
+def forget_compiled() -> None:
+    """Lets go of all that was compiled in this process; what is called again is compiled again, by the caches.
+
+    What was compiled before counts where a function is compiled again, and beyond eight times it is silently not.
+    """
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def more_compiles(factor: int) -> Iterator[None]:
+    """A block in which a function may be compiled so many times as often as else before it is silently not."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=factor * config.recompile_limit):
+        yield
 
 
 def captures_graphs(module: torch.nn.Module) -> bool:

@@ -34,6 +34,8 @@ def _saved(profile: ProfileData) -> list[Value]:
 
 
 def _compiled(profile: ProfileData) -> str:
+    if profile.facts and profile.facts.graph_mode:
+        return ""
     saved = {handle.value for handle in profile.handles}
     inside: Counter[str] = Counter()
     for op in profile.ops:
@@ -49,7 +51,7 @@ def _compiled(profile: ProfileData) -> str:
     drawback = "leaves only when its forward ends" if in_parts else "comes back all at once"
     return (
         f"{size_bytes / saved_bytes:.0%} of what is saved lies inside {where}, where it cannot be recomputed and "
-        f"{drawback}: compile its blocks instead"
+        f"{drawback}: have poochplan.compile compile it, or compile its blocks instead"
     )
 
 

@@ -18,6 +18,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of values that only Python's garbage collector frees."""
     kept_bytes: int = 0
     """Of saved tensors that are sparse, nested or of a subclass, which no plan decides about."""
+    graph_mode: bool = False
+    """Whether ``poochplan.compile`` has compiled the model: what is saved leaves within a compiled forward."""
     unmeasured_regions: int = 0
     """Runs of compiled regions of which it is not known what they take and give back inside."""
     unmeasured_ops: int = 0

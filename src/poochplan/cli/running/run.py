@@ -8,21 +8,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import BudgetExceededError, InputFileError, PoochError, UsageError
-from poochplan.units import format_bytes, parse_bytes
+from poochplan.cli.base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
+from poochplan.cli.machine import DEFAULT_MARGIN
+from poochplan.cli.plan import draw
+from poochplan.cli.profile import add_workload, add_workload_arguments
+from poochplan.errors import InputFileError, UsageError
+from poochplan.units import parse_bytes
 
-from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
-from .machine import DEFAULT_MARGIN
-from .plan import draw
-from .profile import add_workload, add_workload_arguments
+from .compiled import (
+    add_compile_arguments,
+    check_compile,
+    made_plan,
+    room_to_compile,
+    with_inductor,
+    with_plan_inside,
+)
+from .outcome import problem_of, why_not_served_text
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.plan_set import PlanSet
     from poochplan.formats.profile import Profile
     from poochplan.report.runs import RunSummary
-    from poochplan.runtime.serving import ArenaMode
     from poochplan.verify import Build
+    from poochplan.workload import LoadedWorkload, Workload
 
 
 class RunVerb(Verb):
@@ -35,7 +44,8 @@ class RunVerb(Verb):
         "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "
         "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
         "times are medians over --timed further steps, which are neither metered nor compared. Exit code 5: a metered "
-        "step took more than the budget."
+        "step took more than the budget. With --compile the model is compiled by Inductor, the plan inside its graphs "
+        "(CPU, torch 2.13, a C++ compiler)."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
@@ -46,6 +56,7 @@ class RunVerb(Verb):
   pooch run unet3d --plan plan.json -o run.json --trace trace.json && pooch diff plan.json run.json
   pooch run gpt2 --plan plan.json --check --arena on --timed 10
   pooch run train.py:workload --plan batch32.plan.json --plan batch64.plan.json --set batch_size=48
+  pooch run gpt2 --compile --budget 60% --check --save-plan compiled.plan.json
 """
 
     @classmethod
@@ -55,10 +66,10 @@ class RunVerb(Verb):
             "--plan",
             dest="plans",
             action="append",
-            required=True,
             metavar="FILE",
             help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
         )
+        add_compile_arguments(parser)
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="JSON to write: what was found, and where steps left it"
         )
@@ -112,6 +123,11 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
+        check_compile(self.options)
+        with room_to_compile() if self.options.compile else contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         import msgspec
 
         from poochplan.formats.plan_set import PlanSet
@@ -121,13 +137,16 @@ class RunVerb(Verb):
         timeline = self.output(options.timeline, suffix=".png")
         picture = self.output(options.picture, suffix=".png")
         record_path, trace_path = self.output(options.output), self.output(options.trace, suffix=".json")
+        plan_path = self.output(options.save_plan, suffix=".json")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
-        build = self._builder(every[0].device)
+        if plan_path is not None:
+            self.wrote(every[0].save(plan_path, force=options.force))
+        build, in_core = self._builders(every[0])
         self._cap_bytes = self._cap(every)
         drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
         profile = self._profile(plans, drawn) if drawn else None
-        plan, summary = self._measure(plans, build)
+        plan, summary = self._measure(plans, build, in_core)
         self._show(plan, summary)
         if timeline is not None and profile is not None:
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
@@ -139,7 +158,7 @@ class RunVerb(Verb):
         if trace_path is not None or picture is not None:
             self._trace(plans, build, trace_path, picture, profile)
         data: dict[str, Any] = msgspec.to_builtins(record)
-        problem = _problem(plan, summary)
+        problem = problem_of(plan, summary)
         if problem is not None:
             if options.json:
                 self.print_json(data)
@@ -164,11 +183,19 @@ class RunVerb(Verb):
             figure = draw_step_memory(step_memory_of(profile, plans, traced))
             self.wrote(write_picture(figure, picture, force=options.force))
 
-    def _builder(self, device: str) -> Build:
-        options, overrides = self.options, parse_overrides(self.options.settings)
+    def _load(self, device: str) -> LoadedWorkload:
         from poochplan.workload import load_workload
 
-        return lambda: load_workload(options.workload, overrides, device).workload
+        return load_workload(self.options.workload, parse_overrides(self.options.settings), device)
+
+    def _builders(self, plan: Plan) -> tuple[Build, Build | None]:
+        """What makes the workload that follows the plan, and the in-core one where that is another."""
+        parse_overrides(self.options.settings)  # what is wrong with them is said before anything runs
+
+        def build() -> Workload:
+            return self._load(plan.device).workload
+
+        return (with_plan_inside(build, plan), with_inductor(build)) if self.options.compile else (build, None)
 
     def _cap(self, plans: Sequence[Plan]) -> int | None:
         """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
@@ -190,7 +217,11 @@ class RunVerb(Verb):
         from poochplan.formats.plan import Plan
         from poochplan.formats.plan_set import PlanSet
 
-        first, *others = self.options.plans
+        options = self.options
+        if options.budget is not None:
+            with self.progress("compiling") as say:
+                return made_plan(lambda: self._load("cpu"), options, say)
+        first, *others = options.plans
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
     def _profile(self, plan: Plan | PlanSet, drawn: str) -> Profile:
@@ -226,11 +257,10 @@ class RunVerb(Verb):
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
         raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
-    def _measure(self, plans: Plan | PlanSet, build: Build) -> tuple[Plan, RunSummary]:
+    def _measure(self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None) -> tuple[Plan, RunSummary]:
         """What was measured, and the plan that the steps followed."""
+        from poochplan import verify
         from poochplan.report.runs import RunSummary
-
-        from .. import verify
 
         options = self.options
         shared: dict[str, Any] = {
@@ -246,13 +276,13 @@ class RunVerb(Verb):
         compared, in_core = None, None
         with self.progress("running") as say:
             if options.check:
-                compared = verify.check(build, plans, progress=say, **shared)
+                compared = verify.check(build, plans, in_core_build=in_core_build, progress=say, **shared)
                 planned = compared.planned
                 in_core = compared.in_core
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
         assert planned.plan is not None
-        why_not = _why_not_served(options.arena, planned.plan)
+        why_not = why_not_served_text(options.arena, planned.plan)
         return planned.plan, RunSummary.of(planned, in_core=in_core, comparison=compared, why_not_served=why_not)
 
     def _show(self, plan: Plan, summary: RunSummary) -> None:
@@ -263,35 +293,3 @@ class RunVerb(Verb):
         contradiction = summary.contradiction(plan)
         if contradiction:
             self.show(f"Note: {contradiction}")
-
-
-def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
-    """Why the steps could not be served from an arena, in one line; empty where they could."""
-    from poochplan.runtime.metering.allocated import step_scope
-    from poochplan.runtime.serving import why_not_served
-
-    if mode == "off":
-        return "--arena off"
-    reason = why_not_served(mode, plan.device, [plan])
-    if not reason and step_scope() is None:
-        return "the compiled allocator could not be built; pooch doctor --build says why"
-    return reason
-
-
-def _problem(plan: Plan, summary: RunSummary) -> PoochError | None:
-    """What the exit code has to say although all was measured."""
-    if summary.difference is not None:
-        return PoochError(
-            f"not bitwise equal to in-core: {summary.difference}; "
-            "please report this with the plan, and train in-core meanwhile"
-        )
-    if summary.is_over(plan):
-        assert summary.peak_bytes is not None
-        why = "; a step left the plan" if summary.fallbacks else ""
-        return BudgetExceededError(
-            f"over the budget: expected at most {plan.budget_bytes} bytes ({format_bytes(plan.budget_bytes)}), found a "
-            f"step of {summary.peak_bytes} bytes ({format_bytes(summary.peak_bytes)}){why}; profile the step as it is "
-            "trained and plan again, or plan with a smaller budget",
-            peak_bytes=summary.peak_bytes,
-        )
-    return None

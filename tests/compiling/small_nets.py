@@ -1,0 +1,64 @@
+"""A small network with a graph break, a dropout and batch statistics, and its steps; tests of graph mode share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from poochplan.formats.profile import Link, LinkDirection
+from tests.runtime.nets import snapshot
+
+_SLOW = LinkDirection(latency_s=0.1, bandwidth_bytes_per_s=1e4)
+SLOW_LINK = Link(name="slow", outward=_SLOW, inward=_SLOW)
+"""Over which nothing is swapped that can be recomputed."""
+WIDTH, ROWS = 128, 512
+
+
+class Broken(nn.Module):
+    """A compiler makes two graphs of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(WIDTH, 8)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = self.drop(self.norm(self.first(batch)).tanh())
+        torch._dynamo.graph_break()
+        batch = batch + self.drop(self.down(nn.functional.gelu(self.up(batch))))
+        return self.last(batch.exp().log1p())
+
+
+def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
+    """The same each time."""
+    torch.manual_seed(0)
+    model = Broken()
+    batch, labels = torch.randn(ROWS, WIDTH), torch.randint(8, (ROWS,))
+    step = lambda: nn.functional.cross_entropy(model(batch), labels)  # noqa: E731
+    return model, step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    model: nn.Module, step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, steps: int = 3
+) -> list[list[torch.Tensor]]:
+    """What :func:`snapshot` says after each step."""
+    seen = []
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = step()
+        loss.backward()
+        seen.append(snapshot(model, loss))
+        optimizer.step()
+        del loss
+    return seen
+
+
+def stock(steps: int = 3) -> list[list[torch.Tensor]]:
+    """The same of the model as Inductor compiles it by itself."""
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    return train(model, step, optimizer, steps)

@@ -1,0 +1,144 @@
+"""A compiled step is profiled without memory node by node, and nothing of model or compiler is changed by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.profile import PointKind, Profile, Value
+from poochplan.formats.queries import saved_values
+from poochplan.profiler.graphs.graph_capture import ELSEWHERE, SEVERAL
+from poochplan.tensors.torch_private import inductor_settings
+from tests.compiling.small_nets import fresh, train
+from tests.runtime.nets import LINK, equal
+from tests.runtime.served import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.cpu_device]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clean_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def graphs_of(model: nn.Module, step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Profile:
+    return poochplan.profile(step, model=model, optimizer=optimizer, mode="fake", roofline="5e10,1e10")
+
+
+def saved(profile: Profile) -> list[Value]:
+    return [profile.values[number] for number in dict.fromkeys(saved_values(profile))]
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Profile:
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    return graphs_of(model, step, optimizer)
+
+
+def test_each_value_that_a_graph_saves_names_its_node_and_its_layer(graphs: Profile) -> None:
+    named = [value for value in saved(graphs) if value.nodes]
+    assert {len(value.nodes) for value in named} == {1}
+    keys = {value.nodes[0].split("/")[0] for value in named}
+    assert len(keys) == 2  # one for each side of the graph break
+    assert {"first", "norm", "up", "down", "drop"} >= {value.layer for value in named if value.layer} >= {"first", "up"}
+    assert sum(value.unreplayable == "" for value in named) >= 4
+    assert sum(value.size_bytes for value in named) > 0.7 * sum(value.size_bytes for value in saved(graphs))
+
+
+def test_saves_lie_in_forward_and_uses_in_backward_each_at_a_point_of_its_own(graphs: Profile) -> None:
+    kinds = [point.kind for point in graphs.points]
+    first_use = kinds.index(PointKind.USE)
+    assert PointKind.SAVE not in kinds[first_use:]
+    assert len(graphs.point_ticks) == len(kinds)
+    born = [graphs.values[graphs.handles[point.handle].value] for point in graphs.points[:first_use]]
+    assert len({value.forward_death for value in born}) > len(born) // 2  # they leave one after the other
+
+
+def test_its_in_core_peak_is_that_of_the_measured_step(graphs: Profile) -> None:
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    measured = poochplan.profile(step, model=model, optimizer=optimizer, link=LINK, iterations=1)
+    assert abs(graphs.in_core_peak_bytes / measured.in_core_peak_bytes - 1) < 0.1
+    assert graphs.static_bytes == measured.static_bytes
+    assert graphs.model == measured.model
+
+
+def test_model_compiler_and_what_is_compiled_are_as_before() -> None:
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    reference = train(model, step, optimizer, 2)
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
+    settings = inductor_settings().custom_partitioner_fn, inductor_settings().fx_graph_cache
+    graphs_of(model, step, optimizer)
+    after = (*model.parameters(), *model.buffers(), torch.get_rng_state())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert (inductor_settings().custom_partitioner_fn, inductor_settings().fx_graph_cache) == settings
+    assert not optimizer.state
+    assert equal(train(model, step, optimizer, 2), reference)
+
+
+def test_a_step_with_nothing_compiled_names_no_nodes() -> None:
+    model, step, optimizer = fresh()
+    assert not any(value.nodes for value in graphs_of(model, step, optimizer).values)
+
+
+class Reasons(nn.Module):
+    """Values that may not be recomputed, each for its own reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(64, 64), Block()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = self.before(batch).tanh()  # saved here, and by the block's graph
+        return self.block(self.block(batch)).sum()
+
+
+class Block(nn.Module):
+    """Called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.inner(batch).sin().exp()
+
+
+def test_what_is_saved_outside_of_graphs_or_by_a_graph_that_runs_twice_is_never_recomputed() -> None:
+    model, batch = Reasons(), torch.randn(64, 64)
+    model.block.compile(dynamic=False)
+    found = saved(graphs_of(model, lambda: model(batch), None))
+    inside = [value for value in found if value.nodes]
+    assert inside
+    assert {value.unreplayable for value in inside} == {SEVERAL}
+    assert {value.unreplayable for value in found if not value.nodes} == {ELSEWHERE}
+
+
+class Written(nn.Module):
+    """What depends on a buffer that the step writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        scaled = self.inner(batch) + self.scale
+        self.scale.mul_(1.5)
+        return (scaled.sin() @ self.inner.weight).exp().sum()
+
+
+def test_what_is_made_of_a_buffer_that_the_step_writes_is_never_recomputed() -> None:
+    model, batch = Written(), torch.randn(64, 64)
+    model.compile(dynamic=False)
+    reasons = {value.unreplayable for value in saved(graphs_of(model, lambda: model(batch), None)) if value.nodes}
+    assert any("an input that the step writes" in reason for reason in reasons)
