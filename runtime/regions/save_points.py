@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import topmost_hooks, version_of
+from poochplan.tensors.torch_private import topmost_hooks, unseen_by_modes, version_of
 
 from .arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from .hollows import hollow_for
@@ -30,14 +30,16 @@ def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor
     copy when the forward ends: they may do anything with it, and an op must not give what it was given.
     """
     geometry, hooks = Geometry.of(value), topmost_hooks()
+    with unseen_by_modes():
+        own = value.detach()  # the given one may become a result, which holds the hollow by its node
     with listening():
         if hooks is None:
-            return hollow_for(geometry, partial(_held, value, version_of(value)), again=True)
+            return hollow_for(geometry, partial(_held, own, version_of(own)), again=True)
         pack, unpack = hooks
         if not marks(pack):
             return value.clone()
         with saving():
-            packed = pack(value)
+            packed = pack(own)
     return hollow_for(geometry, partial(unpack, packed), again=True)
 
 
