@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +20,36 @@ from tests.compiling.small_nets import SLOW_LINK, fresh, stock, train
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler
 
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+    from tests.allocated_bytes import allocated_bytes
+    allocated_bytes()  # before anything is allocated
+    import gc, json, sys, torch, poochplan
+    from tests.compiling.small_nets import fresh
+    found = []
+    for path in sys.argv[1:]:
+        plan, peaks = poochplan.Plan.load(path), []
+        model, step, optimizer = fresh()
+        poochplan.compile(model, plan=plan)
+        with poochplan.apply(plan, model, arena="off", meter="never") as session:
+            step().backward()  # what compiling takes is not the step's
+            for _ in range(4):
+                optimizer.zero_grad(set_to_none=True)
+                gc.collect()
+                kinds = ("parameter", "buffer", "input", *(("optimizer_state",) if optimizer.state else ()))
+                there = allocated_bytes().live - sum(plan.static_bytes[kind] for kind in kinds)
+                allocated_bytes().restart()
+                loss = step()
+                loss.backward()
+                optimizer.step()
+                peaks.append(allocated_bytes().peak - there)
+                del loss
+        found.append({"peaks": peaks, "budget": plan.budget_bytes, "predicted": plan.prediction.peak_bytes,
+                      "in_core": plan.prediction.in_core_peak_bytes, "fallbacks": session.report().total.fallbacks})
+        del model, step, optimizer, session
+    print(json.dumps(found))
+"""
+"""Run in a process of its own, in which the hook of ``tests/allocated_bytes.py`` is there before anything else."""
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
 
 
@@ -34,7 +68,7 @@ def in_core() -> list[list[torch.Tensor]]:
 def swapping(in_core: list[list[torch.Tensor]]) -> Plan:
     """A plan that is made, and followed from the very session that comes with it."""
     model, step, optimizer = fresh()
-    made = poochplan.compile(model, step, optimizer=optimizer, budget="80%", link=LINK, time_limit_s=2)
+    made = poochplan.compile(model, step, optimizer=optimizer, budget="80%", link=LINK, iterations=1, time_limit_s=2)
     with made as session:
         found = train(model, step, optimizer)
         report = session.report()
@@ -47,7 +81,7 @@ def swapping(in_core: list[list[torch.Tensor]]) -> Plan:
 @pytest.fixture(scope="module")
 def recomputing() -> Plan:
     model, step, optimizer = fresh()
-    options = {"link": SLOW_LINK, "time_limit_s": 2}
+    options = {"link": SLOW_LINK, "iterations": 1, "time_limit_s": 2}
     return poochplan.compile(model, step, optimizer=optimizer, budget="90%", **options).plan  # type: ignore[arg-type]
 
 
@@ -60,7 +94,7 @@ def test_nothing_of_model_optimizer_or_generators_is_changed_by_the_call(
 ) -> None:
     model, step, optimizer = fresh()
     before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
-    poochplan.compile(model, step, optimizer=optimizer, budget="120%", link=LINK, time_limit_s=1)
+    poochplan.compile(model, step, optimizer=optimizer, budget="120%", link=LINK, iterations=1, time_limit_s=1)
     after = (*model.parameters(), *model.buffers(), torch.get_rng_state())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -89,6 +123,19 @@ def test_over_a_slow_link_values_are_recomputed_inside_the_graphs_with_the_same_
     with poochplan.compile(model, plan=recomputing) as session:
         assert equal(train(model, step, optimizer), in_core)
         assert session.report().total.fallbacks == 0
+
+
+def test_no_step_in_a_new_process_takes_more_than_the_budget_by_an_outside_meter(
+    swapping: Plan, recomputing: Plan, tmp_path: Path
+) -> None:
+    files = [str(plan.save(tmp_path / f"{place}.json")) for place, plan in enumerate((swapping, recomputing))]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), *files]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        assert all(peak <= found["budget"] < found["in_core"] for peak in found["peaks"]), found
+        assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.02)
+        assert found["fallbacks"] == 0
 
 
 def test_plan_after_plan_in_one_process_each_has_its_own_code(
@@ -145,7 +192,7 @@ def test_a_plan_with_replays_is_refused_by_apply_for_any_other_model(recomputing
 def test_a_budget_that_nothing_fits_is_one_line_and_leaves_the_model_as_it_was() -> None:
     model, step, optimizer = fresh()
     with pytest.raises(InfeasibleError) as error:
-        poochplan.compile(model, step, optimizer=optimizer, budget="30%", link=LINK, time_limit_s=1)
+        poochplan.compile(model, step, optimizer=optimizer, budget="30%", link=LINK, iterations=1, time_limit_s=1)
     assert "no plan fits a budget of" in str(error.value)
     assert "\n" not in str(error.value)
     assert "compile its blocks" not in str(error.value)

@@ -31,6 +31,7 @@ def compile(
     link: Link | None = None,
     spill_dir: str | Path | None = None,
     throttle: str | float | None = None,
+    iterations: int | None = None,
     time_limit_s: float = 30.0,
     progress: Callable[[str], None] | None = None,
     **torch_compile_options: Any,
@@ -54,7 +55,7 @@ def compile(
     optimizer: stepped while it is measured, and left as it was.
     plan: one that an earlier call has made (``session.plan``, or its file): nothing is profiled or planned then, and
         with the compiler's caches warm little is compiled.
-    link, spill_dir, throttle: as for :func:`poochplan.profile`.
+    link, spill_dir, throttle, iterations: as for :func:`poochplan.profile`.
     time_limit_s: of each time that is planned.
     progress: called with a line of text at each stage.
     torch_compile_options: ``fullgraph``, ``mode`` and ``options``, as for ``torch.compile``.
@@ -76,10 +77,15 @@ def compile(
         if plan is None:
             assert step is not None
             assert budget is not None
-            from .rounds import Taking, planned_within  # here: with a plan of before nothing of the planner is loaded
+            from .rounds import (
+                Measuring,
+                Taking,
+                planned_within,
+            )  # here: with a plan of before nothing of the planner is loaded
 
             say = progress or (lambda _: None)
-            taken = Taking(step, model, optimizer, torch_compile_options, link, spill_dir, throttle, say)
+            measuring = Measuring(link, spill_dir, throttle, iterations)
+            taken = Taking(step, model, optimizer, torch_compile_options, measuring, say)
             plan = planned_within(taken, budget, time_limit_s)
         else:
             options = torch_compile_options

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,15 @@ SHARES = "5e10,1e10"
 """Flops and bytes a second, for the shares that ops have of a measured step: those of a core of a server's CPU."""
 
 
+class Measuring(NamedTuple):
+    """How steps are profiled; see ``poochplan.profile``."""
+
+    link: Link | None
+    spill_dir: str | Path | None
+    throttle: str | float | None
+    iterations: int | None
+
+
 class Taking:
     """Profiles of one step, of code with and without replays. State: the link, once it was measured."""
 
@@ -39,13 +48,11 @@ class Taking:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         options: dict[str, Any],
-        link: Link | None,
-        spill_dir: str | Path | None,
-        throttle: str | float | None,
+        measuring: Measuring,
         say: Callable[[str], None],
     ) -> None:
         self.step, self.model, self.optimizer, self.options = step, model, optimizer, options
-        self.link, self.spill_dir, self.throttle, self.say = link, spill_dir, throttle, say
+        self.measuring, self.say = measuring, say
 
     def compile(self, replays: tuple[str, ...] | None) -> None:
         """In place: as it is where ``replays`` is None, else with points and these replays in the code."""
@@ -59,16 +66,18 @@ class Taking:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
     def measured(self) -> Profile:
+        how = self.measuring
         found = profiled(
             self.step,
             model=self.model,
             optimizer=self.optimizer,
-            link=self.link,
-            spill_dir=self.spill_dir,
-            throttle=self.throttle if self.link is None else None,
+            link=how.link,
+            spill_dir=how.spill_dir,
+            throttle=how.throttle if how.link is None else None,
+            iterations=how.iterations,
             progress=self.say,
         )
-        self.link = found.link
+        self.measuring = how._replace(link=found.link)
         return found
 
     def graphs(self) -> Profile:
@@ -104,7 +113,7 @@ def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float
 def _unequal(taken: Taking, plan: Plan, stock: Bits) -> str:
     """What differs in one planned step from one of the model compiled as it is; empty where nothing does."""
     taken.say("comparing one step with that of the model compiled as it is")
-    with apply(plan, taken.model, spill_dir=taken.spill_dir, meter="never"):
+    with apply(plan, taken.model, spill_dir=taken.measuring.spill_dir, meter="never"):
         return first_unequal(stock, taken.bits())
 
 

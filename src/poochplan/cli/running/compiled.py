@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from poochplan.cli.base import Say, positive
+from poochplan.cli.base import Say, at_least, positive
 from poochplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="with --compile, in place of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
         "the compiled in-core peak such as 60%%",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=at_least(1),
+        metavar="N",
+        help="with --compile and --budget: timed steps of each profile (default: 5)",
     )
     parser.add_argument(
         "--time-limit",
@@ -95,6 +101,7 @@ def made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, s
         optimizer=workload.optimizer,
         budget=options.budget,
         spill_dir=options.spill_dir,
+        iterations=options.iterations,
         time_limit_s=options.time_limit,
         progress=say,
     ).plan
