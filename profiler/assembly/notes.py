@@ -8,7 +8,7 @@ import torch
 
 from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
-from poochplan.runtime.regions.graph_backend import written_replays
+from poochplan.runtime.graphs.graph_backend import written_replays
 from poochplan.runtime.regions.installing import why_none
 from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from poochplan.runtime.graphs.graph_partitioner import ARRIVE, SAVE, GraphPartitioner, saved_nodes
+from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
+from poochplan.runtime.graphs.save_points import save
 from poochplan.runtime.regions.arrivals import arrive
-from poochplan.runtime.regions.graph_partitioner import ARRIVE, SAVE, GraphPartitioner, saved_nodes
-from poochplan.runtime.regions.rewriting import Split, why_never_replayed
-from poochplan.runtime.regions.save_points import save
 from poochplan.tensors.torch_private import not_lowered
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poochplan.runtime.regions.graph_partitioner import GraphPartitioner, Replays, saved_nodes
-from poochplan.runtime.regions.rewriting import Split, why_never_replayed
+from poochplan.runtime.graphs.graph_partitioner import GraphPartitioner, Replays, saved_nodes
+from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
 from poochplan.tensors.torch_private import not_lowered
 
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]

@@ -14,8 +14,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import poochplan
 from poochplan.formats.profile import Profile
-from poochplan.runtime.regions.graph_backend import GraphBackend
-from poochplan.runtime.regions.graph_partitioner import Replays
+from poochplan.runtime.graphs.graph_backend import GraphBackend
+from poochplan.runtime.graphs.graph_partitioner import Replays
 from poochplan.runtime.regions.hollows import waiting
 from tests.runtime.graph_nets import Noting, same, step
 from tests.runtime.nets import LINK

@@ -11,7 +11,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link
-from poochplan.runtime.regions.graph_backend import compile_in_place
+from poochplan.runtime.graphs.graph_backend import compile_in_place
 from poochplan.runtime.regions.installing import why_no_graphs
 from poochplan.runtime.session import Session
 from poochplan.sessions import apply

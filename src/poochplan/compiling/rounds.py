@@ -15,7 +15,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Profile
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
-from poochplan.runtime.regions.graph_backend import compile_in_place
+from poochplan.runtime.graphs.graph_backend import compile_in_place
 from poochplan.sessions import apply
 from poochplan.tensors.torch_private import compile_module, forget_compiled
 from poochplan.units import format_bytes, parse_budget

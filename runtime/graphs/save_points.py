@@ -14,11 +14,10 @@ from functools import partial
 
 import torch
 
+from poochplan.runtime.regions.arrivals import LIBRARY, NAMESPACE, listening, marks, saving
+from poochplan.runtime.regions.hollows import hollow_for
 from poochplan.tensors.storages import Geometry
 from poochplan.tensors.torch_private import topmost_hooks, unseen_by_modes, version_of
-
-from .arrivals import LIBRARY, NAMESPACE, listening, marks, saving
-from .hollows import hollow_for
 
 OP = "save"
 LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.Tag.flexible_layout,))

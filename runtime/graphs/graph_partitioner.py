@@ -14,12 +14,12 @@ import torch
 from torch.fx.node import has_side_effect
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.regions.arrivals import NAMESPACE
+from poochplan.runtime.regions.partitioner import ARRIVE, add_arrivals
 from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, stock_partition
 
 from . import save_points
-from .arrivals import NAMESPACE
 from .graph_key import graph_key
-from .partitioner import ARRIVE, add_arrivals
 from .rewriting import Split, give, given_by, write_replays
 
 __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "has_save_points", "saved_nodes"]
