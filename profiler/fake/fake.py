@@ -136,6 +136,10 @@ class FakeCapture(ClonedCapture):
     def unmeasured_ops(self) -> int:
         return len(self.told.unknown)
 
+    def takes(self, op: CapturedOp, seconds: float) -> None:
+        """Told what the op takes, run by itself."""
+        op.duration_s = seconds
+
     def notes(self) -> list[str]:
         """What data would have decided and nothing here has."""
         if not self._uncounted:

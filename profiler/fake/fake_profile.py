@@ -90,7 +90,7 @@ def _machine_of(
     bench = OpBench(device)
     costs = bench.costs(capture.specs, options.say)
     for op, cost in zip(capture.ops, costs, strict=True):
-        op.duration_s = cost.seconds
+        capture.takes(op, cost.seconds)
     keys = [spec.key for spec in capture.specs]
     capture.told = give_memory(capture.ops, capture.values, keys, costs)
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())

@@ -50,6 +50,8 @@ class GraphCapture(FakeCapture):
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: graph, node, and why it is never replayed."""
         self._runs = False
+        self._computed_elsewhere: set[int] = set()
+        """Ops that the compiler fuses away; they live as long as the capture."""
         self._graph_runs = 0
 
     def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,17 +112,19 @@ class GraphCapture(FakeCapture):
         for value, *_ in self.handles[before:]:
             self._saved_by.setdefault(value, []).append((key, node.name, never))
 
-    def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
-        outputs = super()._run(op, func, args, kwargs)
-        if self._node in self._fused:
-            op.duration_s = 0.0
-        return outputs
-
-    def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
-        super()._born(op, outputs, partly_unwritten)
-        if self._node in self._fused:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.ops)
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        for op in self.ops[before:] if self._node in self._fused else ():
+            self._computed_elsewhere.add(id(op))
+            self.takes(op, 0.0)
             for number in op.outputs:
                 self.values[number].size_bytes = 0
+        return outputs
+
+    def takes(self, op: CapturedOp, seconds: float) -> None:
+        """Nothing, where it is computed within the kernels that read what it makes."""
+        op.duration_s = 0.0 if id(op) in self._computed_elsewhere else seconds
 
     def told_of_graphs(self, profile: Profile) -> Profile:
         """The profile, with what saved each value, and why it is never recomputed in its graph."""

@@ -16,7 +16,7 @@ from poochplan.runtime.graphs.graph_partitioner import ARRIVE, SAVE, GraphPartit
 from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
 from poochplan.runtime.graphs.save_points import save
 from poochplan.runtime.regions.arrivals import arrive
-from poochplan.tensors.torch_private import not_lowered
+from poochplan.tensors.torch_private import boxed, not_lowered
 
 
 class Watching(Protocol):
@@ -61,8 +61,7 @@ def _run_by(graph: torch.fx.GraphModule, watching: Watching) -> Callable[[list[A
         with watching.inside():
             return _Interpreter(graph, watching).boxed_run(list(args) if not isinstance(args, list) else args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # it lets go of its arguments as the code would
-    return run
+    return boxed(run)  # it lets go of its arguments as the code would
 
 
 class _Interpreter(torch.fx.Interpreter):

@@ -46,6 +46,7 @@ __all__ = [
     "allocation_events",
     "allocation_mark",
     "backward_node",
+    "boxed",
     "call_attribute",
     "captures_graphs",
     "clear_cublas_workspaces",
@@ -462,6 +463,12 @@ def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], se
         return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
     finally:
         given.collect_bw_donated_buffer_idxs = stock
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The callable, which is given a list of its arguments that it may empty."""
+    setattr(run, "_boxed_call", True)  # noqa: B010
+    return run
 
 
 @contextlib.contextmanager
