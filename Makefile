@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check everything that is claimed, each claim once: lint, format, types, docs, tests, notebooks (some eight minutes)
+test: setup  ## Check everything that is claimed, each claim once: lint, format, types, docs, tests, notebooks (some fifteen minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
 	@echo "make test: lint, types, docs, tests and notebooks all passed."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -39,6 +40,10 @@ _PULP_STATUS = {
     pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
     pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
 }
+_LONGEST_SOLVE_S = 300.0
+"""Of one program in a search that counts and has no limit of time: a thousand times what any has taken. The solver is
+not known to end on every program.
+"""
 _HAS_SOLUTION = (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
 
 
@@ -228,7 +233,7 @@ class Warm:
         import highspy
 
         highs = self._highs
-        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.1, limits.time_s))  # its clock never stands still
+        highs.setOptionValue("time_limit", highs.getRunTime() + _seconds(limits))  # its clock never stands still
         highs.run()
         if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # from here the simplex did not find its way
             highs.clearSolver()
@@ -263,12 +268,16 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
+def _seconds(limits: Limits) -> float:
+    return _LONGEST_SOLVE_S if limits.time_s == math.inf else max(0.1, limits.time_s)
+
+
 def _highs(limits: Limits) -> Any:
     import highspy
 
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("time_limit", max(0.1, limits.time_s))
+    highs.setOptionValue("time_limit", _seconds(limits))
     highs.setOptionValue("threads", 1)  # two runs may go on side by side
     highs.setOptionValue("random_seed", 0)
     highs.setOptionValue("mip_rel_gap", limits.gap)

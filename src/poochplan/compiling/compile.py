@@ -43,8 +43,9 @@ def compile(
 
     The step is compiled as it is and measured; its graphs are captured without memory and planned; they are compiled
     again with what the plan recomputes in their backwards, and measured; and what they save is planned to be kept or
-    swapped. One step is compared bit by bit with that of the model compiled without a plan. Needs Inductor of torch
-    2.13, the CPU device, and a C++ compiler.
+    swapped. One step is compared bit by bit with that of the model compiled without a plan; where replays in the graphs
+    give other bits, a plan without any is made. Needs Inductor of torch 2.13, the CPU device, and a C++ compiler. What
+    else is compiled in this process is compiled again when it is called next, from the compiler's caches.
 
     Parameters
     ----------
@@ -77,11 +78,7 @@ def compile(
         if plan is None:
             assert step is not None
             assert budget is not None
-            from .rounds import (
-                Measuring,
-                Taking,
-                planned_within,
-            )  # here: with a plan of before nothing of the planner is loaded
+            from .rounds import Measuring, Taking, planned_within  # here: a plan of before needs no planner
 
             say = progress or (lambda _: None)
             measuring = Measuring(link, spill_dir, throttle, iterations)
