@@ -451,16 +451,19 @@ def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.Gr
 def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], settings: dict[str, Any]) -> Any:
     """What Inductor's backend makes of a graph under these of its settings; ``lower`` makes code of each half of it.
 
-    Saved tensors are not donated to the backward: it would write into what only stands for one.
+    Saved tensors are not donated to the backward: it would write into what only stands for one. The backward is lowered
+    with its forward, and not when it first runs, by when what arrives in it would have to be known.
     """
     import torch._functorch._aot_autograd.graph_compile as steps
+    from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
     given: Any = steps
     stock = given.collect_bw_donated_buffer_idxs
     given.collect_bw_donated_buffer_idxs = lambda *_: []  # with the setting off, a graph cannot go back twice
     try:
-        return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
+        with config.patch(force_non_lazy_backward_lowering=True):
+            return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
     finally:
         given.collect_bw_donated_buffer_idxs = stock
 
