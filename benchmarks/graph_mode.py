@@ -39,7 +39,7 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     import poochplan
     from benchmarks.against.compared_networks import fresh
     from benchmarks.pairs import compared, in_pairs, one_step
-    from poochplan.errors import InfeasibleError
+    from poochplan.errors import InfeasibleError, StepError
     from poochplan.tensors.torch_private import compile_module
 
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     began_s = time.perf_counter()
     try:
         session = _compiled(work, name, budget)
-    except InfeasibleError as error:
+    except (InfeasibleError, StepError) as error:
         return {"network": name, "budget": budget, "refused": str(error)}
     planning_s = time.perf_counter() - began_s
     plan = session.plan

@@ -28,7 +28,7 @@ def test_three_steps_are_bitwise_within_budget_and_take_what_was_predicted(netwo
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     if "refused" in found:
-        pytest.skip(found["refused"])  # optimizer state and weights alone are above the budget
+        pytest.skip(found["refused"])  # nothing fits, or one network's bits: benchmarks/README.md says which
     assert found["bitwise"], found
     assert found["most_bytes"] <= found["budget_bytes"], found
     assert abs(found["most_bytes"] - found["predicted_bytes"]) <= 0.02 * found["predicted_bytes"] + ROOM_BYTES, found
