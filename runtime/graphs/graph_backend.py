@@ -33,11 +33,8 @@ class GraphBackend:
     def __init__(self, replays: Replays | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.options = dict(options or {})
         self.partitioner = GraphPartitioner(replays or {})
-        self.compiled = 0
-        """Graphs so far."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.compiled += 1
         lowered_as_output(SAVE)
         settings = {**self.options, "custom_partitioner_fn": self.partitioner}
         return compile_with_inductor(graph, inputs, lowered, settings)

@@ -9,7 +9,6 @@ last use, and a plan may have it leave. The compiled code must not reuse the mem
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import torch
@@ -61,7 +60,5 @@ def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Ten
     return value.detach()
 
 
-# Torch looks at an op's first run; what it hands out as it is, is what the graph says of it: an output like any other.
-warnings.filterwarnings("ignore", message=f"{NAMESPACE}::{OP} ")
 LIBRARY.impl(OP, save, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)
