@@ -16,7 +16,7 @@ import torch
 from poochplan.runtime.regions.arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from poochplan.runtime.regions.hollows import hollow_for
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import topmost_hooks, unseen_by_modes, version_of
+from poochplan.tensors.torch_private import detached_alias, topmost_hooks, unseen_by_modes, version_of
 
 OP = "save"
 LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -29,7 +29,7 @@ def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor
     """
     geometry, hooks = Geometry.of(value), topmost_hooks()
     with unseen_by_modes():
-        own = value.detach()  # the given one may become a result, which holds the hollow by its node
+        own = detached_alias(value)  # the given one may become a result, which holds the hollow by its node
     with listening():
         if hooks is None:
             return hollow_for(geometry, partial(_held, own, version_of(own)), again=True)
