@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from poochplan.runtime.regions.anchors import with_anchoring
+from poochplan.runtime.regions.installing import PARTITIONER, PASSES
 from poochplan.tensors.torch_private import (
     call_attribute,
     compile_module,
@@ -36,7 +38,8 @@ class GraphBackend:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         lowered_as_output(SAVE)
-        settings = {**self.options, "custom_partitioner_fn": self.partitioner}
+        passes = self.options.get(PASSES, getattr(inductor_settings(), PASSES))
+        settings = {**self.options, PARTITIONER: self.partitioner, PASSES: with_anchoring(passes)}
         return compile_with_inductor(graph, inputs, lowered, settings)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.fx.node import has_side_effect
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
-from poochplan.runtime.regions.arrivals import NAMESPACE
-from poochplan.runtime.regions.partitioner import ARRIVE, add_arrivals
+from poochplan.runtime.regions.arrivals import ARRIVE, NAMESPACE
+from poochplan.runtime.regions.partitioner import add_arrivals
 from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, stock_partition
 
 from . import save_points
@@ -26,7 +26,7 @@ __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-4"
+VERSION = "poochplan-graph-5"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)

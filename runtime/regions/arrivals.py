@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.fx.node import has_side_effect
 
 from poochplan.runtime.metering.allocated import joined_count
 from poochplan.tensors.modes import compiled_modules, in_compiled_call
@@ -69,6 +70,8 @@ def _traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Ten
 
 LIBRARY.impl(OP, arrive, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::{OP}", _traced, lib=LIBRARY)
+ARRIVE: Any = getattr(getattr(torch.ops, NAMESPACE), OP).default
+has_side_effect(ARRIVE)
 
 
 def parts_are_measured(device_type: str) -> bool:

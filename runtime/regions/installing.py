@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,8 +15,11 @@ from .arrivals import parts_are_measured
 
 TORCH = "2.13"
 """The one minor version whose generated code was read; another may call it otherwise."""
-_SETTING = "custom_partitioner_fn"
+PARTITIONER, PASSES = "custom_partitioner_fn", "post_grad_custom_post_pass"
+"""Inductor's settings that we set."""
 _open_blocks = 0
+_passes_before: Any = None
+_passes: Any = None
 
 
 @contextlib.contextmanager
@@ -24,22 +28,28 @@ def arrivals_compiled(model: torch.nn.Module, device_type: str) -> Iterator[None
 
     What was compiled before stays as it is. Blocks may lie in each other, or overlap.
     """
-    global _open_blocks
+    global _open_blocks, _passes_before, _passes
     if not compiled_modules(model) or why_none(model, device_type):
         yield
         return
+    from .anchors import with_anchoring
     from .partitioner import ArrivingPartitioner
 
     settings = inductor_settings()
     if not _open_blocks:
-        setattr(settings, _SETTING, ArrivingPartitioner())
+        setattr(settings, PARTITIONER, ArrivingPartitioner())
+        _passes_before = getattr(settings, PASSES)
+        _passes = with_anchoring(_passes_before)
+        setattr(settings, PASSES, _passes)
     _open_blocks += 1
     try:
         yield
     finally:
         _open_blocks -= 1
-        if not _open_blocks and isinstance(getattr(settings, _SETTING), ArrivingPartitioner):
-            setattr(settings, _SETTING, None)
+        if not _open_blocks and isinstance(getattr(settings, PARTITIONER), ArrivingPartitioner):
+            setattr(settings, PARTITIONER, None)
+        if not _open_blocks and getattr(settings, PASSES) is _passes:
+            setattr(settings, PASSES, _passes_before)
 
 
 def why_no_graphs(device_type: str) -> str:
@@ -72,8 +82,8 @@ def why_none(model: torch.nn.Module, device_type: str) -> str:
     if not parts_are_measured(device_type):
         return "what the parts of a compiled backward take is not known without the compiled allocator"
     settings = inductor_settings()
-    if not hasattr(settings, _SETTING):
+    if not hasattr(settings, PARTITIONER):
         return "this compiler takes no partitioner"
-    if not _open_blocks and getattr(settings, _SETTING) is not None:
+    if not _open_blocks and getattr(settings, PARTITIONER) is not None:
         return "custom_partitioner_fn is set already, to one of your own"
     return ""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx.node import has_side_effect
 
 from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, schema_of, stock_partition
 
-from .arrivals import NAMESPACE, OP
+from .anchors import is_gradient
+from .arrivals import ARRIVE
 
-VERSION = "poochplan-arrivals-1"
+VERSION = "poochplan-arrivals-2"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
-_EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
-ARRIVE: Any = getattr(getattr(torch.ops, NAMESPACE), OP).default
 
 
 class ArrivingPartitioner:
@@ -43,7 +41,6 @@ class ArrivingPartitioner:
         return VERSION
 
 
-has_side_effect(ARRIVE)
 counts_as_partitioner(ArrivingPartitioner)
 
 
@@ -58,22 +55,17 @@ def _saved(forward: torch.fx.GraphModule, output_count: int, static: set[int]) -
 def add_arrivals(backward: torch.fx.GraphModule, saved: set[str]) -> set[str]:
     """Puts an arrival before the first use of each of the ``saved`` tensors; returns which of them arrive.
 
-    It names a tensor that is in memory by then whatever is fused: otherwise it could be moved to the begin, and with
-    another one fusion would change. That is the last of those that the first use depends on; where there is none, the
-    last one made before it.
+    Until it is anchored (``anchors.py``), it only comes behind a gradient that is given.
     """
     graph = backward.graph
     place = {node: index for index, node in enumerate(graph.nodes)}
-    anchors = _in_memory(graph)
-    behind = _last_needed(graph, anchors)
-    arriving = [one for one in place if one.op == "placeholder" and one.name in saved and _may_arrive(one)]
+    inputs = [node for node in place if node.op == "placeholder"]
+    given = next((node for node in inputs if is_gradient(node)), None)
+    arriving = [node for node in inputs if node.name in saved and _may_arrive(node)]
     for node in arriving:
         first = min(node.users, key=lambda user: place[user])
-        after = behind[first] or max(
-            (one for one in anchors if place[one] < place[first]), key=lambda one: place[one], default=None
-        )
         with graph.inserting_before(first):
-            arrival = graph.call_function(ARRIVE, (node, after))
+            arrival = graph.call_function(ARRIVE, (node, given))
         arrival.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(arrival, delete_user_cb=lambda user, own=arrival: user is not own)
     graph.lint()
@@ -90,35 +82,3 @@ def _may_arrive(node: torch.fx.Node) -> bool:
 
 def _writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)
-
-
-def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Tensors that lie in memory: gradients that are given, and what ops take and make that no fusion takes up."""
-    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
-    for node in graph.nodes:
-        if _is_extern(node):
-            found |= {_without_views(one) for one in node.all_input_nodes}
-            found |= {node} | {user for user in node.users if getattr(user.target, "__name__", "") == "getitem"}
-    made = {node for node in found if node.op == "call_function" or node.name.startswith("tangents")}
-    return {node for node in made if isinstance(node.meta.get("val"), torch.Tensor)}
-
-
-def _last_needed(graph: torch.fx.Graph, anchors: set[torch.fx.Node]) -> dict[torch.fx.Node, torch.fx.Node | None]:
-    """Of each node, the last of the anchors that it depends on."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    last: dict[torch.fx.Node, torch.fx.Node | None] = {}
-    for node in graph.nodes:
-        needed = [one if one in anchors else last[one] for one in node.all_input_nodes]
-        last[node] = max((one for one in needed if one is not None), key=lambda one: place[one], default=None)
-    return last
-
-
-def _is_extern(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and any(name in str(node.target) for name in _EXTERN)
-
-
-def _without_views(node: torch.fx.Node) -> torch.fx.Node:
-    """The tensor of which it is a view, as far as the graph says."""
-    while isinstance(node.target, OpOverload) and node.target.is_view and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node

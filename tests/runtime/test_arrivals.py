@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as settings
 from torch import nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
@@ -224,15 +225,57 @@ def test_two_backwards_of_one_graph_under_autocast() -> None:
 # -- when ------------------------------------------------------------------------------------------------------------
 
 
+class Tied(nn.Module):
+    """Its embeddings' gradient is a product, added to what the tokens give: the compiler makes one op of the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.bias = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Parameter(torch.zeros(64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.layer(self.words(tokens)))
+        return nn.functional.linear(hidden, self.words.weight, self.bias).log_softmax(-1)
+
+
 @cpu_device
-def test_the_setting_is_there_while_it_is_needed_and_no_longer() -> None:
+def test_the_compiler_makes_one_op_of_two_where_it_does_so_in_stock_code() -> None:
+    def gradients(with_arrivals: bool) -> tuple[list[torch.Tensor], str]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, tokens = Tied(), torch.randint(64, (16, 32))
+        model.compile(dynamic=False)
+        with arrivals_compiled(model, "cpu") if with_arrivals else contextlib.nullcontext(), fresh_cache():
+            _, codes = run_and_get_code(lambda: model(tokens).square().mean().backward())
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], codes[-1]
+
+    (stock, stock_code), (ours, code) = gradients(False), gradients(True)
+    assert "poochplan.arrive" in code
+    assert code.count("extern_kernels.addmm(buf") == stock_code.count("extern_kernels.addmm(buf") == 1
+    assert equal([stock], [ours])
+
+
+@cpu_device
+def test_the_settings_are_there_while_they_are_needed_and_no_longer() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return "own"
+
     model, _ = fresh()
-    with arrivals_compiled(model, "cpu"):
-        inside = settings.custom_partitioner_fn
+    own = Own()
+    with settings.patch(post_grad_custom_post_pass=own):
         with arrivals_compiled(model, "cpu"):
-            assert settings.custom_partitioner_fn is inside
-        assert settings.custom_partitioner_fn is inside
-    assert inside is not None
+            inside = settings.custom_partitioner_fn, settings.post_grad_custom_post_pass
+            with arrivals_compiled(model, "cpu"):
+                assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
+            assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
+        assert settings.post_grad_custom_post_pass is own
+    assert inside[0] is not None
+    assert inside[1][0] is own
     assert settings.custom_partitioner_fn is None
 
 

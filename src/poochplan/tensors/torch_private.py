@@ -55,6 +55,7 @@ __all__ = [
     "compile_with_inductor",
     "compiled_by_inductor",
     "compiles_autograd",
+    "counts_as_graph_pass",
     "counts_as_partitioner",
     "covers_itself_once",
     "detached_alias",
@@ -439,6 +440,13 @@ def counts_as_partitioner(kind: type) -> None:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     CustomPartitionerFn.register(kind)
+
+
+def counts_as_graph_pass(kind: type) -> None:
+    """Has Inductor take instances of the class as passes over a graph that its caches know."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(kind)
 
 
 def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
