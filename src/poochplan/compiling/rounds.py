@@ -26,6 +26,8 @@ from .reference import Bits, bits_of_a_step, first_unequal
 
 ROUNDS = 3
 """Times that graphs are planned and compiled at most."""
+_BRIEFLY = 2
+"""Iterations in which the step that is compiled as it is gets measured: it is not what is planned."""
 SHARES = "5e10,1e10"
 """Flops and bytes a second, for the shares that ops have of a measured step: those of a core of a server's CPU."""
 
@@ -65,7 +67,8 @@ class Taking:
     def bits(self) -> Bits:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
-    def measured(self) -> Profile:
+    def measured(self, iterations: int | None = None) -> Profile:
+        """``iterations``: where the user has not said how many."""
         how = self.measuring
         found = profiled(
             self.step,
@@ -74,7 +77,7 @@ class Taking:
             link=how.link,
             spill_dir=how.spill_dir,
             throttle=how.throttle if how.link is None else None,
-            iterations=how.iterations,
+            iterations=iterations if how.iterations is None else how.iterations,
             progress=self.say,
         )
         self.measuring = how._replace(link=found.link)
@@ -91,7 +94,7 @@ def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float
     say("compiling the step as it is")
     taken.compile(None)
     stock = taken.bits()
-    measured = taken.measured()
+    measured = taken.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("capturing its graphs without memory")
     graphs = as_measured(taken.graphs(), measured)
