@@ -97,8 +97,8 @@ def profile(
         remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
         ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
         :func:`poochplan.profiler.fake.fake.building`.
-    roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"`` or ``"FLOPS,BYTES"`` per second; for mode
-        ``"fake"`` (or ``"auto"``).
+    roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or ``"FLOPS,BYTES"`` per
+        second; for mode ``"fake"`` (or ``"auto"``).
     workload: a name to find the profile by.
     iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.

@@ -116,7 +116,7 @@ class FakeCapture(ClonedCapture):
     def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
         super().__init__("cpu", tracker, static)
         self._mode = mode
-        self._roofline = roofline
+        self.roofline = roofline
         self.specs: list[OpSpec] = []
         """Of each op, where there is no roofline."""
         self._recency = Recency(cache_bytes())
@@ -153,10 +153,10 @@ class FakeCapture(ClonedCapture):
         outputs = func(*args, **kwargs)
         if not self._uncounted and any(map(_is_sparse, pytree.tree_leaves((args, kwargs, outputs)))):
             self._uncounted = f"{op.name} in {op.layer}" if op.layer else op.name
-        if self._roofline is None:
+        if self.roofline is None:
             self.specs.append(OpSpec(func, args, kwargs, outputs, cached=self._found_in_cache(op)))
         else:
-            op.duration_s = op_seconds(self._roofline, func, args, kwargs, outputs)
+            op.duration_s = op_seconds(self.roofline, func, args, kwargs, outputs)
         return outputs
 
     def _found_in_cache(self, op: CapturedOp) -> frozenset[int]:

@@ -15,7 +15,7 @@ from poochplan.formats.profile import Profile, Value
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
-from poochplan.profiler.fake.roofline import Roofline
+from poochplan.profiler.fake.roofline import Roofline, function_seconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.torch_private import forget_compiled
 
@@ -117,13 +117,13 @@ class GraphCapture(FakeCapture):
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         for op in self.ops[before:] if self._node in self._fused else ():
             self._computed_elsewhere.add(id(op))
-            self.takes(op, 0.0)
+            op.duration_s = 0.0 if self.roofline is None else function_seconds(self.roofline, func, outputs)
             for number in op.outputs:
                 self.values[number].size_bytes = 0
         return outputs
 
     def takes(self, op: CapturedOp, seconds: float) -> None:
-        """Nothing, where it is computed within the kernels that read what it makes."""
+        """Nothing, run by itself, where it is computed within the kernels that read what it makes."""
         op.duration_s = 0.0 if id(op) in self._computed_elsewhere else seconds
 
     def told_of_graphs(self, profile: Profile) -> Profile:

@@ -51,6 +51,17 @@ def test_an_elementwise_op_takes_its_bytes_and_in_place_as_many() -> None:
         assert op_seconds(DEVICES["v100"], *ops.calls[name]) == pytest.approx(8e6 / 900e9 + LAUNCH_S)
 
 
+def test_on_a_processor_dear_functions_take_their_elements_on_top() -> None:
+    image, core = torch.randn(1000, 1000), DEVICES["cpu-core"]
+    with Ops() as ops:
+        torch.tanh(image)
+        torch.relu(image)
+    relu_s, tanh_s = (op_seconds(core, *ops.calls[name]) for name in ("relu", "tanh"))
+    assert tanh_s - relu_s == pytest.approx(1e6 * core.element_s["aten.tanh"])
+    assert core.element_s["prims.inductor_random"] > 10 * core.element_s["aten.tanh"]
+    assert not DEVICES["v100"].element_s
+
+
 def test_what_is_only_written_counts_once_and_an_allocation_takes_no_time() -> None:
     with Ops() as ops:
         torch.empty(1000).zero_()

@@ -28,8 +28,8 @@ ROUNDS = 3
 """Times that graphs are planned and compiled at most."""
 _BRIEFLY = 2
 """Iterations in which the step that is compiled as it is gets measured: it is not what is planned."""
-SHARES = "5e10,1e10"
-"""Flops and bytes a second, for the shares that ops have of a measured step: those of a core of a server's CPU."""
+SHARES = "cpu-core"
+"""The roofline by which ops have their shares of a measured step."""
 
 
 class Measuring(NamedTuple):

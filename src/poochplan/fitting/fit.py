@@ -102,7 +102,8 @@ def fit(
     workload: a name, TOML or function as ``pooch profile`` takes them, or the function itself.
     vary: the parameter, such as ``"batch_size"``, ``"layers"``, ``"sequence_length"`` or ``"image_size"``.
     device_memory: bytes, or text such as ``"16GiB"``; that of ``roofline`` where it is left out.
-    roofline: the device, ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"`` or ``"FLOPS,BYTES"`` per second.
+    roofline: the device, ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or
+        ``"FLOPS,BYTES"`` per second.
     link, compute_scale: of the machine, as ``pooch plan`` takes them.
     margin: of the memory, left to what is no part of the step.
     max_overhead: the most that the plan may cost, as a share of the in-core step: 0.3 is 30%.
