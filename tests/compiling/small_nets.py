@@ -62,3 +62,26 @@ def stock(steps: int = 3) -> list[list[torch.Tensor]]:
     model, step, optimizer = fresh()
     model.compile(dynamic=False)
     return train(model, step, optimizer, steps)
+
+
+class Products(nn.Module):
+    """Products of matrices only, for which the compiler makes no C++; each saved tensor is told by its width."""
+
+    widths = (64, 32, 48, 80, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(*pair, bias=False) for pair in zip(self.widths, self.widths[1:], strict=False))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch
+
+
+def products() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
+    """The same each time."""
+    torch.manual_seed(0)
+    model, batch = Products(), torch.randn(1024, Products.widths[0])
+    return model, lambda: model(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
