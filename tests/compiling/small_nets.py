@@ -1,4 +1,4 @@
-"""A small network with a graph break, a dropout and batch statistics, and its steps; tests of graph mode share it."""
+"""A small network with two graph breaks, a dropout and batch statistics, and its steps; for tests of graph mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, ROWS = 128, 512
 
 
 class Broken(nn.Module):
-    """A compiler makes two graphs of it."""
+    """A compiler makes three graphs of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +29,7 @@ class Broken(nn.Module):
         batch = self.drop(self.norm(self.first(batch)).tanh())
         torch._dynamo.graph_break()
         batch = batch + self.drop(self.down(nn.functional.gelu(self.up(batch))))
+        torch._dynamo.graph_break()
         return self.last(batch.exp().log1p())
 
 
