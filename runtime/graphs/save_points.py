@@ -16,7 +16,7 @@ import torch
 from poochplan.runtime.regions.arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from poochplan.runtime.regions.hollows import hollow_for
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import detached_alias, topmost_hooks, unseen_by_modes, version_of
+from poochplan.tensors.torch_private import detached_alias, is_dense, topmost_hooks, unseen_by_modes, version_of
 
 OP = "save"
 LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -35,10 +35,19 @@ def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor
             return hollow_for(geometry, partial(_held, own, version_of(own)), again=True)
         pack, unpack = hooks
         if not marks(pack):
-            return value.clone()
+            return _copy_of(value)
         with saving():
             packed = pack(own)
     return hollow_for(geometry, partial(unpack, packed), again=True)
+
+
+def _copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the tensor does, also as a view with gaps: the code behind it relies on the strides."""
+    if not value.numel() or is_dense(value):
+        return value.clone()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = value.as_strided((reach,), (1,)).clone()
+    return memory.as_strided(value.shape, value.stride(), 0)
 
 
 def _held(value: torch.Tensor, version: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A small network with a graph break, a dropout and batch statistics, and its steps; tests of graph mode share it."""
+"""A small network with two graph breaks, a dropout and batch statistics, and its steps; for tests of graph mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, ROWS = 128, 512
 
 
 class Broken(nn.Module):
-    """A compiler makes two graphs of it."""
+    """A compiler makes three graphs of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +29,7 @@ class Broken(nn.Module):
         batch = self.drop(self.norm(self.first(batch)).tanh())
         torch._dynamo.graph_break()
         batch = batch + self.drop(self.down(nn.functional.gelu(self.up(batch))))
+        torch._dynamo.graph_break()
         return self.last(batch.exp().log1p())
 
 
@@ -62,3 +63,26 @@ def stock(steps: int = 3) -> list[list[torch.Tensor]]:
     model, step, optimizer = fresh()
     model.compile(dynamic=False)
     return train(model, step, optimizer, steps)
+
+
+class Products(nn.Module):
+    """Products of matrices only, for which the compiler makes no C++; each saved tensor is told by its width."""
+
+    widths = (64, 32, 48, 80, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(*pair, bias=False) for pair in zip(self.widths, self.widths[1:], strict=False))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch
+
+
+def products() -> tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]:
+    """The same each time."""
+    torch.manual_seed(0)
+    model, batch = Products(), torch.randn(1024, Products.widths[0])
+    return model, lambda: model(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -45,10 +45,10 @@ def test_each_value_that_a_graph_saves_names_its_node_and_its_layer(graphs: Prof
     named = [value for value in saved(graphs) if value.nodes]
     assert {len(value.nodes) for value in named} == {1}
     keys = {value.nodes[0].split("/")[0] for value in named}
-    assert len(keys) == 2  # one for each side of the graph break
+    assert len(keys) == 3  # with graph breaks between them
     assert {"first", "norm", "up", "down", "drop"} >= {value.layer for value in named if value.layer} >= {"first", "up"}
     assert sum(value.unreplayable == "" for value in named) >= 4
-    assert sum(value.size_bytes for value in named) > 0.7 * sum(value.size_bytes for value in saved(graphs))
+    assert sum(value.size_bytes for value in named) > 0.6 * sum(value.size_bytes for value in saved(graphs))
 
 
 def test_saves_lie_in_forward_and_uses_in_backward_each_at_a_point_of_its_own(graphs: Profile) -> None:

@@ -1,0 +1,76 @@
+"""Under autocast to 16 bits a plan inside compiled code keeps the bits of stock Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile import Link
+from tests.compiling.small_nets import SLOW_LINK, train
+from tests.runtime.nets import LINK, equal
+from tests.runtime.served import needs_compiler
+
+TOO_MUCH = pytest.mark.filterwarnings("error:poochplan. a step that follows the plan took:RuntimeWarning")
+"""A step above its budget fails."""
+pytestmark = [needs_compiler, pytest.mark.cpu_device, TOO_MUCH]
+Made = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
+
+
+class Mixed(nn.Module):
+    """Products in 16 bits, and sums in 32 between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(64, 256), nn.Linear(256, 128)
+        self.norm, self.last = nn.LayerNorm(128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.middle(self.first(batch))).tanh())  # type: ignore[no-any-return]
+
+
+def fresh() -> Made:
+    torch.manual_seed(0)
+    model, batch = Mixed(), torch.randn(1024, 64)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().square().mean()  # type: ignore[no-any-return]
+
+    return model, step, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def steps_of_stock() -> list[list[torch.Tensor]]:
+    model, step, optimizer = fresh()
+    model.compile(dynamic=False)
+    return train(model, step, optimizer, 2)
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[list[list[torch.Tensor]]]:
+    torch._dynamo.reset()
+    yield steps_of_stock()  # whose model is let go of
+    torch._dynamo.reset()
+
+
+def planned(stock: list[list[torch.Tensor]], link: Link, budget: str) -> Plan:
+    """A plan for that budget, whose steps give the bits of stock Inductor."""
+    model, step, optimizer = fresh()
+    made = poochplan.compile(model, step, optimizer=optimizer, budget=budget, link=link, iterations=1, time_limit_s=1)
+    with made as session:
+        assert equal(train(model, step, optimizer, 2), stock)
+        assert session.report().total.fallbacks == 0
+    assert made.plan.prediction.peak_bytes <= made.plan.budget_bytes < made.plan.prediction.in_core_peak_bytes
+    return made.plan
+
+
+def test_what_is_swapped_under_autocast_gives_the_same_bits(stock: list[list[torch.Tensor]]) -> None:
+    assert Decision.SWAP in {value.decision for value in planned(stock, LINK, "85%").values}
+
+
+def test_what_is_recomputed_under_autocast_gives_the_same_bits(stock: list[list[torch.Tensor]]) -> None:
+    assert planned(stock, SLOW_LINK, "85%").replays
