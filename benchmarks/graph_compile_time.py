@@ -37,7 +37,7 @@ def compiled(name: str, how: str, folder: Path) -> dict[str, Any]:
     import poochplan
     from benchmarks.against.compared_networks import fresh
     from benchmarks.pairs import one_step
-    from poochplan.tensors.torch_private import compile_module
+    from poochplan.torch_private.compiler_internals import compile_module
 
     torch.set_num_threads(1)
     work, parts = fresh(name), _Parts()

@@ -40,7 +40,7 @@ def row(name: str, budget: str, pairs: int) -> dict[str, Any]:
     from benchmarks.against.compared_networks import fresh
     from benchmarks.pairs import compared, in_pairs, one_step
     from poochplan.errors import InfeasibleError, StepError
-    from poochplan.tensors.torch_private import compile_module
+    from poochplan.torch_private.compiler_internals import compile_module
 
     torch.set_num_threads(1)
     stock = fresh(name)

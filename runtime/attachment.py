@@ -29,7 +29,7 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.tensors.torch_private import has_topmost_hooks, in_backward
+from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps

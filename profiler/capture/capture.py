@@ -31,8 +31,8 @@ from poochplan.tensors.storages import (
     parts_of,
     storage_key,
 )
-from poochplan.tensors.torch_private import in_backward, pytree, version_of
 from poochplan.tensors.writes import writes_of
+from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
 
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from poochplan.tensors.storages import storage_key
-from poochplan.tensors.torch_private import storage_identity
+from poochplan.torch_private.tensor_internals import storage_identity
 
 from .captured import CapturedValue
 

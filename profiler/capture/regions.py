@@ -20,7 +20,7 @@ from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.storages import is_plain
-from poochplan.tensors.torch_private import last_sequence_number, pytree, version_of
+from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
 from .captured import CapturedOp
 

@@ -19,7 +19,7 @@ from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
-from poochplan.tensors.torch_private import last_sequence_number
+from poochplan.torch_private.tensor_internals import last_sequence_number
 
 from .captured import CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of

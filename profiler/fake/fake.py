@@ -31,7 +31,7 @@ from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
-from poochplan.tensors.torch_private import (
+from poochplan.torch_private.tensor_internals import (
     FAKE_LOG,
     OWN_DICTIONARIES,
     DataDependentOutputException,

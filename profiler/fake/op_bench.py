@@ -33,7 +33,7 @@ from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import Geometry, has_storage
-from poochplan.tensors.torch_private import pytree, storage_identity
+from poochplan.torch_private.tensor_internals import pytree, storage_identity
 
 from .op_memory import OpCost, OpMemory, memory_of_run
 from .recency import cache_bytes

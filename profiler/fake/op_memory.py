@@ -14,7 +14,7 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.runtime.allocator.allocation_log import AllocationLog, Table
 from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.tensors.storages import has_storage
-from poochplan.tensors.torch_private import pytree, storage_identity
+from poochplan.torch_private.tensor_internals import pytree, storage_identity
 
 
 class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

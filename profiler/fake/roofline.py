@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from poochplan.errors import UsageError
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import storage_key
-from poochplan.tensors.torch_private import packet_of, pytree
+from poochplan.torch_private.tensor_internals import packet_of, pytree
 
 LAUNCH_S = 5e-6
 """Seconds that every kernel takes beside its work: start, tail and the gap to the next one."""

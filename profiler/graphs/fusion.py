@@ -11,7 +11,7 @@ import operator
 import torch
 
 from poochplan.tensors.operators import traits
-from poochplan.tensors.torch_private import OpOverload
+from poochplan.torch_private.tensor_internals import OpOverload
 
 Node = torch.fx.Node
 _MADE_ANYWHERE = ("aten.full", "aten.arange", "aten.scalar_tensor", "aten.zeros", "aten.ones", "prims.iota")

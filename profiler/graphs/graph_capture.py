@@ -17,7 +17,7 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.tensors.torch_private import forget_compiled
+from poochplan.torch_private.compiler_internals import forget_compiled
 
 from .fusion import never_in_memory
 from .open_graphs import open_graphs

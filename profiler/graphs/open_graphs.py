@@ -16,7 +16,7 @@ from poochplan.runtime.graphs.graph_partitioner import ARRIVE, SAVE, GraphPartit
 from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
 from poochplan.runtime.graphs.save_points import save
 from poochplan.runtime.regions.arrivals import arrive
-from poochplan.tensors.torch_private import boxed, not_lowered
+from poochplan.torch_private.compiler_internals import boxed, not_lowered
 
 
 class Watching(Protocol):

@@ -22,7 +22,7 @@ from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.regions.arrivals import told_of_points
-from poochplan.tensors.torch_private import without_modes
+from poochplan.torch_private.tensor_internals import without_modes
 
 from .watch import Pack, Scene, Unpack, Watch
 

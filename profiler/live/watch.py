@@ -19,7 +19,7 @@ from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
-from poochplan.tensors.torch_private import intercept_autograd
+from poochplan.torch_private.tensor_internals import intercept_autograd
 
 Pack = Callable[[torch.Tensor], Handle]
 Unpack = Callable[[Handle], torch.Tensor]

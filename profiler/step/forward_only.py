@@ -17,7 +17,8 @@ from poochplan.errors import StepError
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import tensor_leaves
 from poochplan.tensors.storages import stands_for_memory
-from poochplan.tensors.torch_private import FakeTensor, FunctionalTensor, intercept_autograd, is_tracing
+from poochplan.torch_private.compiler_internals import is_tracing
+from poochplan.torch_private.tensor_internals import FakeTensor, FunctionalTensor, intercept_autograd
 
 CALLS_BACKWARD = "step(): expected forward only, found that it calls backward; return the loss instead"
 TAKES_GRADIENTS = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from poochplan.tensors.modes import compiled_modules, inside
-from poochplan.tensors.torch_private import backward_node, last_sequence_number, sequence_number
+from poochplan.torch_private.tensor_internals import backward_node, last_sequence_number, sequence_number
 
 
 class LayerTracker:

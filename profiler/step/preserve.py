@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from poochplan.errors import StepError, UsageError
-from poochplan.tensors.torch_private import owned_buffers, owned_parameters
+from poochplan.torch_private.tensor_internals import owned_buffers, owned_parameters
 
 from .contents import TensorContents
 from .states import Action, GeneratorStates, GradientStates, ModuleStates, OptimizerState, State, first_line

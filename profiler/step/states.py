@@ -16,7 +16,12 @@ import numpy as np
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.tensors.torch_private import OWN_DICTIONARIES, non_persistent_buffers, pytree, set_non_persistent_buffers
+from poochplan.torch_private.tensor_internals import (
+    OWN_DICTIONARIES,
+    non_persistent_buffers,
+    pytree,
+    set_non_persistent_buffers,
+)
 
 Action = tuple[str, Callable[[], object]]
 """What it restores, for a message; and the call that does so, which may be made again."""

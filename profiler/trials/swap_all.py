@@ -27,7 +27,7 @@ from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import uncompiled_hooks
-from poochplan.tensors.torch_private import without_modes
+from poochplan.torch_private.tensor_internals import without_modes
 
 
 class SwapAll:

@@ -17,7 +17,7 @@ from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, run_ops
 from poochplan.tensors.storages import parts_of as tensor_parts
-from poochplan.tensors.torch_private import without_modes
+from poochplan.torch_private.tensor_internals import without_modes
 
 from .swap_all import HostStore
 from .untouched import Untouched, bytes_of

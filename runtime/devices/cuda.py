@@ -15,7 +15,8 @@ from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.runtime.watch.high_water import high_water
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
-from poochplan.tensors.torch_private import captures_graphs, raw_stream, unseen_by_modes, without_modes
+from poochplan.torch_private.compiler_internals import captures_graphs
+from poochplan.torch_private.tensor_internals import raw_stream, unseen_by_modes, without_modes
 
 from .device import Event, Stream
 from .pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near

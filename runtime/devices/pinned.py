@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 
 from poochplan.tensors.host_memory import available_bytes
-from poochplan.tensors.torch_private import without_modes
+from poochplan.torch_private.tensor_internals import without_modes
 
 PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 _MOST_THREADS = 8

@@ -44,7 +44,7 @@ from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.tensors.modes import ToggledMode, Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
-from poochplan.tensors.torch_private import in_backward, mode_count, storage_identity, version_of
+from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
 from .cursor import Cursor, Segment
 from .fallbacks import Fallbacks

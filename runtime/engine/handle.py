@@ -7,7 +7,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.tensors.torch_private import detached_alias, version_of
+from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 from .saved_value import SavedValue
 

@@ -14,7 +14,7 @@ from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.closure import Recipe
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.tensors.torch_private import detached_alias, version_of
+from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
 class State(Enum):

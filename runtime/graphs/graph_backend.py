@@ -10,7 +10,7 @@ import torch
 
 from poochplan.runtime.regions.anchors import with_anchoring
 from poochplan.runtime.regions.installing import PARTITIONER, PASSES
-from poochplan.tensors.torch_private import (
+from poochplan.torch_private.compiler_internals import (
     call_attribute,
     compile_module,
     compile_with_inductor,

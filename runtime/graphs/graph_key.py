@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.torch_private import pytree
+from poochplan.torch_private.tensor_internals import pytree
 
 
 def graph_key(graph: torch.fx.Graph, output_count: int, static: Iterable[int]) -> str:

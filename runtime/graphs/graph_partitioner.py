@@ -16,7 +16,8 @@ from torch.fx.node import has_side_effect
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
 from poochplan.runtime.regions.arrivals import ARRIVE, NAMESPACE
 from poochplan.runtime.regions.partitioner import add_arrivals
-from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, stock_partition
+from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
+from poochplan.torch_private.tensor_internals import OpOverload
 
 from . import save_points
 from .graph_key import graph_key

@@ -22,7 +22,8 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.tensors.operators import traits
-from poochplan.tensors.torch_private import OpOverload, mutated_inputs, pytree, schema_of
+from poochplan.torch_private.compiler_internals import mutated_inputs
+from poochplan.torch_private.tensor_internals import OpOverload, pytree, schema_of
 
 Node = torch.fx.Node
 _SEEDS = ("inductor_seeds", "inductor_lookup_seed", "inductor_seed")

@@ -16,7 +16,13 @@ import torch
 from poochplan.runtime.regions.arrivals import LIBRARY, NAMESPACE, listening, marks, saving
 from poochplan.runtime.regions.hollows import hollow_for
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import detached_alias, is_dense, topmost_hooks, unseen_by_modes, version_of
+from poochplan.torch_private.tensor_internals import (
+    detached_alias,
+    is_dense,
+    topmost_hooks,
+    unseen_by_modes,
+    version_of,
+)
 
 OP = "save"
 LIBRARY.define(f"{OP}(Tensor value, Tensor? after=None) -> Tensor", tags=(torch.Tag.flexible_layout,))

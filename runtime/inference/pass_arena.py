@@ -23,7 +23,8 @@ from poochplan.runtime.learning.lessons import Pack
 from poochplan.runtime.one_session import is_in_session
 from poochplan.runtime.run_report import arena_report
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.torch_private import in_backward, is_tracing
+from poochplan.torch_private.compiler_internals import is_tracing
+from poochplan.torch_private.tensor_internals import in_backward
 
 from .model_calls import around_calls, around_parts
 from .pass_layout import Call, PassLayout, pass_layout

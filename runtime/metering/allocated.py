@@ -17,7 +17,7 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.tensors.torch_private import storage_identity
+from poochplan.torch_private.tensor_internals import storage_identity
 
 
 @functools.cache

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.tensors.torch_private import (
+from poochplan.torch_private.compiler_internals import is_compiled_backward
+from poochplan.torch_private.tensor_internals import (
     allocation_events,
     allocation_mark,
-    is_compiled_backward,
     log_allocations,
     pytree,
     sequence_number,

@@ -11,7 +11,7 @@ import torch
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
-from poochplan.tensors.torch_private import last_sequence_number, pytree, storage_identity
+from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, storage_identity
 
 from .compiled_regions import CpuRegion, around_backward
 

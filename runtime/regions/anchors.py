@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.torch_private import OpOverload, counts_as_graph_pass
+from poochplan.torch_private.compiler_internals import counts_as_graph_pass
+from poochplan.torch_private.tensor_internals import OpOverload
 
 from .arrivals import ARRIVE
 

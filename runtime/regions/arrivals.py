@@ -22,11 +22,8 @@ from torch.fx.node import has_side_effect
 from poochplan.runtime.metering.allocated import joined_count
 from poochplan.tensors.modes import compiled_modules, in_compiled_call
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import (
-    backward_node,
-    graph_task,
-    is_compiled_backward,
-)
+from poochplan.torch_private.compiler_internals import is_compiled_backward
+from poochplan.torch_private.tensor_internals import backward_node, graph_task
 
 from .generated_code import arriving_positions
 from .hollows import filled, hollow_for, is_hollow

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from poochplan.tensors.torch_private import code_of_backward
+from poochplan.torch_private.compiler_internals import code_of_backward
 
 _CALL = re.compile(r"^( *)def call\((?:self, )?args\):\n", re.MULTILINE)
 _ARGUMENTS = re.compile(r"^ *(\w+(?:, \w+)*),? = args$", re.MULTILINE)

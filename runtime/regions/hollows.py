@@ -12,7 +12,7 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import storage_identity, unseen_by_modes
+from poochplan.torch_private.tensor_internals import storage_identity, unseen_by_modes
 
 
 class _Hollow:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from poochplan.tensors.modes import compiled_modules
-from poochplan.tensors.torch_private import compiles_autograd, inductor_settings
+from poochplan.torch_private.compiler_internals import compiles_autograd, inductor_settings
 
 from .arrivals import parts_are_measured
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.torch_private import OpOverload, counts_as_partitioner, schema_of, stock_partition
+from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
+from poochplan.torch_private.tensor_internals import OpOverload, schema_of
 
 from .anchors import is_gradient
 from .arrivals import ARRIVE

@@ -15,7 +15,7 @@ import torch
 
 from poochplan.tensors.arguments import Layout, flatten
 from poochplan.tensors.storages import Geometry, version_probe
-from poochplan.tensors.torch_private import version_of
+from poochplan.torch_private.tensor_internals import version_of
 
 OFF = 0
 """Stands for the number of a window where nothing is recorded."""

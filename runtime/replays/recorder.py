@@ -10,8 +10,8 @@ from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import Traits, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.tensors.torch_private import version_of
 from poochplan.tensors.writes import writes_of
+from poochplan.torch_private.tensor_internals import version_of
 
 from .generators import state_of
 from .recorded import OFF, CounterBefore, RecordedOp, Scratch, View

@@ -10,7 +10,7 @@ import torch
 
 from poochplan.tensors.arguments import Layout
 from poochplan.tensors.storages import is_plain
-from poochplan.tensors.torch_private import storage_identity, version_of
+from poochplan.torch_private.tensor_internals import storage_identity, version_of
 
 from .recorded import OFF, Birth, Content, CounterBefore, RecordedOp, StorageRecord, View
 

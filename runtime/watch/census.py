@@ -14,7 +14,7 @@ import torch
 
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.storages import is_made_of_parts, parts_of
-from poochplan.tensors.torch_private import storage_identity, without_modes, without_torch_function
+from poochplan.torch_private.tensor_internals import storage_identity, without_modes, without_torch_function
 
 LEAST_BYTES = 4096
 """What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""

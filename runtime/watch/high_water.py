@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from poochplan.tensors.torch_private import (
+from poochplan.torch_private.tensor_internals import (
     MemoryStats,
     ResetPeaks,
     memory_stats_calls,

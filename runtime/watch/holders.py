@@ -10,7 +10,13 @@ from typing import NamedTuple
 import torch
 
 from poochplan.tensors.storages import own_tensors
-from poochplan.tensors.torch_private import is_made, pytree, storage_identity, without_modes, without_torch_function
+from poochplan.torch_private.tensor_internals import (
+    is_made,
+    pytree,
+    storage_identity,
+    without_modes,
+    without_torch_function,
+)
 
 from .census import LEAST_BYTES, census, storages_of
 from .referrers import name_of

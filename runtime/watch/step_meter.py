@@ -14,7 +14,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.metering.meter import LiveBytesMeter
 from poochplan.tensors.storages import own_tensors, plain_storage
-from poochplan.tensors.torch_private import in_backward, storage_identity
+from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
 from .census import census
 

@@ -25,7 +25,7 @@ from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out, live_tensors
-from poochplan.tensors.torch_private import without_modes
+from poochplan.torch_private.tensor_internals import without_modes
 
 from .errors import StepError
 from .records import StepRecord, Tensors, first_difference

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from poochplan.runtime.graphs.graph_partitioner import Replays
 from poochplan.runtime.graphs.rewriting import Split
 from poochplan.tensors.storages import Geometry
-from poochplan.tensors.torch_private import boxed, stock_partition
+from poochplan.torch_private.compiler_internals import boxed, stock_partition
 from tests.runtime.graph_nets import Noting
 
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]

@@ -21,7 +21,7 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.integrations.calls import Call
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.spill import choose_spill_dir
-from poochplan.tensors.torch_private import has_topmost_hooks
+from poochplan.torch_private.tensor_internals import has_topmost_hooks
 from tests.online.runs import Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS, Training, checkpointing_inside, dropout_and_batch_norm, two_optimizers
 from tests.runtime.nets import LINK

@@ -12,7 +12,7 @@ import poochplan
 from poochplan.formats.profile import PointKind, Profile, Value
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.graphs.graph_capture import ELSEWHERE, SEVERAL
-from poochplan.tensors.torch_private import inductor_settings
+from poochplan.torch_private.compiler_internals import inductor_settings
 from tests.compiling.small_nets import fresh, train
 from tests.runtime.nets import LINK, equal
 from tests.runtime.served import needs_compiler

@@ -10,7 +10,7 @@ from torch import nn
 
 from poochplan.runtime.graphs.graph_partitioner import GraphPartitioner, Replays, saved_nodes
 from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
-from poochplan.tensors.torch_private import not_lowered
+from poochplan.torch_private.compiler_internals import not_lowered
 
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 

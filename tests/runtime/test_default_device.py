@@ -62,7 +62,7 @@ def test_a_profile_and_a_session_under_another_default_device_are_as_always(mode
 @pytest.mark.cpu_device
 def test_every_tensor_that_the_package_makes_names_its_device() -> None:
     nameless = []
-    for room in ("profiler", "runtime", "src/poochplan/tensors"):
+    for room in ("profiler", "runtime", "src/poochplan/tensors", "src/poochplan/torch_private"):
         for path in sorted((ROOT / room).rglob("*.py")):
             for call in ast.walk(ast.parse(path.read_text())):
                 if _makes_a_tensor(call) and "device" not in {keyword.arg for keyword in call.keywords}:  # type: ignore[attr-defined]

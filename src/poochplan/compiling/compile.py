@@ -16,7 +16,7 @@ from poochplan.runtime.regions.installing import why_no_graphs
 from poochplan.runtime.session import Session
 from poochplan.sessions import apply
 from poochplan.tensors.modes import compiled_modules
-from poochplan.tensors.torch_private import uncompile
+from poochplan.torch_private.compiler_internals import uncompile
 
 from .options import check_options, given_to_backend, given_to_torch
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from poochplan.errors import UsageError
-from poochplan.tensors.torch_private import inductor_mode
+from poochplan.torch_private.compiler_internals import inductor_mode
 
 TAKEN = ("fullgraph", "mode", "options")
 REFUSED = {"backend": "Inductor's, with graph mode in it", "dynamic": "one plan for each set of shapes"}

@@ -17,7 +17,7 @@ from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.runtime.graphs.graph_backend import compile_in_place
 from poochplan.sessions import apply
-from poochplan.tensors.torch_private import compile_module, forget_compiled
+from poochplan.torch_private.compiler_internals import compile_module, forget_compiled
 from poochplan.units import format_bytes, parse_budget
 
 from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes, with_replays, without_replays

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from poochplan.tensors.torch_private import is_compiled
+from poochplan.torch_private.compiler_internals import is_compiled
 
 
 def called_by(trainer: object, model: torch.nn.Module) -> torch.nn.Module:

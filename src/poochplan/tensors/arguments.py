@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .torch_private import pytree
+from poochplan.torch_private.tensor_internals import pytree
 
 
 class Flat(NamedTuple):

@@ -13,13 +13,15 @@ from typing import Any, SupportsIndex
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .torch_private import (
-    TorchDispatchMode,
+from poochplan.torch_private.compiler_internals import (
     call_attribute,
     dispatch_hidden_from_compiler,
     hidden_from_compiler,
-    in_backward,
     is_compiled,
+)
+from poochplan.torch_private.tensor_internals import (
+    TorchDispatchMode,
+    in_backward,
     mode_count,
     mode_stack,
     topmost_mode,

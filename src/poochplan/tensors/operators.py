@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .torch_private import OpOverload, schema_of
+from poochplan.torch_private.tensor_internals import OpOverload, schema_of
 
 # Allocations whose contents nobody has written yet: what is done to them outside the dispatcher is not seen.
 _UNINITIALISED = frozenset(

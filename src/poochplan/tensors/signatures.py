@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from poochplan.torch_private.tensor_internals import pytree
+
 from .storages import parts_of
-from .torch_private import pytree
 
 
 def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from .torch_private import (
+from poochplan.torch_private.tensor_internals import (
     COO_PARTS,
     FakeTensor,
     FakeTensorMode,

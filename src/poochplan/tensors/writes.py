@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poochplan.torch_private.tensor_internals import covers_itself_once
+
 from .arguments import outputs_of
 from .operators import Traits
 from .storages import is_plain, storage_key
-from .torch_private import covers_itself_once
 
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
 """The operator, and the positions of two of its arguments; its last is the state of its generator."""

@@ -78,7 +78,7 @@ def check_compile(options: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def room_to_compile() -> Iterator[None]:
     """A block in which a model is built and compiled for each of the runs that are compared."""
-    from poochplan.tensors.torch_private import more_compiles
+    from poochplan.torch_private.compiler_internals import more_compiles
 
     with more_compiles(RUNS):
         yield
@@ -89,7 +89,7 @@ def made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, s
     import msgspec
 
     from poochplan.compiling.compile import compile
-    from poochplan.tensors.torch_private import forget_compiled
+    from poochplan.torch_private.compiler_internals import forget_compiled
     from poochplan.verify import seed_everything
 
     seed_everything(options.seed)

@@ -19,7 +19,7 @@ from poochplan.profiler.live.lines import Key
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.model_check import model_signature
 from poochplan.runtime.serving import ArenaMode
-from poochplan.tensors.torch_private import is_compiled
+from poochplan.torch_private.compiler_internals import is_compiled
 
 VERSION = 1
 """Of the way that loops are profiled and planned; what another one has kept is made anew."""

@@ -1,0 +1,297 @@
+"""Private names of torch's compiler, and what each is for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from .tensor_internals import is_dense
+
+__all__ = [
+    "boxed",
+    "call_attribute",
+    "captures_graphs",
+    "code_of_backward",
+    "compile_module",
+    "compile_with_inductor",
+    "compiled_by_inductor",
+    "compiles_autograd",
+    "counts_as_graph_pass",
+    "counts_as_partitioner",
+    "dispatch_hidden_from_compiler",
+    "forget_compiled",
+    "hidden_from_compiler",
+    "inductor_mode",
+    "inductor_settings",
+    "is_compiled",
+    "is_compiled_backward",
+    "is_tracing",
+    "lowered_as_output",
+    "more_compiles",
+    "mutated_inputs",
+    "not_lowered",
+    "stock_partition",
+    "uncompile",
+]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
+    wrapped = getattr(module, "_orig_mod", None) is not None
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_module(module: torch.nn.Module, **options: Any) -> None:
+    """``module.compile()``, which leaves uncompiled what is all torch's own, such as an ``nn.Sequential`` of layers:
+    the compiler passes over the frames of torch's files. ``torch.compile(module)`` traces them, and so does this.
+    """
+    from torch._dynamo.external_utils import wrap_inline
+
+    call = module._call_impl
+    if type(module).forward.__module__.startswith("torch.nn."):
+        call = wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
+def uncompile(module: torch.nn.Module) -> None:
+    """Takes back ``module.compile()``."""
+    module._compiled_call_impl = None
+
+
+def forget_compiled() -> None:
+    """Lets go of all that was compiled in this process; what is called again is compiled again, by the caches.
+
+    What was compiled before counts where a function is compiled again, and beyond eight times it is silently not.
+    """
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def more_compiles(factor: int) -> Iterator[None]:
+    """A block in which a function may be compiled so many times as often as else before it is silently not."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=factor * config.recompile_limit):
+        yield
+
+
+def captures_graphs(module: torch.nn.Module) -> bool:
+    """Whether a compiled module runs as CUDA graphs (``mode="reduce-overhead"``, or the option of that name)."""
+    compiled = module if getattr(module, "_orig_mod", None) is not None else module._compiled_call_impl
+    settings = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool(settings and settings.get("triton.cudagraphs"))
+
+
+def call_attribute(module: torch.nn.Module) -> str:
+    """The attribute through which a compiled module is called: what stands in its place is called instead."""
+    return "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+
+
+def hidden_from_compiler(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook, into which the compiler does not look when a region that it has compiled calls it.
+
+    Where nothing compiled runs, which asks no more than one look at the compiler's callback, it is called as it is.
+    ``torch.compiler.disable`` alone would switch the compiler off and on around each call.
+    """
+    if not _compiler_is_there():  # nothing is compiled, and importing it takes seconds
+        return hook
+    hidden = torch.compiler.disable(hook)
+
+    @functools.wraps(hook)
+    def run(argument: Any) -> Any:
+        return hook(argument) if _compiler_callback() is None else hidden(argument)
+
+    _skip_code(run)
+    return run
+
+
+def dispatch_hidden_from_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the ``__torch_dispatch__`` of a class of modes, in place of what torch wraps it in."""
+    hidden: Callable[..., Any] | None = None
+
+    def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal hidden
+        if _compiler_callback() is None:
+            return method(self, func, types, args, kwargs)
+        if hidden is None:
+            _skip_code(run)
+            hidden = torch.compiler.disable(method)
+        return hidden(self, func, types, args, kwargs)
+
+    return run
+
+
+_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def _compiler_is_there() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _skip_code(function: Any) -> None:
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def is_tracing() -> bool:
+    """Whether the compiler traces in this thread: the backward it runs then is not the step's."""
+    return TracingContext.try_get() is not None
+
+
+def mutated_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Of a forward that the compiler has split off, the inputs that are written behind each call of it; all of them
+    where that is not told.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inputs, (outputs,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+    by_place = {one.meta.get("desc"): one for one in inputs}
+    told = outputs.meta.get("desc")
+    if told is None:
+        return set(inputs)
+    written = [one.mutated_input for one in told if isinstance(one, InputMutationAOTOutput)]
+    return {by_place[one] for one in written} if all(one in by_place for one in written) else set(inputs)
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether a node of autograd runs a backward that the compiler has made."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def code_of_backward(node: Any) -> tuple[object, str, int]:
+    """Of a node with a compiled backward: what is called in it, its source where Inductor made it (else empty), and how
+    many numbers it is given before the saved tensors.
+
+    It is given these in the order in which they are unpacked. What is compiled when it first runs is None before that.
+    """
+    called = getattr(getattr(type(node), "_forward_cls", None), "compiled_bw", None)
+    source = getattr(called, "source_code", "")
+    return called, source if isinstance(source, str) else "", len(getattr(node, "symints", ()))
+
+
+def compiles_autograd() -> bool:
+    """Whether torch is set to compile the whole backward, and traces through the backwards of compiled regions."""
+    import torch._dynamo.config
+
+    return bool(torch._dynamo.config.compiled_autograd)
+
+
+def inductor_settings() -> Any:
+    """Inductor's settings, a module; importing it takes seconds where nothing has been compiled."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+def counts_as_partitioner(kind: type) -> None:
+    """Has Inductor take instances of the class as ``custom_partitioner_fn``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    CustomPartitionerFn.register(kind)
+
+
+def counts_as_graph_pass(kind: type) -> None:
+    """Has Inductor take instances of the class as passes over a graph that its caches know."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(kind)
+
+
+def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """What Inductor splits a joint graph with where nobody sets a partitioner: the forward, and the backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def compile_with_inductor(graph: Any, inputs: Any, lower: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """What Inductor's backend makes of a graph under these of its settings; ``lower`` makes code of each half of it.
+
+    Saved tensors are not donated to the backward: it would write into what only stands for one. The backward is lowered
+    with its forward, and not when it first runs, by when what arrives in it would have to be known.
+    """
+    import torch._functorch._aot_autograd.graph_compile as steps
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    given: Any = steps
+    stock = given.collect_bw_donated_buffer_idxs
+    given.collect_bw_donated_buffer_idxs = lambda *_: []  # with the setting off, a graph cannot go back twice
+    try:
+        with config.patch(force_non_lazy_backward_lowering=True):
+            return compile_fx(graph, inputs, inner_compile=lower, config_patches=settings)
+    finally:
+        given.collect_bw_donated_buffer_idxs = stock
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The callable, which is given a list of its arguments that it may empty."""
+    setattr(run, "_boxed_call", True)  # noqa: B010
+    return run
+
+
+@contextlib.contextmanager
+def not_lowered(run: Callable[..., Any], partitioner: Any) -> Iterator[None]:
+    """A block in which Inductor splits graphs by ``partitioner`` and makes no code of the halves: ``run`` gives what is
+    called in its place. What is compiled meanwhile is in no cache.
+    """
+    import torch._inductor.compile_fx
+    from torch._functorch import config
+
+    inductor: Any = torch._inductor.compile_fx
+    stock = inductor.compile_fx
+    settings = {"custom_partitioner_fn": partitioner, "fx_graph_cache": False}
+
+    def split(graph: Any, inputs: Any, inner_compile: Any = None, **kwargs: Any) -> Any:
+        with config.patch(donated_buffer=False, enable_autograd_cache=False), inductor_settings().patch(settings):
+            return stock(graph, inputs, inner_compile=run, **kwargs)  # which may come back here
+
+    inductor.compile_fx = split
+    try:
+        yield
+    finally:
+        inductor.compile_fx = stock
+
+
+def lowered_as_output(op: Any) -> None:
+    """Has Inductor make what ``op`` is given first as it would make an output of the graph at the place of the op's
+    result: in the strides that its graph tells, or channels last. So no copy is made of the result, to lay it so.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    if op in lowering.lowerings:
+        return
+    call = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def lower(value: Any, after: Any = None) -> Any:
+        node = V.graph.current_node
+        fake = node.meta["val"]
+        strides: Any = fake.stride()
+        if fake.dim() == 4 and node in V.graph.nodes_prefer_channels_last and is_dense(fake):
+            strides = ir.FlexibleLayout.stride_ordered_for_memory_format(value.get_size(), torch.channels_last)
+        value.realize()
+        return call(ir.ExternKernel.require_exact_strides(value, strides), after)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """What a mode of ``torch.compile`` sets of Inductor's settings."""
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(mode)
+
+
+def compiled_by_inductor(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+    """The code of one graph without autograd."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(graph, inputs, **kwargs)
