@@ -68,6 +68,7 @@ def planned(stock: list[list[torch.Tensor]], link: Link, budget: str) -> Plan:
     return made.plan
 
 
+@pytest.mark.deep
 def test_what_is_swapped_under_autocast_gives_the_same_bits(stock: list[list[torch.Tensor]]) -> None:
     assert Decision.SWAP in {value.decision for value in planned(stock, LINK, "85%").values}
 

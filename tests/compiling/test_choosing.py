@@ -56,14 +56,17 @@ def test_the_graphs_budget_lies_as_far_below_their_peak() -> None:
     assert graph_budget(budget_bytes, graphs, measured) == graphs.in_core_peak_bytes - 1000
 
 
-def test_overhead_is_told_against_the_code_without_what_its_replays_take() -> None:
+def test_overhead_is_told_against_the_code_without_the_share_of_its_replays() -> None:
     profile, stock = tiny_profile(0), tiny_profile(1)
     made = plan(profile, profile.in_core_peak_bytes, evaluations=1)
-    replay_s = profile.times.step_s / 4
-    found = beside_in_core(made, stock, replay_s).prediction
-    assert found.in_core_peak_bytes == stock.in_core_peak_bytes
-    assert found.in_core_step_s == made.prediction.in_core_step_s - replay_s
-    assert found.overhead == made.prediction.step_s / found.in_core_step_s - 1
+    step_s = made.prediction.in_core_step_s
+    for replay_s in (step_s / 4, 3 * step_s):  # of the graphs, whose step is another
+        graphs = msgspec.structs.replace(made.prediction, replay_s=replay_s)
+        found = beside_in_core(made, stock, graphs).prediction
+        assert found.in_core_peak_bytes == stock.in_core_peak_bytes
+        assert found.in_core_step_s == pytest.approx(step_s * step_s / (step_s + replay_s))
+        assert found.overhead == made.prediction.step_s / found.in_core_step_s - 1
+        assert found.replay_s == pytest.approx(made.prediction.replay_s + step_s - found.in_core_step_s)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def swapping(in_core: list[list[torch.Tensor]]) -> Plan:
 def recomputing() -> Plan:
     model, step, optimizer = fresh()
     options = {"link": SLOW_LINK, "iterations": 1, "time_limit_s": 2}
-    return poochplan.compile(model, step, optimizer=optimizer, budget="93%", **options).plan  # type: ignore[arg-type]
+    return poochplan.compile(model, step, optimizer=optimizer, budget="90%", **options).plan  # type: ignore[arg-type]
 
 
 def test_a_compiled_model_keeps_its_budget_with_the_bits_of_stock_inductor(swapping: Plan) -> None:

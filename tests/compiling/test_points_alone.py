@@ -11,13 +11,12 @@ from torch._inductor.utils import fresh_cache
 
 from poochplan.compiling.reference import Bits, bits_of_a_step
 from poochplan.runtime.graphs.graph_backend import GraphBackend
-from tests.depth import DEEP
 from tests.runtime.served import needs_compiler
 
 pytestmark = [
     needs_compiler,
     pytest.mark.cpu_device,
-    pytest.mark.skipif(not DEEP, reason="minutes of compiling; tests/runtime/test_arrivals.py has small ones"),
+    pytest.mark.deep,
 ]
 TOKENS, CLASSES = 64, 2
 LAYERS: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.units import format_bytes
@@ -69,19 +69,20 @@ def without_replays(graphs: Profile) -> Profile:
     return msgspec.structs.replace(graphs, values=tuple(values))
 
 
-def beside_in_core(plan: Plan, in_core: Profile, replay_s: float) -> Plan:
+def beside_in_core(plan: Plan, in_core: Profile, graphs: Prediction) -> Plan:
     """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
-    the code with replays, everything kept, without what replays take.
+    the code with replays, everything kept, less the share that replays have by ``graphs``, the graphs' own prediction.
 
     Both codes are not timed in one run, and a machine is not as fast in one run as in the next.
     """
     promised = plan.prediction
-    step_s = max(promised.in_core_step_s - replay_s, 0.0)
+    share = graphs.in_core_step_s / (graphs.in_core_step_s + graphs.replay_s) if graphs.replay_s else 1.0
+    step_s = promised.in_core_step_s * share
     told = msgspec.structs.replace(
         promised,
         in_core_peak_bytes=in_core.in_core_peak_bytes,
         in_core_step_s=step_s,
         overhead=promised.step_s / step_s - 1 if step_s > 0 else 0.0,
-        replay_s=promised.replay_s + replay_s,
+        replay_s=promised.replay_s + promised.in_core_step_s - step_s,
     )
     return msgspec.structs.replace(plan, prediction=told)
