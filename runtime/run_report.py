@@ -173,6 +173,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""
     arena: ArenaReport | None = None
     """Of the arena that serves the steps; None where none does."""
+    compiled_graphs: int = 0
+    """That ``torch.compile`` compiled inside the session, or took from its caches. Those of other shapes than the
+    plan's have no plan, and ``TORCH_LOGS=recompiles`` says what else made it compile again."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)
@@ -203,6 +206,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             ("as planned", "", f"{self.steps_followed} of {self.total.steps} steps ({self.status})"),
             row("not as planned", lambda step: f"{step.fallbacks} times" if step.fallbacks else "never"),
         ]
+        if self.compiled_graphs:
+            rows.append(("compiled graphs", "", str(self.compiled_graphs)))
         if self.memory is not None:
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))

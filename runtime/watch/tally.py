@@ -11,6 +11,7 @@ import torch
 from poochplan.formats.plan import Instructions, Plan
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
+from poochplan.torch_private.compiler_internals import compiled_graphs
 
 
 class Tally:
@@ -86,12 +87,15 @@ class Tally:
 
 
 class Accounts:
-    """What the steps of a session did, in all. State: the sum, the tally, and the segment that was counted last."""
+    """What the steps of a session did, in all. State: the sum, the tally, and the segment that was counted last; how
+    many graphs had been compiled before.
+    """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
         self.tally = Tally(models)
         self._total = StepReport()
         self._last: Segment | None = None
+        self._compiled = compiled_graphs()
 
     def is_new(self, segment: Segment) -> bool:
         """Whether it is a step, and not counted yet."""
@@ -123,6 +127,7 @@ class Accounts:
             status=tally.status,
             memory=memory,
             arena=arena,
+            compiled_graphs=max(compiled_graphs() - self._compiled, 0),
         )
 
 

@@ -118,3 +118,29 @@ def test_two_plans_share_the_caches_and_each_runs_its_own_code_in_every_process(
     missed, hit = [{f"autograd_cache_{end}": 1, f"fxgraph_cache_{end}": 2} for end in ("miss", "hit")]
     assert [one["stock"]["caches"] for one in found] == [missed, hit, hit]
     assert [one["planned"]["caches"] for one in found] == [missed, missed, hit]
+
+
+def test_a_step_of_another_shape_is_compiled_anew_and_told_and_has_the_bits_of_stock(plans: list[Plan]) -> None:
+    torch._dynamo.reset()
+    small = torch.randn(512, Products.widths[0])
+
+    def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        model(small).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    stock, _, _ = products()
+    stock.compile(dynamic=False)
+    expected = gradients(stock)
+    model, step, _ = products()
+    with poochplan.compile(model, plan=plans[0]) as session:
+        step().backward()
+        assert session.report().compiled_graphs == 1
+        with pytest.warns(RuntimeWarning, match="another batch size, input 0 is"):
+            found = gradients(model)
+        assert all(map(torch.equal, found, expected))
+        gradients(model)
+        report = session.report()
+    assert report.compiled_graphs == 2
+    assert report.total.fallbacks == 2
+    assert "compiled graphs" in str(report)

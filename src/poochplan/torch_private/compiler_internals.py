@@ -21,6 +21,7 @@ __all__ = [
     "compile_module",
     "compile_with_inductor",
     "compiled_by_inductor",
+    "compiled_graphs",
     "compiles_autograd",
     "counts_as_graph_pass",
     "counts_as_partitioner",
@@ -70,6 +71,15 @@ def forget_compiled() -> None:
     What was compiled before counts where a function is compiled again, and beyond eight times it is silently not.
     """
     torch.compiler.reset()
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process, those that caches served too."""
+    if not _compiler_is_there():
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 @contextlib.contextmanager
