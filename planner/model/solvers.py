@@ -32,6 +32,17 @@ class SolverStatus(StrEnum):
     NOT_SOLVED = "not solved"  # whatever else a solver may say
 
 
+def _let_go_of_frames() -> None:
+    """PuLP keeps the error of a solver that is not installed, and with it all frames down to who planned first: a
+    model and its batch in there would live on for good.
+    """
+    for solver in vars(pulp).values():
+        error = getattr(solver, "err", None)
+        while isinstance(error, BaseException):
+            error.__traceback__, error = None, error.__context__
+
+
+_let_go_of_frames()
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _PULP_STATUS = {
     pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,

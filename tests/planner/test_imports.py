@@ -1,0 +1,28 @@
+"""Who plans in a function of his own keeps nothing alive by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+SCRIPT = """
+    import gc, weakref
+
+    class Model:
+        pass
+
+    def trains():
+        model = Model()
+        import poochplan.planner.planning  # loads the solvers
+        return weakref.ref(model)
+
+    seen = trains()
+    gc.collect()
+    print("gone" if seen() is None else gc.get_referrers(seen()))
+"""
+
+
+def test_what_a_function_holds_that_plans_first_dies_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], check=False, capture_output=True, text=True)
+    assert done.stdout.strip() == "gone", done.stdout + done.stderr
