@@ -56,8 +56,9 @@ def compile(
     optimizer: stepped while it is measured, and left as it was.
     plan: one that an earlier call has made (``session.plan``, or its file): nothing is profiled or planned then, and
         with the compiler's caches warm little is compiled.
-    link, spill_dir, throttle, iterations: as for :func:`poochplan.profile`.
-    time_limit_s: of each time that is planned.
+    link, spill_dir, throttle: as for :func:`poochplan.profile`.
+    iterations: of both profiles, as there; by default 2 of the step as it is, and 3 of the one that is planned.
+    time_limit_s: of the plan that is followed; the graphs' own has a third of it.
     progress: called with a line of text at each stage.
     torch_compile_options: ``fullgraph``, ``mode`` and ``options``, as for ``torch.compile``.
 

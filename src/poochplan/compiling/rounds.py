@@ -28,8 +28,11 @@ ROUNDS = 3
 """Times that graphs are planned and compiled at most."""
 DEARER = 0.05
 """How much more of a step a plan may cost than its graphs promise, before less is tried to be swapped."""
-_BRIEFLY = 2
-"""Iterations in which the step that is compiled as it is gets measured: it is not what is planned."""
+_BRIEFLY, _TIMED = 2, 3
+"""Iterations in which steps are measured where the user has not said how many: of the step that is compiled as it is,
+which is not planned, and of the one with points."""
+_SHARE_OF_LIMIT = 1 / 3
+"""Of the time for a plan, what one for the graphs has: its seconds are shares, and are measured behind it."""
 SHARES = "cpu-core"
 """The roofline by which ops have their shares of a measured step."""
 
@@ -69,7 +72,7 @@ class Taking:
     def bits(self) -> Bits:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
-    def measured(self, iterations: int | None = None) -> Profile:
+    def measured(self, iterations: int) -> Profile:
         """``iterations``: where the user has not said how many."""
         how = self.measuring
         found = profiled(
@@ -132,14 +135,14 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
     goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
         taken.say("planning the graphs")
-        within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s)
+        within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s * _SHARE_OF_LIMIT)
         goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # below it, something is planned otherwise
         replays = recomputed_nodes(graphs, within_goal)
         if replays in tried:
             break
         taken.say(f"compiling with {len(replays)} values recomputed in the graphs")
         taken.compile(replays)
-        measured = taken.measured()
+        measured = taken.measured(_TIMED)
         taken.say("planning what it saves")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)

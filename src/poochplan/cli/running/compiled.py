@@ -37,14 +37,14 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--iterations",
         type=at_least(1),
         metavar="N",
-        help="with --compile and --budget: timed steps of each profile (default: 5)",
+        help="with --compile and --budget: timed steps of each profile (default: 2 of the step as it is, then 3)",
     )
     parser.add_argument(
         "--time-limit",
         type=positive,
         default=30.0,
         metavar="S",
-        help="with --compile and --budget: seconds of each plan's search (default: 30)",
+        help="with --compile and --budget: seconds of the plan's search (default: 30)",
     )
     parser.add_argument(
         "--save-plan", metavar="FILE", help="with --compile and --budget: JSON to write, for --compile --plan FILE"
