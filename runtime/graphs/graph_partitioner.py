@@ -14,6 +14,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
+from poochplan.runtime.regions.anchors import in_memory_from, rounds_in_kernels
 from poochplan.runtime.regions.arrivals import ARRIVE, NAMESPACE
 from poochplan.runtime.regions.partitioner import add_arrivals
 from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
@@ -27,7 +28,7 @@ __all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-5"
+VERSION = "poochplan-graph-6"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)
@@ -92,17 +93,27 @@ def saved_nodes(split: Split) -> list[torch.fx.Node]:
 def add_save_points(split: Split, arriving: Collection[str]) -> None:
     """Has the forward hand out each of what it saves, and what arrives in the backward, as soon as it is made; each
     behind the one before.
+
+    A view puts what it is of into memory, where that may round it for who reads it next (``anchors.py``): it is handed
+    out when that lies there anyway. What is no view lies there as an output, from its making on.
     """
     graph, output_count = split.forward.graph, split.output_count
     leaving = [node for node in saved_nodes(split) if node.name in arriving]
     for node in leaving:
         _move_to_base(node)
     places = {node: place for place, node in enumerate(graph.nodes)}
+    behind = {node: node for node in leaving}
+    if rounds_in_kernels(graph):
+        for node in leaving:
+            base = _views(node)[-1]
+            behind[node] = node if base is node else max(node, in_memory_from(base, places), key=places.__getitem__)
     handed: dict[torch.fx.Node, torch.fx.Node] = {}
     last: torch.fx.Node | None = None
-    for node in sorted(leaving, key=places.__getitem__):
-        with graph.inserting_after(node):
+    ends: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in sorted(leaving, key=lambda one: places[behind[one]]):
+        with graph.inserting_after(ends.get(behind[node], behind[node])):
             point = graph.call_function(SAVE, (node, last))
+        ends[behind[node]] = point
         point.meta["val"] = node.meta["val"]
         if _UNCHECKED in node.meta:
             point.meta[_UNCHECKED] = node.meta[_UNCHECKED]

@@ -3,22 +3,31 @@
 An arrival depends on nothing, so the compiler could move it to the begin of the backward, and fuse other things with
 each other. Its second argument holds it back. That is one more user of a node, and the compiler's patterns (an addition
 to a matrix product, for one) take nodes of one user: so anchors are only set when all patterns have been through.
+
+An anchor lies in memory from its making on, and what reads an arrival comes behind the anchor. Both may keep two nodes
+out of one kernel, and what 16 bits tell is rounded between two kernels and not in one. So in graphs that tell anything
+in 16 bits, an anchor is read by no kernel before it would be in memory anyway, and all that reads the arrival needs it.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from poochplan.torch_private.compiler_internals import counts_as_graph_pass
-from poochplan.torch_private.tensor_internals import OpOverload
+from poochplan.torch_private.tensor_internals import OpOverload, schema_of
 
 from .arrivals import ARRIVE
 
-VERSION = "poochplan-anchors-1"
+VERSION = "poochplan-anchors-2"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
-_EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_EXTERN = ("convolution", "attention")
+_SINGLE = 4
+"""Bytes of what kernels compute in at least."""
 
 
 class AnchoringPass:
@@ -50,15 +59,60 @@ def anchor_arrivals(graph: torch.fx.Graph) -> None:
     if not arrivals:
         return
     place = {node: index for index, node in enumerate(graph.nodes)}
+    anchor = _anchors_that_round_nothing(graph, place) if rounds_in_kernels(graph) else _anchors(graph, place)
+    for arrival in arrivals:
+        if not arrival.users:  # the patterns have left it none
+            graph.erase_node(arrival)
+            continue
+        if (after := anchor(arrival)) is not None:
+            arrival.update_arg(1, after)
+        min(arrival.users, key=place.__getitem__).prepend(arrival)
+
+
+def rounds_in_kernels(graph: torch.fx.Graph) -> bool:
+    """Whether anything in it is told in 16 bits: rounded where it leaves a kernel, and not within."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize < _SINGLE for x in values)
+
+
+def in_memory_from(node: torch.fx.Node, place: dict[torch.fx.Node, int]) -> torch.fx.Node:
+    """Where it first lies in memory without our doing: itself, unless something that may be fused with it reads it, or
+    a view of it, before an op that no fusion takes up does; then that op, or its last reader where there is none.
+    """
+    readers = sorted(_readers(node), key=place.__getitem__)
+    if _is_made_in_memory(node) or not readers or _is_extern(readers[0]):
+        return node
+    return next((one for one in readers if _is_extern(one)), readers[-1])
+
+
+Anchor = Callable[[torch.fx.Node], torch.fx.Node | None]
+"""What an arrival comes behind."""
+
+
+def _anchors(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> Anchor:
     anchors = _in_memory(graph)
     behind = _last_needed(graph, anchors, place)
-    for arrival in arrivals:
-        first = min(arrival.users, key=lambda user: place[user])
+
+    def anchor(arrival: torch.fx.Node) -> torch.fx.Node | None:
+        first = min(arrival.users, key=place.__getitem__)
         before = (one for one in anchors if place[one] < place[first])
-        after = behind[first] or max(before, key=lambda one: place[one], default=None)
-        if after is not None:
-            arrival.update_arg(1, after)
-        first.prepend(arrival)
+        return behind[first] or max(before, key=place.__getitem__, default=None)
+
+    return anchor
+
+
+def _anchors_that_round_nothing(graph: torch.fx.Graph, place: dict[torch.fx.Node, int]) -> Anchor:
+    anchors = {one for one in _in_memory(graph) if in_memory_from(one, place) is one}
+    needed: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        inputs = () if node.target is ARRIVE else node.all_input_nodes
+        needed[node] = anchors.intersection(inputs).union(*(needed[one] for one in inputs))
+
+    def anchor(arrival: torch.fx.Node) -> torch.fx.Node | None:
+        common = set.intersection(*(needed[user] for user in arrival.users))
+        return max(common, key=place.__getitem__, default=None)
+
+    return anchor
 
 
 def is_gradient(node: torch.fx.Node) -> bool:
@@ -72,7 +126,7 @@ def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     for node in graph.nodes:
         if _is_extern(node):
             found |= {_without_views(one) for one in node.all_input_nodes}
-            found |= {node} | {user for user in node.users if getattr(user.target, "__name__", "") == "getitem"}
+            found |= {node} | {user for user in node.users if user.target is operator.getitem}
     made = {node for node in found if node.op == "call_function" or is_gradient(node)}
     return {node for node in made if isinstance(node.meta.get("val"), torch.Tensor) and node.target is not ARRIVE}
 
@@ -90,11 +144,32 @@ def _last_needed(
 
 
 def _is_extern(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and any(name in str(node.target) for name in _EXTERN)
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = schema_of(node.target).name.rpartition("::")[2]
+    return name in _PRODUCTS or any(part in name for part in _EXTERN)
+
+
+def _is_made_in_memory(node: torch.fx.Node) -> bool:
+    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return made.op == "placeholder" or _is_extern(made)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The ops that read it, or a view of it."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        elif user.op == "call_function":
+            yield user
 
 
 def _without_views(node: torch.fx.Node) -> torch.fx.Node:
     """The tensor of which it is a view, as far as the graph says."""
-    while isinstance(node.target, OpOverload) and node.target.is_view and node.all_input_nodes:
+    while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -18,7 +18,8 @@ import poochplan
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.regions.arrivals import arriving, told_of_points
+from poochplan.runtime.regions.anchors import anchor_arrivals
+from poochplan.runtime.regions.arrivals import ARRIVE, arriving, told_of_points
 from poochplan.runtime.regions.hollows import waiting
 from poochplan.runtime.regions.installing import arrivals_compiled, why_none
 from tests.runtime.compiled_nets import fresh, loss_of, train
@@ -252,6 +253,17 @@ def test_the_compiler_makes_one_op_of_two_where_it_does_so_in_stock_code() -> No
     assert "poochplan.arrive" in code
     assert code.count("extern_kernels.addmm(buf") == stock_code.count("extern_kernels.addmm(buf") == 1
     assert equal([stock], [ours])
+
+
+def test_what_the_compiler_s_patterns_leave_unread_arrives_no_more() -> None:
+    graph = torch.fx.Graph()
+    saved, given = graph.placeholder("saved"), graph.placeholder("tangents_1")
+    for one in (saved, given):
+        one.meta["val"] = torch.empty(4)
+    graph.call_function(ARRIVE, (saved, given)).meta["val"] = saved.meta["val"]
+    graph.output((given,))
+    anchor_arrivals(graph)
+    assert not graph.find_nodes(op="call_function", target=ARRIVE)
 
 
 @cpu_device

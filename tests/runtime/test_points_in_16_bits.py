@@ -1,0 +1,68 @@
+"""In 16 bits a point in compiled code rounds nothing that stock Inductor does not round there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
+
+from poochplan.compiling.reference import Bits, bits_of_a_step
+from poochplan.runtime.graphs.graph_backend import GraphBackend
+from poochplan.runtime.regions.installing import arrivals_compiled
+from tests.runtime.served import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.cpu_device]
+
+
+class ScaledBeforeItsProduct(nn.Module):
+    """Something reads a tensor before the product that has it in memory, through a view that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.first(batch))
+        scaled = hidden * 1.7
+        return self.last(hidden) + scaled  # type: ignore[no-any-return]
+
+
+class GatedBeforeItsProduct(nn.Module):
+    """The same of a gradient in backward, beside what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.scale, self.weight = nn.Parameter(torch.randn(4, 8, 32)), nn.Parameter(torch.randn(32))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(batch).tanh()
+        return (self.layer(batch) + gate * self.scale).sigmoid() * self.weight
+
+
+@functools.cache
+def bits(network: type[nn.Module], how: str) -> Bits:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = network().bfloat16(), torch.randn(4, 8, 32, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"backend": GraphBackend()} if how == "graph mode" else {}
+    model.compile(dynamic=False, **options)
+    with arrivals_compiled(model, "cpu") if how == "arrivals" else contextlib.nullcontext(), fresh_cache():
+        return bits_of_a_step(lambda: model(batch).float().square().mean(), model, None)
+
+
+@pytest.mark.parametrize(
+    ("network", "how"),
+    [
+        (ScaledBeforeItsProduct, "graph mode"),
+        (GatedBeforeItsProduct, "graph mode"),
+        (GatedBeforeItsProduct, "arrivals"),
+    ],
+)
+def test_all_bits_are_those_of_stock_code(network: type[nn.Module], how: str) -> None:
+    assert bits(network, how) == bits(network, "stock")
