@@ -46,8 +46,15 @@ counts_as_graph_pass(AnchoringPass)
 
 def with_anchoring(passes: Any) -> tuple[Any, ...]:
     """The passes that the setting holds (None, one, or some), and ours behind them."""
-    given = passes if isinstance(passes, tuple | list) else () if passes is None else (passes,)
-    return (*(one for one in given if not isinstance(one, AnchoringPass)), AnchoringPass())
+    given = without_anchoring(passes)
+    return (*(given if isinstance(given, tuple | list) else () if given is None else (given,)), AnchoringPass())
+
+
+def without_anchoring(passes: Any) -> Any:
+    """What the setting holds without ours, which may be left where somebody puts settings back as they were."""
+    if not isinstance(passes, tuple | list) or not any(isinstance(one, AnchoringPass) for one in passes):
+        return passes
+    return tuple(one for one in passes if not isinstance(one, AnchoringPass)) or None
 
 
 def anchor_arrivals(graph: torch.fx.Graph) -> None:

@@ -32,13 +32,13 @@ def arrivals_compiled(model: torch.nn.Module, device_type: str) -> Iterator[None
     if not compiled_modules(model) or why_none(model, device_type):
         yield
         return
-    from .anchors import with_anchoring
+    from .anchors import with_anchoring, without_anchoring
     from .partitioner import ArrivingPartitioner
 
     settings = inductor_settings()
     if not _open_blocks:
         setattr(settings, PARTITIONER, ArrivingPartitioner())
-        _passes_before = getattr(settings, PASSES)
+        _passes_before = without_anchoring(getattr(settings, PASSES))
         _passes = with_anchoring(_passes_before)
         setattr(settings, PASSES, _passes)
     _open_blocks += 1
@@ -84,6 +84,15 @@ def why_none(model: torch.nn.Module, device_type: str) -> str:
     settings = inductor_settings()
     if not hasattr(settings, PARTITIONER):
         return "this compiler takes no partitioner"
-    if not _open_blocks and getattr(settings, PARTITIONER) is not None:
+    if not _open_blocks and not _is_ours(getattr(settings, PARTITIONER)):
         return "custom_partitioner_fn is set already, to one of your own"
     return ""
+
+
+def _is_ours(partitioner: object) -> bool:
+    """Whether nobody else has set it: one of ours may be left where somebody puts settings back as they were."""
+    if partitioner is None:
+        return True
+    from .partitioner import ArrivingPartitioner
+
+    return isinstance(partitioner, ArrivingPartitioner)

@@ -9,16 +9,19 @@ import torch
 from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
 from poochplan.torch_private.tensor_internals import OpOverload, schema_of
 
-from .anchors import is_gradient
+from .anchors import is_gradient, rounds_in_kernels
 from .arrivals import ARRIVE
 
-VERSION = "poochplan-arrivals-2"
+VERSION = "poochplan-arrivals-3"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 
 
 class ArrivingPartitioner:
     """Splits a joint graph as Inductor does by itself, so that what is saved and all bits are the same; then has the
     backward ask for each saved tensor right before its first use.
+
+    A graph that tells anything in 16 bits stays as it is: which nodes share a kernel decides there what is rounded, the
+    compiler may choose otherwise where there are arrivals, and nothing compares the steps of an eager model's blocks.
     """
 
     def __call__(
@@ -34,7 +37,8 @@ class ArrivingPartitioner:
         forward, backward = stock_partition(
             gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **kwargs
         )
-        add_arrivals(backward, _saved(forward, num_fwd_outputs, set(static or ())))
+        if not (rounds_in_kernels(forward.graph) or rounds_in_kernels(backward.graph)):
+            add_arrivals(backward, _saved(forward, num_fwd_outputs, set(static or ())))
         return forward, backward
 
     def uuid(self) -> str:

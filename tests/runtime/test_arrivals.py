@@ -195,13 +195,14 @@ def test_an_error_in_a_backward_leaves_nothing_waiting_and_the_next_step_is_righ
 
 
 @cpu_device
-def test_two_backwards_of_one_graph_under_autocast() -> None:
+@pytest.mark.parametrize("is_in_16_bits", [False, True])
+def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: bool) -> None:
     def twice(loss: torch.Tensor) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
     def steps(model: torch.nn.Module, batch: torch.Tensor) -> list[list[torch.Tensor]]:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_in_16_bits):
             return train(model, batch, 2, twice)
 
     torch._dynamo.reset()
@@ -211,12 +212,12 @@ def test_two_backwards_of_one_graph_under_autocast() -> None:
     with arrivals_compiled(model, "cpu"):
         assert equal(steps(model, batch), reference)  # compiled here: what goes back twice is compiled for that
 
-    def autocast() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+    def once() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_in_16_bits):
             return loss_of(model, batch)
 
-    profile = poochplan.profile(autocast, model=model, iterations=1, link=LINK)
-    assert len(backward_parts(profile)) > 3
+    profile = poochplan.profile(once, model=model, iterations=1, link=LINK)
+    assert (len(backward_parts(profile)) == 3) == is_in_16_bits
     with poochplan.apply(random_plan(profile, 0, SWAP), model) as session:
         assert equal(steps(model, batch), reference)
     assert session.report().total.fallbacks == 0
@@ -289,6 +290,25 @@ def test_the_settings_are_there_while_they_are_needed_and_no_longer() -> None:
     assert inside[0] is not None
     assert inside[1][0] is own
     assert settings.custom_partitioner_fn is None
+
+
+@cpu_device
+def test_settings_of_ours_that_somebody_has_put_back_are_nobody_s() -> None:
+    model, _ = fresh()
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(contextlib.ExitStack())
+        ours.enter_context(arrivals_compiled(model, "cpu"))
+        stack.enter_context(settings.patch(custom_partitioner_fn=None, post_grad_custom_post_pass=None))
+        ours.close()
+    try:
+        assert settings.custom_partitioner_fn is not None
+        assert why_none(model, "cpu") == ""
+        with arrivals_compiled(model, "cpu"):
+            assert len(settings.post_grad_custom_post_pass) == 1
+        assert settings.custom_partitioner_fn is None
+        assert settings.post_grad_custom_post_pass is None
+    finally:
+        settings.custom_partitioner_fn = settings.post_grad_custom_post_pass = None
 
 
 @cpu_device
