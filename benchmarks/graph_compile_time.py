@@ -57,7 +57,7 @@ def compiled(name: str, how: str, folder: Path) -> dict[str, Any]:
         )
         session.plan.save(folder / PLAN)
     else:
-        session = poochplan.compile(work.model, plan=poochplan.Plan.load(folder / PLAN), throttle=THROTTLE)
+        session = poochplan.compile(work.model, plan=poochplan.Plan.load(folder / PLAN))
     parts.begin("two steps")
     with session:
         one_step(work)

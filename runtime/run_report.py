@@ -174,8 +174,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     arena: ArenaReport | None = None
     """Of the arena that serves the steps; None where none does."""
     compiled_graphs: int = 0
-    """That ``torch.compile`` compiled inside the session, or took from its caches. Those of other shapes than the
-    plan's have no plan, and ``TORCH_LOGS=recompiles`` says what else made it compile again."""
+    """Of whatever model: that ``torch.compile`` compiled inside the session, or took from its caches. Those of other
+    shapes than the plan's have no plan, and ``TORCH_LOGS=recompiles`` says what else made it compile again."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)

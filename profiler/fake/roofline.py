@@ -113,8 +113,8 @@ DEVICES = {
         link="pcie3",
     ),
     # One core of a server's CPU with AVX-512, code by Inductor: the slopes are what products and copies reach there.
-    # Functions as measured over 32,768 elements in its cache, less an addition (Xeon, torch 2.13). Random bits are
-    # drawn one by one.
+    # Functions as `python -m benchmarks.functions` found them on an EPYC, with torch 2.13. Random bits are drawn one
+    # by one.
     "cpu-core": Roofline(
         name="cpu-core",
         fp32_flops_per_s=5e10,

@@ -1,16 +1,14 @@
 """Which nodes of a graph never reach memory, since the compiler computes them where they are read.
 
 An estimate of what Inductor's scheduler does: a pointwise node, or one that makes a constant, is computed within the
-kernels that read it, where all of these are pointwise or reductions. Its time is theirs.
+kernels that read it, where all of these are pointwise or reductions. It takes what its function takes, and no more.
 """
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
-from poochplan.tensors.operators import traits
+from poochplan.runtime.regions.nodes import readers
 from poochplan.torch_private.tensor_internals import OpOverload
 
 Node = torch.fx.Node
@@ -21,25 +19,11 @@ _REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "
 
 def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
     """Nodes that only pointwise nodes and reductions read."""
-    return frozenset(node for node in graph.nodes if _is_pointwise(node) and _readers(node) and _all_fuse(node))
+    return frozenset(node for node in graph.nodes if _is_pointwise(node) and _all_fuse(list(readers(node))))
 
 
-def _all_fuse(node: Node) -> bool:
-    return all(_is_pointwise(reader) or _is_reduction(reader) for reader in _readers(node))
-
-
-def _readers(node: Node) -> list[Node]:
-    """Who reads it, through views too."""
-    found: list[Node] = []
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        is_view = isinstance(user.target, OpOverload) and traits(user.target).pure_view
-        if is_view or user.target is operator.getitem:
-            pending += user.users
-        else:
-            found.append(user)
-    return found
+def _all_fuse(reading: list[Node]) -> bool:
+    return bool(reading) and all(_is_pointwise(one) or _is_reduction(one) for one in reading)
 
 
 def _is_pointwise(node: Node) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from poochplan.runtime.graphs.graph_partitioner import ARRIVE, SAVE, GraphPartitioner, saved_nodes
+from poochplan.runtime.graphs.graph_partitioner import SAVE, GraphPartitioner, saved_nodes
 from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
 from poochplan.runtime.graphs.save_points import save
-from poochplan.runtime.regions.arrivals import arrive
+from poochplan.runtime.regions.arrivals import ARRIVE, arrive
 from poochplan.torch_private.compiler_internals import boxed, not_lowered
 
 

@@ -15,20 +15,20 @@ from torch.fx.node import has_side_effect
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
 from poochplan.runtime.regions.anchors import in_memory_from, rounds_in_kernels
-from poochplan.runtime.regions.arrivals import ARRIVE, NAMESPACE
+from poochplan.runtime.regions.arrivals import NAMESPACE
+from poochplan.runtime.regions.nodes import views_of
 from poochplan.runtime.regions.partitioner import add_arrivals
 from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
-from poochplan.torch_private.tensor_internals import OpOverload
 
 from . import save_points
 from .graph_key import graph_key
 from .rewriting import Split, give, given_by, write_replays
 
-__all__ = ["ARRIVE", "SAVE", "GraphPartitioner", "Replays", "add_save_points", "has_save_points", "saved_nodes"]
+__all__ = ["SAVE", "GraphPartitioner", "Replays", "add_save_points", "has_save_points", "saved_nodes"]
 
 Replays = Mapping[str, Collection[str]]
 """By the key of a graph, the names of what it saves and a plan has recomputed."""
-VERSION = "poochplan-graph-6"
+VERSION = "poochplan-graph-7"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
 SAVE: Any = getattr(getattr(torch.ops, NAMESPACE), save_points.OP).default
 has_side_effect(SAVE)
@@ -105,7 +105,7 @@ def add_save_points(split: Split, arriving: Collection[str]) -> None:
     behind = {node: node for node in leaving}
     if rounds_in_kernels(graph):
         for node in leaving:
-            base = _views(node)[-1]
+            base = views_of(node)[-1]
             behind[node] = node if base is node else max(node, in_memory_from(base, places), key=places.__getitem__)
     handed: dict[torch.fx.Node, torch.fx.Node] = {}
     last: torch.fx.Node | None = None
@@ -137,19 +137,11 @@ def _holds_graphs(module: torch.fx.GraphModule) -> bool:
     return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
 
 
-def _views(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The node, and what it is a view of, and so on to what is none."""
-    chain = [node]
-    while isinstance(chain[-1].target, OpOverload) and chain[-1].target.is_view and len(chain[-1].all_input_nodes) == 1:
-        chain.append(chain[-1].all_input_nodes[0])
-    return chain
-
-
 def _move_to_base(node: torch.fx.Node) -> None:
     """Views are taken where what they are of is made: those for backward stand at a forward's end, and what they are of
     would stay until then.
     """
-    views = _views(node)
+    views = views_of(node)
     last = views.pop()
     while views:
         last.append(views[-1])
@@ -158,6 +150,6 @@ def _move_to_base(node: torch.fx.Node) -> None:
 
 def _may_leave(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
-    if _views(node)[-1].op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
+    if views_of(node)[-1].op != "call_function" or not isinstance(value, torch.Tensor) or value.is_sparse:
         return False
     return value.numel() * value.element_size() >= ALLOCATION_UNIT_BYTES

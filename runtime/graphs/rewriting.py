@@ -14,13 +14,13 @@ saved node is to save it no longer, and to have copies of the forward's nodes in
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.runtime.regions.nodes import base_of, is_extern, is_part, is_view, readers, tells_16_bits
 from poochplan.tensors.operators import traits
 from poochplan.torch_private.compiler_internals import mutated_inputs
 from poochplan.torch_private.tensor_internals import OpOverload, pytree, schema_of
@@ -29,9 +29,6 @@ Node = torch.fx.Node
 _SEEDS = ("inductor_seeds", "inductor_lookup_seed", "inductor_seed")
 _IMPURE = "it depends on {name}, which draws anew or writes each time it runs"
 _ROUNDED = "its bits depend on where {name} is rounded to 16 bits, which depends on what is fused with it"
-_FUSED_NEVER = ("mm.", "addmm.", "bmm.", "baddbmm.", "convolution.", "_scaled_dot_product")
-_SINGLE = 4
-"""Bytes of what kernels compute in at least."""
 
 
 class Split(NamedTuple):
@@ -55,7 +52,7 @@ def why_never_replayed(split: Split, node: Node) -> str:
     saved, written = set(split.saved()), _written_inputs(split.forward)
     run: list[Node] = []
     for needed in _needs(node, saved):
-        source = _base(needed)
+        source = base_of(needed)
         if source in written:
             return f"it depends on {source.name}, an input that the step writes"
         if needed.op == "placeholder" and needed not in saved and needed.name not in split.static:
@@ -115,7 +112,7 @@ def _is_impure(node: Node) -> bool:
     if _is_start(node):
         return False
     if not isinstance(node.target, OpOverload):
-        return node.target is not operator.getitem
+        return not is_part(node)
     facts = traits(node.target)
     return not facts.trusted or bool(schema_of(node.target).is_mutable) or (facts.random and _draws(node))
 
@@ -135,19 +132,8 @@ def _written_inputs(forward: torch.fx.GraphModule) -> set[Node]:
         facts = traits(node.target)
         arguments = [node.args[place] for place in facts.written if place < len(node.args)]
         arguments += [node.kwargs[name] for name in facts.written_names if name in node.kwargs]
-        written |= {_base(one) for one in pytree.tree_leaves(arguments) if isinstance(one, Node)}
+        written |= {base_of(one) for one in pytree.tree_leaves(arguments) if isinstance(one, Node)}
     return written
-
-
-def _base(node: Node) -> Node:
-    """What made the memory in which it lies: itself, or what it is a view or a part of."""
-    while _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and traits(node.target).pure_view)
 
 
 def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None:
@@ -155,30 +141,14 @@ def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None
     replay and what reads that. Rounded to 16 bits or not, as the compiler likes.
     """
     taken = [one for one in split.backward.graph.find_nodes(op="placeholder") if one.name == node.name]
-    read = [node] if any(_may_fuse(reader) for one in taken for reader in _readers(one)) else []
+    read = [node] if any(_may_fuse(reader) for one in taken for reader in readers(one)) else []
     read += [given for reader in run if _may_fuse(reader) for given in reader.all_input_nodes]
-    return next((one for one in read if _is_short(one) and _may_fuse(_base(one))), None)
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Who reads it, or a view of it."""
-    for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
+    return next((one for one in read if tells_16_bits(one) and _may_fuse(base_of(one))), None)
 
 
 def _may_fuse(node: Node) -> bool:
     """Whether it may be part of a kernel with others."""
-    if node.op != "call_function" or _is_view(node):
-        return False
-    return not any(f".{name}" in str(node.target) for name in _FUSED_NEVER)
-
-
-def _is_short(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < _SINGLE
+    return node.op == "call_function" and not (is_view(node) or is_part(node) or is_extern(node))
 
 
 def _read_first(replayed: Collection[Node], saved: set[Node]) -> Iterator[Node]:

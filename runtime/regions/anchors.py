@@ -11,23 +11,18 @@ in 16 bits, an anchor is read by no kernel before it would be in memory anyway, 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from poochplan.torch_private.compiler_internals import counts_as_graph_pass
-from poochplan.torch_private.tensor_internals import OpOverload, schema_of
 
 from .arrivals import ARRIVE
+from .nodes import is_extern, is_part, readers, tells_16_bits, views_of
 
-VERSION = "poochplan-anchors-2"
+VERSION = "poochplan-anchors-3"
 """In the key of the compiler's caches; to be changed with what is done to graphs."""
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_EXTERN = ("convolution", "attention")
-_SINGLE = 4
-"""Bytes of what kernels compute in at least."""
 
 
 class AnchoringPass:
@@ -78,18 +73,17 @@ def anchor_arrivals(graph: torch.fx.Graph) -> None:
 
 def rounds_in_kernels(graph: torch.fx.Graph) -> bool:
     """Whether anything in it is told in 16 bits: rounded where it leaves a kernel, and not within."""
-    values = (node.meta.get("val") for node in graph.nodes)
-    return any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize < _SINGLE for x in values)
+    return any(map(tells_16_bits, graph.nodes))
 
 
 def in_memory_from(node: torch.fx.Node, place: dict[torch.fx.Node, int]) -> torch.fx.Node:
     """Where it first lies in memory without our doing: itself, unless something that may be fused with it reads it, or
     a view of it, before an op that no fusion takes up does; then that op, or its last reader where there is none.
     """
-    readers = sorted(_readers(node), key=place.__getitem__)
-    if _is_made_in_memory(node) or not readers or _is_extern(readers[0]):
+    ops = sorted((one for one in readers(node) if one.op == "call_function"), key=place.__getitem__)
+    if _is_made_in_memory(node) or not ops or is_extern(ops[0]):
         return node
-    return next((one for one in readers if _is_extern(one)), readers[-1])
+    return next(filter(is_extern, ops), ops[-1])
 
 
 Anchor = Callable[[torch.fx.Node], torch.fx.Node | None]
@@ -131,9 +125,9 @@ def _in_memory(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Tensors that lie in memory: gradients that are given, and what ops take and make that no fusion takes up."""
     found = {node for node in graph.find_nodes(op="placeholder") if is_gradient(node)}
     for node in graph.nodes:
-        if _is_extern(node):
-            found |= {_without_views(one) for one in node.all_input_nodes}
-            found |= {node} | {user for user in node.users if user.target is operator.getitem}
+        if is_extern(node):
+            found |= {views_of(one)[-1] for one in node.all_input_nodes}
+            found |= {node} | set(filter(is_part, node.users))
     made = {node for node in found if node.op == "call_function" or is_gradient(node)}
     return {node for node in made if isinstance(node.meta.get("val"), torch.Tensor) and node.target is not ARRIVE}
 
@@ -150,33 +144,6 @@ def _last_needed(
     return last
 
 
-def _is_extern(node: torch.fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    name = schema_of(node.target).name.rpartition("::")[2]
-    return name in _PRODUCTS or any(part in name for part in _EXTERN)
-
-
 def _is_made_in_memory(node: torch.fx.Node) -> bool:
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return made.op == "placeholder" or _is_extern(made)
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
-def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The ops that read it, or a view of it."""
-    for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
-        elif user.op == "call_function":
-            yield user
-
-
-def _without_views(node: torch.fx.Node) -> torch.fx.Node:
-    """The tensor of which it is a view, as far as the graph says."""
-    while _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    made = node.all_input_nodes[0] if is_part(node) else node
+    return made.op == "placeholder" or is_extern(made)

@@ -131,34 +131,35 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
     known then. The plan that costs least is the one that the model is compiled with in the end.
     """
     found: dict[tuple[str, ...], Plan] = {}
-    tried: dict[tuple[str, ...], int] = {}
+    smallest: dict[tuple[str, ...], int] = {}
+    compiled: tuple[str, ...] = ()
     goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
         taken.say("planning the graphs")
         within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s * _SHARE_OF_LIMIT)
         goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # below it, something is planned otherwise
         replays = recomputed_nodes(graphs, within_goal)
-        if replays in tried:
+        if replays in found or replays in smallest:
             break
         taken.say(f"compiling with {len(replays)} values recomputed in the graphs")
         taken.compile(replays)
+        compiled = replays
         measured = taken.measured(_TIMED)
         taken.say("planning what it saves")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
         except InfeasibleError as error:
-            tried[replays] = error.smallest_budget_bytes
+            smallest[replays] = error.smallest_budget_bytes
             goal_bytes -= error.smallest_budget_bytes - budget_bytes
             continue
-        tried[replays] = budget_bytes
         found[replays] = beside_in_core(with_replays(plan, replays, graphs), in_core, within_goal.prediction)
         if found[replays].prediction.overhead <= within_goal.prediction.overhead + DEARER:
             break
         goal_bytes -= max(measured.in_core_peak_bytes - budget_bytes, 0)
     if not found:
-        raise _infeasible(min(tried.values()), budget_bytes, in_core)
+        raise _infeasible(min(smallest.values()), budget_bytes, in_core)
     best = min(found, key=lambda one: found[one].prediction.overhead)
-    if best != list(tried)[-1]:
+    if best != compiled:
         taken.say(f"compiling with {len(best)} values recomputed in the graphs, which cost least")
         taken.compile(best)
     return found[best]
