@@ -135,7 +135,7 @@ def apply(
         meter=meter,
         cap_bytes=cap_bytes,
         keeper=BudgetKeeper(OverBudget(on_over_budget), replanner, profiles),
-        serving=serving_for(arena, where.type, every, pack, learns_observed=meter == "always"),
+        serving=serving_for(arena, where.type, every, pack),
     )
 
 

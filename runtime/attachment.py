@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.modes import (
-    ToggledMode,
     around_compiled,
     before_forward,
     uncompiled_hooks,
@@ -29,7 +28,7 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward
+from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
@@ -62,7 +61,7 @@ class Attachment:
     began: told each segment before anything happens in it; the engine and its device are there.
     ended: told each segment when all is known of it, as the next begins.
     elsewhere: told a model that is called with gradients on another thread.
-    observers, rebuild: the engine's.
+    rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own.
     gives_up: whether anything may leave the device.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
@@ -80,7 +79,6 @@ class Attachment:
         ended: Callable[[Segment], None],
         began: Callable[[Segment], None] = lambda _: None,
         elsewhere: Callable[[str], None] = lambda _: None,
-        observers: Sequence[ToggledMode] = (),
         rebuild: Rebuild = rebuild_together,
         hooks: Callable[[Engine], Hooks] = own_hooks,
         gives_up: bool = True,
@@ -96,7 +94,6 @@ class Attachment:
         self._ended = ended
         self._began = began
         self._elsewhere = elsewhere
-        self._observers = observers
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
@@ -133,7 +130,6 @@ class Attachment:
                 self.device,
                 self.whole,
                 rebuild=self._rebuild,
-                observers=self._observers,
                 parts=self._parts,
                 on_segment_begin=self._began,
                 on_segment_end=self._ended,
@@ -145,6 +141,7 @@ class Attachment:
             for name, model in self.models.items():
                 stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
+            stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
             pack, unpack = self._make_hooks(self.engine)
             hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
@@ -263,6 +260,15 @@ class Attachment:
         if self._is_ours() and not in_backward():
             self.engine.forward_raised()
             self._events.departed()
+
+    def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_ours() or in_backward():
+                return run(*args, **kwargs)
+            with self.engine.backward():
+                return run(*args, **kwargs)
+
+        return backward
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():

@@ -41,16 +41,13 @@ class Serving:
     Parameters
     ----------
     pack: lays out what a step has taken.
-    learns_observed: whether there is something to be learned of steps that dispatch modes look on, since that is every
-        step. Where it is some, they are served by what was learned of the others, as far as that goes.
     """
 
     _logging: ClassVar[weakref.ref[Serving] | None] = None
     """Who writes a log: one at a time in a process, and the next step of another is as good."""
 
-    def __init__(self, pack: Pack, *, learns_observed: bool = False) -> None:
+    def __init__(self, pack: Pack) -> None:
         self._pack = pack
-        self._learns_observed = learns_observed
         self._lessons = Lessons()
         self._lesson: Lesson | None = None
         """Of the step that began last."""
@@ -68,26 +65,21 @@ class Serving:
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
-    def begin(self, plan: Plan, segment: Segment, *, is_observed: bool) -> None:
-        """A segment that follows ``plan`` has passed the first point of the clock; ``is_observed``: by dispatch modes,
-        so that what it takes is no example of what others do. It has no arena then: what it takes would lie outside in
-        part, beside an arena that would be too much.
-        """
+    def begin(self, plan: Plan, segment: Segment) -> None:
+        """A segment that follows ``plan`` has passed the first point of the clock."""
         self.learn()
-        is_example = self._learns_observed or not is_observed
-        kind = Kind(bool(segment.gradient_bytes), segment.inputs, is_observed and self._learns_observed)
-        has_layout = plan.layout is not None
-        self._lesson = lesson = self._lessons.begin(plan, kind, is_example=is_example) if has_layout else None
-        layout = lesson.layout if lesson is not None and is_example else None
+        kind = Kind(bool(segment.gradient_bytes), segment.inputs)
+        self._lesson = lesson = self._lessons.begin(plan, kind) if plan.layout is not None else None
+        layout = lesson.layout if lesson is not None else None
         room_bytes = lesson.room_bytes if lesson is not None else 0
         self._is_served = self._laid.lay(layout, self._lessons.largest_bytes, room_bytes)
         if lesson is None:
             return
-        self._is_on, self._is_whole = True, is_example
+        self._is_on = self._is_whole = True
         self._report, self._point = segment.report, 1
         if self._laid.arena is not None and self._is_served:
             self._laid.arena.begin(1)
-        if is_example and lesson.wants_log:
+        if lesson.wants_log:
             self._write_down()
 
     def _write_down(self) -> None:
@@ -198,16 +190,14 @@ class Serving:
         return arena_report(self._laid.arena, lesson.layout.arena_bytes, functools.partial(_layer, plan))
 
 
-def serving_for(
-    mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None, *, learns_observed: bool = False
-) -> Serving | None:
+def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:
     """What serves the steps of these plans; None where they are to go to the ordinary allocator.
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
     reason = why_not_served(mode, device, plans)
     if not reason and pack is not None:
-        return Serving(pack, learns_observed=learns_observed)
+        return Serving(pack)
     if mode == "on":
         raise UsageError(f'arena: expected "on" to be possible, found {reason}')
     return None

@@ -29,7 +29,6 @@ from poochplan.runtime.watch.tally import Accounts
 from poochplan.runtime.watch.users_line import users_line
 
 from .attachment import Attachment
-from .metering.region_hooks import metered_hooks, metered_regions
 from .run_report import MemoryPeaks, Report
 from .serving import Serving
 
@@ -66,8 +65,7 @@ class Session:
         self._models = models
         self._cap_bytes = cap_bytes
         promised = self._first.prediction
-        unseen_bytes = 0 if promised.live_peak_bytes is None else promised.peak_bytes - promised.live_peak_bytes
-        self._meter = StepMeter(self._first.device, meter, promised.memory, unseen_bytes)
+        self._meter = StepMeter(self._first.device, meter, promised.memory)
         self._is_metered = meter != "never"
         self._metered = MeteredSteps(self._meter, keeper, models)
         self._serving = serving
@@ -92,18 +90,16 @@ class Session:
             began=weakly(self, Session._step_begins),
             ended=weakly(self, Session._end_of_step),
             elsewhere=self._accounts.tally.called_elsewhere,
-            observers=[self._meter.mode],
-            hooks=metered_hooks(self._meter.mode, models),
             gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
             events=StepEvents(
-                point=weakly(self, Session._point) if serving is not None else None,
+                point=weakly(self, Session._point) if serving is not None or self._is_metered else None,
+                backward=weakly(self, Session._backward),
                 over=weakly(self, Session._step_is_over),
                 departed=weakly(self, Session._departed),
                 resting=weakly(self, Session._resting),
                 optimizing=weakly(self, Session._optimizing),
             ),
         )
-        self._attachment.around_region = metered_regions(self._meter.mode)
 
     def __enter__(self) -> Session:
         if self._state != "new":
@@ -236,15 +232,20 @@ class Session:
         self._meter.step_begins(self.engine, self._device)
 
     def _point(self, passed: int) -> None:
-        assert self._serving is not None
+        self._meter.point()
+        if self._serving is None:
+            return
         if passed > 1:
             self._serving.at(passed)
         elif self.engine.follows is not None:
-            self._serving.begin(self.plan, self.engine.segment, is_observed=self._meter.mode.is_on)
+            self._serving.begin(self.plan, self.engine.segment)
             self._meter.served_from(self._serving.arena_bytes)
         else:
             self._serving.stands_aside()
             self._meter.served_from(0)
+
+    def _backward(self, begins: bool) -> None:
+        self._meter.backward(begins)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if self._serving is not None:

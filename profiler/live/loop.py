@@ -29,7 +29,6 @@ from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
-from poochplan.tensors.modes import ToggledMode
 
 from .lines import Key, Line, Lines
 from .study import study
@@ -75,7 +74,7 @@ class Loop:
     fits: whether a step may run in-core, by a profile without times.
     room: most bytes that a segment may take that is studied.
     follower: takes the segments that are not watched.
-    observers, events: the attachment's.
+    events: the attachment's.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Loop:
         room: Callable[[Profile], float] = lambda _: math.inf,
         follower: Follower,
         workload: str = "",
-        observers: Sequence[ToggledMode] = (),
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.alternatives: Sequence[Instructions] = ()
@@ -116,7 +114,6 @@ class Loop:
             self,
             chosen=lambda: None,
             ended=self._ended,
-            observers=observers,
             rebuild=self._rebuild,
             hooks=self._hooks,
             apart=False,

@@ -18,6 +18,8 @@ Rules, cited in the code:
    device goes to the host or stays (as what was there before the step does), and every value comes back when needed.
 9. A value whose copy failed (disk full) stays on the device.
 10. A value that is to be recomputed is let go only if its recipe could be made; otherwise it is swapped.
+11. While autograd computes a backward no dispatch mode of ours is on the stack, not even a muted one: ATen has other
+    formulas for some backwards where one looks on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -42,7 +44,7 @@ from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
-from poochplan.tensors.modes import ToggledMode, Unseen
+from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
@@ -68,7 +70,6 @@ class Engine:
     model: its parameters and buffers are those of rule 2.
     parts: where ``model`` is several, each by its name: a segment's are those of the part that it is of.
     rebuild: how replays are run.
-    observers: modes that see the step's ops and, like the recorder, are away while a compiled callable runs.
     on_segment_begin: told each segment before anything happens in it.
     on_segment_end: told each segment when all is known of it, as the next begins.
     on_idle: told when the last handle is gone.
@@ -82,7 +83,6 @@ class Engine:
         model: torch.nn.Module,
         *,
         rebuild: Rebuild = rebuild_together,
-        observers: Sequence[ToggledMode] = (),
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
         on_segment_begin: Callable[[Segment], None] = lambda _: None,
         on_segment_end: Callable[[Segment], None] = lambda _: None,
@@ -102,7 +102,6 @@ class Engine:
         """That of a segment that has ended, until it is told so."""
         self.model = model
         self._parts = parts
-        self._observers = observers
         self._on_segment_begin = on_segment_begin
         self._on_segment_end = on_segment_end
         self._events = events
@@ -197,11 +196,22 @@ class Engine:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """A block in which nothing is recorded or observed."""
-        with contextlib.ExitStack() as stack:
-            for mode in (self.recorder, *self._observers):
-                stack.enter_context(mode.away())
+        """A block in which nothing is recorded."""
+        with self.recorder.away():
             yield
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A block in which autograd computes (Rule 11). Recording goes on behind it if it has used nothing."""
+        segment, was_on = self.segment, self.recorder.is_on
+        self.recorder.switch_off()
+        self._events.backward(True)
+        try:
+            yield
+        finally:
+            self._events.backward(False)
+            if was_on and self.segment is segment and not segment.used:
+                self.recorder.switch_on()
 
     def _choose(self, segment: Segment) -> None:
         try:

@@ -24,6 +24,8 @@ class StepEvents:
     point: Callable[[int], None] | None = None
     """At each save and use point, before anything is done there: how many of the segment have been passed. None costs
     least."""
+    backward: Callable[[bool], None] = nothing
+    """Autograd is about to compute a backward (true), or has ended (false)."""
     over: Callable[[Segment], None] = nothing
     """A segment's step is over, before other things run: its optimizer has stepped, a model is called without
     gradients, what follows is in-core, or the next begins."""

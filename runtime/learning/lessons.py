@@ -39,8 +39,6 @@ class Kind(NamedTuple):
     """Whether gradients are there already: then autograd adds to them in place."""
     inputs: Signature | None
     """Those that the model is called with; None where the session does not ask."""
-    is_observed: bool
-    """Whether dispatch modes look on; autograd adds nothing up in place then."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +138,19 @@ class Lessons:
         self._of: OrderedDict[tuple[int, Kind], Lesson] = OrderedDict()
         """By the identity of the plan, which the lesson holds."""
 
-    def begin(self, plan: Plan, kind: Kind, *, is_example: bool) -> Lesson | None:
+    def begin(self, plan: Plan, kind: Kind) -> Lesson | None:
         """That of a step which begins; None where there is nothing to be learned of it, as it is the first of a kind
-        that is not the plan's first kind, or no example and the first.
+        that is not the plan's first kind.
         """
         key = id(plan), kind
         lesson = self._of.get(key)
         if lesson is None:
-            if not is_example:
-                return None
             is_first = all(one.plan is not plan for one in self._of.values())
             lesson = self._of[key] = Lesson(plan, steps=int(is_first))
             if len(self._of) > MOST_LESSONS:
                 self._of.popitem(last=False)
         self._of.move_to_end(key)
-        lesson.steps += is_example
+        lesson.steps += 1
         return lesson if lesson.steps > 1 else None
 
     def forget(self, plan: Plan) -> None:

@@ -17,7 +17,6 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.torch_private.tensor_internals import storage_identity
 
 
 @functools.cache
@@ -69,8 +68,6 @@ class AllocatedPeak:
         """The same of what lies in no arena."""
         self.arena_bytes = 0
         """Of the arena that serves the step; to be kept true by whoever knows."""
-        self._first_block = 0
-        """Blocks with a lower number were there at the last census."""
         self._most_bytes = 0
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -91,30 +88,19 @@ class AllocatedPeak:
             self._count.reset_peak()
             self._most_bytes = 0
 
-    def looked_around(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        """These, and no others, are there now."""
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
+        """These, and no others, are there now; so are ``unseen_bytes`` that no tensor shows."""
         if self._count is None:
             return
         library = self._count.library
-        self._beside_bytes = sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
+        self._beside_bytes = unseen_bytes + sum(map(_rounded_bytes, storages.values())) - self._count.live_bytes
         outside = [one for one in storages.values() if not library.is_served(one.data_ptr())]
-        self._beside_arena_bytes = sum(map(_rounded_bytes, outside)) - self._count.outside_live_bytes
+        outside_bytes = unseen_bytes + sum(map(_rounded_bytes, outside))
+        self._beside_arena_bytes = outside_bytes - self._count.outside_live_bytes
         self._unknown.clear()
-        self._first_block = library.next_block()
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
-
-    def met(self, storage: torch.UntypedStorage) -> None:
-        """An op of the step reads a storage that the census has not found: it may have been there before."""
-        if self._count is not None and self._beside_bytes is not None:
-            block = self._count.library.block_at(storage.data_ptr())
-            if block < self._first_block:
-                self._beside_bytes += _rounded_bytes(storage)
-                is_served = self._count.library.is_served(storage.data_ptr())
-                self._beside_arena_bytes += 0 if is_served else _rounded_bytes(storage)
-            if block < 0:
-                self._watch(storage_identity(storage), storage)
 
     @property
     def peak_bytes(self) -> int:

@@ -24,10 +24,12 @@ from poochplan.torch_private.tensor_internals import (
 
 _SET_ASIDE = "poochplan.set_aside"
 _FREED = "poochplan.freed:"
+Event = tuple[str, str, int]
+"""Kind, name and bytes."""
 
 
 class CpuRegion:
-    """The CPU's allocations from :meth:`begin` to :meth:`end`, on the calling thread. State: whether it has begun."""
+    """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun."""
 
     def __init__(self) -> None:
         self._is_open = False
@@ -37,42 +39,52 @@ class CpuRegion:
         self.end()
         self._is_open = log_allocations()
 
-    def end(self) -> int | None:
-        """Most bytes above what was live as it began, each storage rounded up to the allocation unit.
-
-        None where that is not known, as under another profiler.
-        """
+    def events(self) -> list[Event] | None:
+        """Ends the log: what it has. None where there is none, as under another profiler."""
         if not self._is_open:
             return None
         self._is_open = False
-        return most_bytes(allocation_events())
+        return allocation_events()
+
+    def end(self) -> int | None:
+        """Ends the log: most bytes above what was live as it began, each storage rounded up to the allocation unit.
+
+        None where that is not known.
+        """
+        events = self.events()
+        return None if events is None else most_bytes(events)
+
+    def mark(self, name: str) -> None:
+        """An event of that name."""
+        if self._is_open:
+            with allocation_mark(name):
+                pass
 
     def freed(self, size_bytes: int) -> None:
         """A storage of that size dies: the allocator does not say so of one that was made before the region."""
-        if self._is_open:
-            with allocation_mark(f"{_FREED}{size_bytes}"):
-                pass
+        self.mark(f"{_FREED}{size_bytes}")
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
         """A block of which nothing that is allocated counts."""
         return allocation_mark(_SET_ASIDE) if self._is_open else contextlib.nullcontext()
 
 
-def most_bytes(events: list[tuple[str, str, int]]) -> int:
+def most_bytes(events: list[Event]) -> int:
     """Of the running sum of (kind, name, bytes) events, without those within blocks that were set aside."""
     live = most = 0
-    for change in _changes(events):
+    for change in changes(events):
         live += change
         most = max(most, live)
     return most
 
 
-def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
-    """Of live bytes, each rounded; a storage's death that is told twice, by mark and by allocator, is one."""
+def changes(events: list[Event]) -> Iterator[int]:
+    """Of live bytes by each event, rounded; a storage's death that is told twice, by mark and by allocator, is one."""
     depth, aside = 0, 0
     marked = told = 0
     """Bytes of the event before, where it was a mark, or the allocator's."""
     for kind, name, size_bytes in events:
+        change = 0
         if kind == "push":
             depth += 1
             if name == _SET_ASIDE and not aside:
@@ -80,7 +92,7 @@ def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
             if name.startswith(_FREED) and not aside:
                 freed_bytes = int(name.removeprefix(_FREED))
                 if told != -freed_bytes:
-                    yield -rounded_up(freed_bytes)
+                    change = -rounded_up(freed_bytes)
                     marked = freed_bytes
                 told = 0
         elif kind == "pop":
@@ -88,11 +100,12 @@ def _changes(events: list[tuple[str, str, int]]) -> Iterator[int]:
             depth -= 1
         elif kind == "memory_alloc" and not aside:
             if size_bytes > 0:
-                yield rounded_up(size_bytes)
+                change = rounded_up(size_bytes)
             elif marked != -size_bytes:
-                yield -rounded_up(-size_bytes)
+                change = -rounded_up(-size_bytes)
             told = size_bytes if size_bytes < 0 and marked != -size_bytes else 0
             marked = 0
+        yield change
 
 
 def around_backward(

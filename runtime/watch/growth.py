@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
@@ -9,6 +10,7 @@ from itertools import pairwise
 import torch
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
+from poochplan.torch_private.tensor_internals import pytree
 
 SEEN = 3
 """Growth counts where it was seen twice in a row: what has come once, such as a copy of the weights, does not grow."""
@@ -37,6 +39,15 @@ class Growth:
 
     def _rates(self) -> list[float]:
         return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._seen)]
+
+
+def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What the optimizers hold that step any of these parameters."""
+    mine = set(parameters)
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    own = [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
+    leaves = pytree.tree_leaves([list(one.state.values()) for one in own])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:

@@ -18,6 +18,7 @@ from poochplan.torch_private.tensor_internals import (
     without_torch_function,
 )
 
+from .buckets import bucket_bytes
 from .census import LEAST_BYTES, census, storages_of
 from .referrers import name_of
 
@@ -73,7 +74,7 @@ def holders(kind: str, own: Own) -> list[Holder]:
                 left_bytes -= size_bytes
                 if storage is not None:
                     sizes.pop(storage_identity(storage), None)
-        traced = _traced(kind, sizes, own.model)
+        traced = _traced(kind, sizes) | {BUCKETS: bucket_bytes(own.model)}
     for name, size_bytes in _beyond_inputs(traced, left_bytes).items():
         found[name] += size_bytes
     ranked = sorted(found.items(), key=lambda one: -one[1])
@@ -110,7 +111,7 @@ def _keys(kind: str, tensors: Iterable[torch.Tensor | None]) -> set[int]:
     return {storage_identity(s) for one in tensors if one is not None for s in storages_of(one, kind)}
 
 
-def _traced(kind: str, sizes: Mapping[int, int], model: torch.nn.Module) -> dict[str, int]:
+def _traced(kind: str, sizes: Mapping[int, int]) -> dict[str, int]:
     """The others by name; what is small in comparison has none of its own."""
     largest = set(sorted(sizes, key=lambda key: -sizes[key])[:MOST])
     tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -123,14 +124,8 @@ def _traced(kind: str, sizes: Mapping[int, int], model: torch.nn.Module) -> dict
     found: dict[str, int] = defaultdict(int)
     for key, size_bytes in sizes.items():
         name = name_of(tensors[key], unseen=[tensors, *tensors.values()]) if key in largest else "other tensors"
-        found[name or (BUCKETS if _has_buckets(model) else NOBODY)] += size_bytes
+        found[name or NOBODY] += size_bytes
     return found
-
-
-def _has_buckets(model: torch.nn.Module) -> bool:
-    """Whether a model for data-parallel training is, or wraps, this one."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    return isinstance(model, kind) or any(type(x) is kind and x.module is model for x in gc.get_objects())
 
 
 def _beyond_inputs(found: Mapping[str, int], inputs_bytes: int) -> dict[str, int]:

@@ -1,26 +1,29 @@
-"""StepMeter: what each step took at most, and where in it; by the allocator where that tells, by ops now and then."""
+"""StepMeter: what each step took at most, and where in it, as the device's allocator tells; no op is looked at."""
 
 from __future__ import annotations
 
+import weakref
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import torch
 
 from poochplan.formats.plan import Instructions
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Memory
+from poochplan.formats.profile import Memory
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import AllocatedPeak
-from poochplan.runtime.metering.meter import LiveBytesMeter
+from poochplan.runtime.metering.logged import LoggedPeak
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
-from .census import census
+from .buckets import bucket_bytes
+from .census import LEAST_BYTES, Storages, census
+from .growth import state_of_optimizers
 
 When = Literal["first-steps", "always", "never"]
 EVERY = 50
-"""Of the steps behind the first ones, every so many is metered by its ops: memory changes in a long run, too."""
+"""Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
 
 
 class Part(StrEnum):
@@ -50,102 +53,123 @@ class Moment(NamedTuple):
 class StepMeter:
     """Only the step is metered: from where its segment begins to its optimizer's step, or to the next segment.
 
+    The allocator tells: that of the device, the compiled one of the CPU, else what torch logs. No dispatch mode is
+    needed, under which autograd would take other formulas. Where the peak was is read at the points of the runtime's
+    clock.
+
     States: *off*, *on* (in a step), *over* (its figures stand until the next begins).
 
     Parameters
     ----------
     kind: of the device.
-    when: ``"first-steps"`` meters ops while :meth:`settled` was not called, and then in one step of :data:`EVERY`.
-    memory: what is told where both are known. On the CPU the compiled allocator tells what is allocated, from the first
-        step on whose ops are metered.
-
-    unseen_bytes: how far above the live peak the predicted one is. It is added where the plan is of allocated bytes and
-        this process has no compiled allocator, so that like is compared with like.
-
-    ``mode`` has to be among the engine's observers.
+    when: ``"first-steps"`` begins at a census while :meth:`settled` was not called, and then in one step of
+        :data:`EVERY`. Without a compiled allocator these steps alone are metered.
+    memory: what the figures count.
     """
 
-    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED, unseen_bytes: int = 0) -> None:
-        self.mode = LiveBytesMeter(kind, ALLOCATION_UNIT_BYTES, self._where)
-        by_allocator = kind == "cpu" and when != "never" and memory is Memory.ALLOCATED
-        self._of_cpu = AllocatedPeak() if by_allocator else None
-        self._unseen_bytes = 0
-        if self._of_cpu is not None:
-            self.mode.met = self._of_cpu.met
-            self._unseen_bytes = 0 if self._of_cpu.has_allocator else unseen_bytes
+    def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
+        is_of_cpu = kind == "cpu" and when != "never"
+        allocated = AllocatedPeak() if is_of_cpu and memory is Memory.ALLOCATED else None
+        self._allocated = allocated if allocated is not None and allocated.has_allocator else None
+        self._logged = LoggedPeak(memory) if is_of_cpu and self._allocated is None else None
         self._kind = kind
         self._when = when
         self._is_settled = False
         self._is_to_check = False
+        self._is_due = False
         self.is_certain = False
         """False where the compiled allocator alone tells this step's peak, without a census as it began: what other
         threads have made and this one has let go of may be in it.
         """
+        self._constants: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
+        """By identity, small storages that lived before the first step: constants of libraries."""
         self._steps = 0
         self._engine: Engine | None = None
         self._open = False
-        self._counted: int | None = None
-        self._allocated: int | None = None
+        self._peak: int | None = None
         self._blocks: int | None = None
+        self._passed: list[Moment] = []
+        """The points of this step, where it is to be known which of them the peak was behind."""
+        self._peak_at = 0
+        """Behind which of them."""
 
     def step_begins(self, engine: Engine, device: Device) -> None:
         """A segment has begun on this thread."""
         self._engine, self._device = engine, device
-        self._open, self._counted, self._allocated, self._blocks = True, None, None, None
+        self._open, self._peak, self._blocks = True, None, None
+        self._passed, self._peak_at = [], 0
         self._steps += 1
         if self._when == "never":
             return
         device.start_step_peak()
-        if self._of_cpu is not None:
-            self._of_cpu.step_begins()
+        if self._allocated is not None:
+            self._allocated.step_begins()
         is_due = self._when == "always" or not self._is_settled or self._is_to_check or self._steps % EVERY == 0
-        self.is_certain, self._is_to_check = is_due or self._of_cpu is None, False
+        self._is_due, self._is_to_check = is_due, False
+        self.is_certain = is_due or self._allocated is None
         engine.mechanism.timed = is_due
         if is_due:
-            storages = self._live(engine)
-            self.mode.begin(storages)
-            if self._of_cpu is not None:
-                self._of_cpu.looked_around(self.mode.storages)
-            if not self.tells_every_step or not self._is_settled or self._when == "always":
-                self.mode.switch_on()  # else the allocator tells, and ops run as they do without a mode
+            self._look_around(engine)
+            self.point()
+
+    def _look_around(self, engine: Engine) -> None:
+        """Counts what is there. The log comes last, so that it has no more than the step."""
+        storages, buckets = self._live(engine), bucket_bytes(engine.model)
+        if self._allocated is not None:
+            self._allocated.looked_around(storages, buckets)
+        if self._logged is not None and not self._is_told_by_device:
+            self._logged.looked_around(storages, buckets)
+
+    def point(self, part: Part | None = None) -> None:
+        """A point of the runtime's clock has been passed, or ``part`` of the step begins."""
+        if not self._open or not self._is_due:
+            return
+        self._read()
+        if self._logged is not None:
+            self._logged.mark(len(self._passed))
+        self._passed.append(self._where(part))
 
     @property
     def tells_every_step(self) -> bool:
-        """Whether the compiled allocator tells what steps take, whose ops then need no mode."""
-        return self._of_cpu is not None and self._of_cpu.has_allocator
+        """Whether the compiled allocator tells what steps take, and not a log, which takes time."""
+        return self._allocated is not None
+
+    @property
+    def _is_told_by_device(self) -> bool:
+        return self._device.step_peak_bytes() is not None
 
     def step_is_over(self) -> None:
         """What runs from here on is not of the step. Idempotent."""
-        if self._open:
-            self._read()
-            self._open = False
-            self.mode.switch_off()
+        if not self._open:
+            return
+        self._read()
+        self._open = False
+        found = self._logged.ends() if self._logged is not None and self._is_due else None
+        if found is not None:
+            self._peak, self._peak_at = found
 
     def served_from(self, arena_bytes: int) -> None:
         """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
-        if self._of_cpu is not None:
-            self._of_cpu.arena_bytes = arena_bytes
+        if self._allocated is not None:
+            self._allocated.arena_bytes = arena_bytes
 
     def close(self) -> None:
-        """No step is metered any more. In a backward its mode could only be muted: it is taken off here."""
+        """No step is metered any more."""
         self.step_is_over()
-        self.mode.switch_off()
 
     def check_next(self) -> None:
         """The next step begins at a census."""
         self._is_to_check = True
 
     def settled(self, is_settled: bool) -> None:
-        """Whether steps are as those before: then few of them are metered by their ops."""
+        """Whether steps are as those before: then few of them begin at a census."""
         self._is_settled = is_settled
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most of this step so far; None where it is not metered."""
+        """The most of this step so far; None where it is not metered, and until its end where a log has it."""
         self._read()
-        if self._of_cpu is not None and self._of_cpu.is_known and self._allocated is not None:
-            return self._allocated
-        return self._counted if self._allocated is None else max(self._allocated, self._counted or 0)
+        return self._peak
 
     @property
     def blocks_peak_bytes(self) -> int | None:
@@ -155,33 +179,52 @@ class StepMeter:
 
     @property
     def moment(self) -> Moment | None:
-        """Where that was; None where the step's ops were not metered."""
-        found = self.mode.at_peak
-        return found if self._counted is not None and isinstance(found, Moment) else None
+        """Where that was; None where the step did not begin at a census."""
+        return self._passed[self._peak_at] if self._peak is not None and self._peak_at < len(self._passed) else None
 
     def _read(self) -> None:
-        if self._open and self._when != "never":
-            self._allocated = self._device.step_peak_bytes()
-            if self.mode.is_on:
-                self._counted = self.mode.peak_bytes + self._unseen_bytes
-            if self._allocated is None and self._of_cpu is not None and self._of_cpu.is_known:
-                self._allocated = self._of_cpu.peak_bytes
-                self._blocks = self._of_cpu.blocks_peak_bytes
+        """What the allocator tells by now. Where it is more than at the last point, the peak is behind that."""
+        if not self._open or self._when == "never":
+            return
+        found = self._device.step_peak_bytes()
+        if found is None and self._allocated is not None and self._allocated.is_known:
+            found, self._blocks = self._allocated.peak_bytes, self._allocated.blocks_peak_bytes
+        if found is not None:
+            if self._passed and found > (self._peak or 0):
+                self._peak_at = len(self._passed) - 1
+            self._peak = found
 
-    def _where(self) -> Moment:
+    def backward(self, begins: bool) -> None:
+        """Autograd begins to compute a backward of the step, or has ended."""
+        self.point(Part.BACKWARD if begins else Part.OPTIMIZER)
+
+    def _where(self, part: Part | None) -> Moment:
         assert self._engine is not None
         segment = self._engine.segment
-        part = Part.BACKWARD if in_backward() else Part.OPTIMIZER if segment.used else Part.FORWARD
-        return Moment(part, segment.saves, segment.uses)
+        return Moment(part or (Part.BACKWARD if in_backward() else Part.FORWARD), segment.saves, segment.uses)
 
-    def _live(self, engine: Engine) -> dict[int, torch.UntypedStorage]:
-        """All that is there as a step begins: what Python knows, the model's whatever its size, what autograd holds."""
-        found = census(self._kind)
-        for tensor in own_tensors(engine.model):
-            for one in (tensor, tensor.grad if tensor.is_leaf else None):
-                storage = plain_storage(one, self._kind) if one is not None else None
-                if storage is not None:
-                    found[storage_identity(storage)] = storage
-        for storage in engine.left_over_storages():
-            found[storage_identity(storage)] = storage
-        return found
+    def _live(self, engine: Engine) -> Storages:
+        """All that is there as a step begins: what Python knows, the model's and its optimizers', what autograd holds.
+
+        Small ones that were there before the first step and are none of these are left out, here and later.
+        """
+        found, own = census(self._kind, 1), self._own(engine)
+        small = {key: one for key, one in found.items() if one.nbytes() < LEAST_BYTES}
+        if self._constants is None:
+            self._constants = {key: weakref.ref(one) for key, one in small.items()}
+        for key, storage in small.items():
+            if self._constants.get(key, _gone)() is storage:
+                del found[key]
+        return found | own
+
+    def _own(self, engine: Engine) -> Storages:
+        own = own_tensors(engine.model)
+        tensors = [one for tensor in own for one in (tensor, tensor.grad if tensor.is_leaf else None)]
+        tensors += state_of_optimizers(own)
+        plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
+        found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
+        return {storage_identity(storage): storage for storage in found}
+
+
+def _gone() -> None:
+    """Of a storage that is none of the constants."""

@@ -116,7 +116,7 @@ def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
         assert equal(reference, metered)
         assert report.last_step.peak_bytes is not None
         if report.arena is None:
-            assert predicted - SLACK_BYTES <= report.last_step.peak_bytes <= predicted <= budget
+            assert 0.98 * predicted - SLACK_BYTES <= report.last_step.peak_bytes <= predicted <= budget
         else:  # the arena counts whole, beside what a region takes before the step's first save point
             assert plan.prediction.arena_peak_bytes is not None
             assert report.last_step.peak_bytes <= plan.prediction.arena_peak_bytes <= budget

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from poochplan.runtime.watch.buckets import wrapper_of
 from poochplan.torch_private.compiler_internals import is_compiled
 
 
@@ -18,10 +16,4 @@ def called_by(trainer: object, model: torch.nn.Module) -> torch.nn.Module:
 
 def outermost(model: torch.nn.Module) -> torch.nn.Module:
     """The data-parallel wrapper that has been put around the model, else itself."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return model
-    if isinstance(model, DistributedDataParallel):
-        return model
-    return next(
-        (one for one in gc.get_objects() if type(one) is DistributedDataParallel and one.module is model), model
-    )
+    return wrapper_of(model) or model

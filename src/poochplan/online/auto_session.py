@@ -70,7 +70,6 @@ class AutoSession:
             fits=lambda profile: profile.in_core_peak_bytes <= self._known.budget_of(profile),
             room=self._known.budget_of,
             follower=self._follower,
-            observers=[self._meter.mode],
             events=self._served.events,
         )
         self._follower.loop = self.loop

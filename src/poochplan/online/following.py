@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Profile
-from poochplan.profiler.live.watch import Pack, Scene, Watch
+from poochplan.profiler.live.watch import Scene, Watch
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import Growth
 from poochplan.runtime.watch.step_meter import EVERY, Moment, StepMeter
@@ -48,14 +44,6 @@ class Metered(Watch):
             self.peak_bytes, self.moment = self._meter.peak_bytes, self._meter.moment
             self.blocks_peak_bytes = self._meter.blocks_peak_bytes
             self.is_certain = self._meter.is_certain
-
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self._meter.mode.around_region(call) if self._meter.mode.is_on else call
-
-    def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        if self._meter.mode.is_on:
-            self._meter.mode.saved(tensor)
-        return pack(tensor)
 
 
 def is_metered(followed: int) -> bool:

@@ -10,7 +10,7 @@ from poochplan.packing_apart import packed
 from poochplan.runtime.allocator.building import is_built
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
+from poochplan.runtime.engine.step_events import StepEvents
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena, why_not_served
 from poochplan.runtime.watch.step_meter import StepMeter
@@ -64,9 +64,10 @@ class ServedSegments:
     def events(self) -> StepEvents:
         """For the loop."""
         if self._serving is None:
-            return NO_EVENTS
+            return StepEvents(point=self._at, backward=self._meter.backward)
         return StepEvents(
             point=self._at,
+            backward=self._meter.backward,
             over=lambda _: self._step_is_over(),
             departed=self._departed,
             resting=self._serving.rests,
@@ -122,12 +123,14 @@ class ServedSegments:
     # -- told by the loop -------------------------------------------------------------------------------------
 
     def _at(self, passed: int) -> None:
-        assert self._serving is not None
+        self._meter.point()
+        if self._serving is None:
+            return
         if passed > 1:
             self._serving.at(passed)
         elif self._plan is not None and self._segment is not None:
             self._served = self._plan
-            self._serving.begin(self._plan, self._segment, is_observed=self._meter.mode.is_on)
+            self._serving.begin(self._plan, self._segment)
             self._meter.served_from(self._serving.arena_bytes)
 
     def _step_is_over(self) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "has_topmost_hooks",
     "in_backward",
     "intercept_autograd",
+    "is_composite",
     "is_made",
     "last_sequence_number",
     "log_allocations",
@@ -104,6 +105,17 @@ schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 
 COO_PARTS = ("_indices", "_values")
 """The methods that give a sparse tensor's parts also where it is not coalesced; the public ones refuse it."""
+
+
+def is_composite(name: str) -> bool:
+    """Whether the op of that name, as a profiler has it (``aten::linear``), is made of others: modes see these."""
+    space, _, base = name.partition("::")
+    packet = getattr(getattr(torch.ops, space, None), base, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    names = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
+    names = [one for one in names if torch._C._dispatch_has_kernel(one)]  # not those of TorchScript's numbers
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(names) and all(has_kernel(x, "CompositeImplicitAutograd") and not has_kernel(x, "CPU") for x in names)
 
 
 def topmost_mode(count: int) -> TorchDispatchMode:

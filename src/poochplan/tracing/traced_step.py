@@ -11,19 +11,19 @@ import torch
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Phase
+from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.report.inspection.step_trace import COMPUTE, STEP, StepTrace
 from poochplan.runtime.applying import apply
 from poochplan.runtime.devices.opening import model_device
-from poochplan.runtime.metering.meter import LiveBytesMeter
 from poochplan.runtime.session import Session
 from poochplan.tensors.modes import around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.verify import METERED_STEPS, seed_everything
 from poochplan.workload import Workload
 
+from .live_meter import LiveBytesMeter
 from .step_log import StepLog
 from .traced_devices import traced_device
 
@@ -32,7 +32,7 @@ class TracingMeter(LiveBytesMeter):
     """Tells a log each op that takes time, with its layer, and live bytes whenever they change."""
 
     def __init__(self, device_type: str, log: StepLog, tracker: LayerTracker) -> None:
-        super().__init__(device_type, ALLOCATION_UNIT_BYTES)
+        super().__init__(device_type)
         self._log, self._tracker = log, tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -189,17 +189,16 @@ def peak(scope: ThreadScope) -> Iterator[AllocatedPeak]:
     found.leave()
 
 
-def test_what_no_census_found_and_an_op_reads_was_there_all_along(peak: AllocatedPeak) -> None:
-    before = empty(SMALL_BYTES).untyped_storage()
+def test_what_was_born_since_the_census_is_counted(peak: AllocatedPeak) -> None:
     peak.looked_around({})
     known_bytes = peak.peak_bytes
-    peak.met(before)
+    born = empty(SMALL_BYTES)
     assert peak.peak_bytes == known_bytes + ROUNDED_BYTES
+    del born
 
 
-def test_what_was_born_since_the_census_is_counted_once(peak: AllocatedPeak) -> None:
+def test_what_no_tensor_shows_counts_where_it_is_told(peak: AllocatedPeak) -> None:
     peak.looked_around({})
-    born = empty(SMALL_BYTES).untyped_storage()
-    counted_bytes = peak.peak_bytes
-    peak.met(born)
-    assert peak.peak_bytes == counted_bytes
+    known_bytes = peak.peak_bytes
+    peak.looked_around({}, unseen_bytes=ROUNDED_BYTES)
+    assert peak.peak_bytes == known_bytes + ROUNDED_BYTES

@@ -1,0 +1,95 @@
+"""Bytes that the CPU's allocator tells a profiler of: what a step takes where there is no compiled allocator."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from poochplan.formats.profile import Memory
+from poochplan.formats.profile_parts import rounded_up
+from poochplan.torch_private.tensor_internals import is_composite, storage_identity
+
+from .compiled_regions import CpuRegion, Event, changes
+
+_MARK = "poochplan.mark:"
+
+
+class LoggedPeak:
+    """Most bytes of a step: what was there as it began, as a census has it, and what torch logs of the thread.
+
+    It is known once the log has ended, and not at all under another profiler. The log sees ops as a profiler does, so
+    that no dispatch mode is needed.
+
+    Parameters
+    ----------
+    memory: of allocated bytes all count at every moment. Live ones count between ops alone: what an op that no dispatch
+        mode would look into takes and gives back inside is not live.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._of_live = memory is Memory.LIVE
+        self._region = CpuRegion()
+        self._began_bytes = 0
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
+        """A step begins, and these, and no others, are there; so are ``unseen_bytes`` that no tensor shows."""
+        self._began_bytes = unseen_bytes + sum(rounded_up(one.nbytes()) for one in storages.values())
+        self._watched = {key: self._watch(storage) for key, storage in storages.items()}
+        self._region.begin()
+
+    def mark(self, number: int) -> None:
+        """The step has come to that point."""
+        self._region.mark(f"{_MARK}{number}")
+
+    def ends(self) -> tuple[int, int] | None:
+        """Most bytes, and the number of the mark behind which that was; None where nothing is known. Idempotent."""
+        self._watched.clear()
+        events = self._region.events()
+        if events is None:
+            return None
+        most_bytes, mark = most_behind(events, of_live=self._of_live)
+        return self._began_bytes + most_bytes, mark
+
+    def _watch(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        key, size_bytes = storage_identity(storage), storage.nbytes()
+
+        def died(_: object) -> None:
+            if self._watched.pop(key, None) is not None:
+                self._region.freed(size_bytes)
+
+        return weakref.ref(storage, died)
+
+
+def most_behind(events: list[Event], *, of_live: bool) -> tuple[int, int]:
+    """The most of the running sum of a log, at least 0, and the number of the last mark before it, else 0."""
+    live = most = mark = found = 0
+    for change, name, is_inside in _steps(events):
+        live += change
+        if name.startswith(_MARK):
+            mark = int(name.removeprefix(_MARK))
+        if live > most and not (of_live and is_inside):
+            most, found = live, mark
+    return most, found
+
+
+def _steps(events: list[Event]) -> Iterator[tuple[int, str, bool]]:
+    """Of each event: the change of live bytes, its name, and whether it is inside an op that is one to a dispatch mode:
+    one that is not made of others.
+    """
+    inside: list[bool] = []
+    for (kind, name, _), change in zip(events, changes(events), strict=True):
+        if kind == "push":
+            inside.append((inside[-1] if inside else False) or _is_whole(name))
+        elif kind == "pop" and inside:
+            inside.pop()
+        yield change, name, inside[-1] if inside else False
+
+
+@functools.cache
+def _is_whole(name: str) -> bool:
+    """Whether a block of a log is an op that a dispatch mode sees as one."""
+    return "::" in name and not name.startswith("autograd::") and not is_composite(name)
