@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.runtime.replays.closure import WRITTEN_SINCE
 from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan, windowed
 
@@ -33,6 +34,7 @@ class Twice(nn.Module):
     def __init__(self, body: Forward) -> None:
         super().__init__()
         self.first, self.shared, self.body = nn.Linear(16, 16), nn.Linear(16, 16), body
+        self.writes = False
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.body(self, batch)
@@ -60,6 +62,18 @@ def and_the_other_way_round(self: Twice, batch: Tensor) -> Tensor:
     return F.linear(hidden, self.shared.weight.data, self.shared.bias.data).sin()
 
 
+def filled_in_parts(self: Twice, batch: Tensor) -> Tensor:
+    """What may be written behind its last use is saved by nobody."""
+    value = self.first(batch)
+    whole = torch.empty_like(value)
+    whole[:, :8] = value[:, 8:]
+    whole[:, 8:] = value[:, :8]
+    hidden = (whole * 2).sin()
+    if self.writes:
+        whole.detach().mul_(3)
+    return self.shared(hidden).sin()
+
+
 PROGRAMS = [a_layer_called_twice, an_activation_as_a_bias, weights_without_a_gradient, and_the_other_way_round]
 
 
@@ -70,10 +84,11 @@ def _profile(body: Forward) -> Profile:
     return poochplan.profile(lambda: model(BATCH).square().sum(), model=model, iterations=1, link=LINK)
 
 
-def _train(body: Forward, plan: Plan | None) -> list[Tensor]:
+def _train(body: Forward, plan: Plan | None, *, writes: bool = False) -> list[Tensor]:
     """The gradients of each step. Nothing meters them: so an op is dispatched as before when recording begins in it."""
     torch.manual_seed(0)
     model = Twice(body)
+    model.writes = writes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Tensor] = []
     with contextlib.ExitStack() as stack:
@@ -95,3 +110,18 @@ def test_a_right_program_trains_bitwise_as_in_core_wherever_recording_begins(bod
     for seed in range(WINDOWS):
         plan = windowed(random_plan(_profile(body), seed, (0, 0, 1)), seed)
         assert equal([wanted], [_train(body, plan)]), seed
+
+
+def test_a_write_into_what_no_replay_builds_is_noticed_where_it_is_not_recorded() -> None:
+    wanted, noticed = _train(filled_in_parts, None, writes=True), 0
+    for seed in range(WINDOWS):
+        plan = windowed(random_plan(_profile(filled_in_parts), seed, (0, 0, 1)), seed)
+        try:
+            found = _train(filled_in_parts, plan, writes=True)
+        except RuntimeError as error:
+            if WRITTEN_SINCE not in str(error):
+                raise
+            noticed += 1
+        else:
+            assert equal([wanted], [found]), seed
+    assert noticed
