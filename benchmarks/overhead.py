@@ -111,7 +111,7 @@ def per_op(pairs: int) -> dict[str, Any]:
     """Microseconds that recording adds to an op, and that a handle adds to a pack and its unpack."""
     model, batch = ManyOps(), torch.randn(8, 32)
     tape = Tape("cpu")
-    tape.static = static_keys(model, "cpu")
+    tape.static = dict.fromkeys(static_keys(model, "cpu"), 0)
     recorder = Recorder(tape)
     ops = 6 * len(model.scales)
 

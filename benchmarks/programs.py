@@ -9,6 +9,9 @@ training; the metered peak of each followed step is compared with the predicted 
 With ``--arena`` each program's steps run twice over, under the same plans, served from an arena
 (``tests/programs/served_trial.py``): whatever a step does, it has to be bitwise the one in-core.
 
+With ``--windows`` they run twice over as well, unmetered, with an arena and without, under random plans that switch
+recording on and off at any point of a step (``tests/programs/windowed_trial.py``).
+
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
 
@@ -16,6 +19,8 @@ and of the rules in ``test_rules.py``), and it is told which program notices fir
     python -m benchmarks.programs -o benchmarks/results/programs.json          # goes on; delete the file to begin anew
     python -m benchmarks.programs --seeds 44:45                                # one program
     python -m benchmarks.programs --arena --seeds 0:150 -o benchmarks/results/programs-arena.json
+    python -m benchmarks.programs --windows --seeds 0:500 -o benchmarks/results/programs-windows.json \
+        --always "exception in forward" views "several forwards a step"
     python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
 """
 
@@ -27,7 +32,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +41,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.facts import facts_of_run, write_results
-from tests.programs.drawing import Program, draw
+from tests.programs.drawing import Feature, Program, draw
 from tests.programs.mutated import all_mutants, caught_by, ready
 from tests.programs.served_trial import served_trial
 from tests.programs.trial import KINDS, Outcome, trial, warm_up
+from tests.programs.windowed_trial import windowed_trial
 
 SAVE_EVERY = 20
 
@@ -49,13 +55,17 @@ def kind_of(problem: str) -> str:
 
 
 def run_programs(
-    seeds: range, output: str | None, facts: dict[str, Any], tried: Callable[[Program], Outcome] = trial
+    seeds: range,
+    output: str | None,
+    facts: dict[str, Any],
+    tried: Callable[[Program], Outcome] = trial,
+    always: Collection[Feature] = (),
 ) -> dict[str, Any]:
     """Tries the programs; writes what was found every now and then, and begins where such a file ends."""
     found = _begun(seeds, output, facts)
     counts, features = Counter(found["counts"]), Counter(found["features"])
     for seed in range(found["next_seed"], seeds.stop):
-        program, start_s = draw(seed), time.perf_counter()
+        program, start_s = draw(seed, always), time.perf_counter()
         outcome = tried(program)
         counts += outcome.counts
         features.update(map(str, program.features))
@@ -113,6 +123,8 @@ def main() -> int:
     parser.add_argument("--seeds", help="FIRST:END (default: 0:1000; with --mutants 0:40)")
     parser.add_argument("--mutants", action="store_true", help="which programs notice a broken runtime")
     parser.add_argument("--arena", action="store_true", help="steps are served from an arena")
+    parser.add_argument("--windows", action="store_true", help="recording goes on and off at random points")
+    parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
     parser.add_argument("-o", "--output", help="the results as JSON; a run that was stopped goes on from it")
     arguments = parser.parse_args()
     first, end = map(int, (arguments.seeds or ("0:40" if arguments.mutants else "0:1000")).split(":"))
@@ -122,7 +134,8 @@ def main() -> int:
     if arguments.mutants:
         write_results(arguments.output, facts | run_mutants(range(first, end)))
         return 0
-    found = run_programs(range(first, end), arguments.output, facts, served_trial if arguments.arena else trial)
+    tried = windowed_trial if arguments.windows else served_trial if arguments.arena else trial
+    found = run_programs(range(first, end), arguments.output, facts, tried, arguments.always)
     print(json.dumps({"wrong": found["wrong"], "counts": found["counts"], "seconds": found["seconds"]}))
     return 1 if found["problems"] else 0
 

@@ -226,14 +226,15 @@ class Engine:
             self._diverge(reason)
 
     def _look_at_model(self, segment: Segment) -> None:
-        kind, static = self.device.kind, set[int]()
+        kind, static = self.device.kind, dict[int, int]()
         segment.gradient_bytes = 0
         for tensor in own_tensors(self.model_of(segment)):
             storage = plain_storage(tensor, kind)
             if storage is not None:
-                static.add(storage_identity(storage))
+                key = storage_identity(storage)
+                static[key] = max(version_of(tensor), static.get(key, 0))
             else:
-                static.update(keys_of(tensor, kind))
+                static.update(dict.fromkeys(keys_of(tensor, kind), 0))
             grad = tensor.grad if tensor.is_leaf else None
             if grad is not None and has_storage(grad, kind):
                 segment.gradient_bytes += grad.untyped_storage().nbytes()

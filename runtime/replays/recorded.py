@@ -143,16 +143,23 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     def meet(self, version: int, window: int) -> None:
         """It is read or packed, in that window of recording (or ``OFF``), through a tensor of that version.
 
-        A counter that is ahead tells of a write that was not recorded. One that is behind is a chunk's own: it says
-        nothing, and between windows that is taken for a write, until the save point; from there on the plan answers
-        for it, since what is written after its save is never planned to be read by a replay.
+        A counter that is ahead tells of a write that was not recorded. One that is behind is another's than the
+        storage was met by before (a chunk's, that of ``.data``). At zero nobody has ever written through it. Behind
+        and not at zero it says nothing, and between windows that is taken for a write, until the save point; from there
+        on the plan answers for it, since what is written after its save is never planned to be read by a replay.
         """
+        if version < self.version and not version:
+            return
         unbroken = self.packed or (window != OFF and window == self.seen_in)
         if version > self.version or (version < self.version and not unbroken):
-            self.writes = (*self.writes, None)
-            self.broken = True
+            self.was_written_unseen()
             self.version = version
         self.seen_in = window
+
+    def was_written_unseen(self) -> None:
+        """Something that was not recorded has written it in place."""
+        self.writes = (*self.writes, None)
+        self.broken = True
 
     def was_written_by(self, op: RecordedOp) -> None:
         """A recorded op has written it in place."""
@@ -197,8 +204,10 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
 
     @property
     def is_known(self) -> bool:
-        """Whether its birth and every write since were recorded, as ops that can be run again."""
-        return self.birth is not None and self.birth.usable and not self.broken
+        """Whether its birth and every write since were recorded, as ops that make its content from nothing."""
+        if self.birth is None or not self.birth.usable or self.broken:
+            return False
+        return not self.birth.uninitialised or self._overwritten(len(self.writes))
 
     def _overwritten(self, generation: int) -> bool:
         first = self.writes[0] if generation >= 1 else None

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from poochplan.tensors.arguments import flatten, outputs_of
-from poochplan.tensors.modes import ToggledMode
+from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import Traits, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.tensors.writes import writes_of
-from poochplan.torch_private.tensor_internals import version_of
+from poochplan.tensors.writes import Writes, writes_of
+from poochplan.torch_private.tensor_internals import called_below_autograd, version_of
 
 from .generators import state_of
 from .recorded import OFF, CounterBefore, RecordedOp, Scratch, View
@@ -19,12 +19,17 @@ from .tape import Tape
 
 
 class Recorder(ToggledMode):
-    """A dispatch mode. State: whether it is on."""
+    """A dispatch mode. State: whether it is on, and whether the op in which that was asked for may still run.
+
+    A save point lies within an op. What its kernel calls from there on is not recorded: in there views have version
+    counters of their own, which look as if the storage was another.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
         self._device_type = tape.device_type
+        self._within_op = False
 
     @property
     def window(self) -> int:
@@ -35,6 +40,7 @@ class Recorder(ToggledMode):
         """Begins a new window of recording, unless one is open."""
         if not self.is_on:
             self.tape.window += 1
+            self._within_op = is_dispatched_plainly()  # otherwise a mode is handed that op whole
         super().switch_on()
 
     def switch_off(self) -> None:
@@ -47,10 +53,30 @@ class Recorder(ToggledMode):
         if facts.pure_view or not self.is_on:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if self._within_op and self._is_of_that_op(facts, args, kwargs):
+            self._pass_over(facts, args, kwargs)
+            return func(*args, **kwargs)
         op, written = self._before(func, facts, args, kwargs)
         outputs = func(*args, **kwargs)
         self._after(op, written, outputs)
         return outputs
+
+    def _is_of_that_op(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the call is of the op in which recording was switched on; the first that is not ends the question.
+
+        What makes a tensor of none looks alike in both, and is recorded.
+        """
+        if facts.makes_alike or not any(isinstance(leaf, torch.Tensor) for leaf in flatten(args, kwargs)[0]):
+            return False
+        self._within_op = called_below_autograd()
+        return self._within_op
+
+    def _pass_over(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> None:
+        """What this call writes nobody will have recorded."""
+        for tensor in self._writes(facts, args, kwargs).in_place:
+            record = self.tape.known(tensor) if is_plain(tensor, self._device_type) else None
+            if record is not None:
+                record.was_written_unseen()
 
     def _before(
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
@@ -76,7 +102,7 @@ class Recorder(ToggledMode):
 
     def _written(self, op: RecordedOp, facts: Traits, args: Any, kwargs: dict[str, Any]) -> list[CounterBefore]:
         """What the op writes in place; completes what is known of it."""
-        writes = writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
+        writes = self._writes(facts, args, kwargs)
         if writes.scratch:
             arguments = list(op.arguments)
             for position, tensor in writes.scratch.items():
@@ -88,6 +114,9 @@ class Recorder(ToggledMode):
             op.overwrites = self.tape.record_of(writes.overwritten)
         plain = (tensor for tensor in writes.in_place if is_plain(tensor, self._device_type))
         return [CounterBefore.of(self.tape.record_of(tensor), tensor) for tensor in plain]
+
+    def _writes(self, facts: Traits, args: Any, kwargs: dict[str, Any]) -> Writes:
+        return writes_of(facts, args, kwargs, static=self.tape.static, device_type=self._device_type)
 
     def _reference(self, leaf: torch.Tensor) -> Any:
         storage = plain_storage(leaf, self._device_type)

@@ -24,8 +24,8 @@ class Tape:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.static: set[int] = set()
-        """Storage keys of parameters and buffers, in this step."""
+        self.static: dict[int, int] = {}
+        """Storage keys of parameters and buffers, in this step, and what their version counters said at its begin."""
         self.window = OFF
         """The stretch that is being recorded, or was last; stretches count from 1."""
         self._registry: dict[int, StorageRecord] = {}
@@ -91,7 +91,10 @@ class Tape:
         key = storage_identity(storage)
         before = self._earlier.get(key)
         was_there = before is not None and before.storage() is storage
-        record = self._registry[key] = StorageRecord(weakref.ref(storage), version_of(tensor), was_there)
+        version = self.static.get(key)  # the tensor may be one of `.data`, which has a counter of its own
+        if version is None:
+            version = version_of(tensor)
+        record = self._registry[key] = StorageRecord(weakref.ref(storage), version, was_there)
         return record
 
     def met(self, tensor: torch.Tensor, storage: torch.UntypedStorage, window: int) -> StorageRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -113,10 +114,10 @@ class Program:
         return f"program {self.seed} ({', '.join(sorted(self.features))})"
 
 
-def draw(seed: int) -> Program:
-    """The program of a seed."""
+def draw(seed: int, always: Collection[Feature] = ()) -> Program:
+    """The program of a seed, which has the features ``always`` too."""
     chance = random.Random(seed)
-    features = {feature for feature in Feature if chance.random() < CHANCE}
+    features = {feature for feature in Feature if chance.random() < CHANCE} | set(always)
     while len(features) < 3:
         features.add(chance.choice(list(Feature)))
     kinds = [chance.choice(PLAIN_BLOCKS) for _ in range(chance.randint(1, 2))]

@@ -6,8 +6,9 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
@@ -35,10 +36,11 @@ from .drawing import (
 from .network import Running
 from .training import REPLAYED, WRITES, Snapshot, differences, first_step, train
 
-FAILING, SERVED = "failing", "served"
+T = TypeVar("T")
+FAILING, SERVED, UNMETERED = "failing", "served", "unmetered"
 DEVICES = ("cpu", "adversarial")
 """And the adversarial one whose first copies fail, for the first step under one plan; ``SERVED`` is the CPU with an
-arena."""
+arena, ``UNMETERED`` the CPU without one; in neither does a dispatch mode see the ops of a whole step."""
 WEIGHTS = ((1, 2, 2), (0, 1, 0), (0, 0, 1), (1, 1, 3), (0, 2, 1))
 """What random plans draw from: keep, swap, recompute. The first always, and two of the others."""
 KINDS = {
@@ -82,10 +84,7 @@ class Outcome:
 def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
     """The plans of a program, and what its steps give in-core."""
     with _quietly():
-        running = Running(program)
-        profile = poochplan.profile(
-            running.step, model=running.model, optimizer=running.optimizer, iterations=1, link=LINK
-        )
+        profile = _profile(program)
         weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
         problem = build_problem(profile)
         plans = [_random(profile, problem, program.seed + index, some) for index, some in enumerate(weights)]
@@ -95,6 +94,11 @@ def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
         promised = plan.prediction
         plans.append(Tried("planner", plan, promised.first_step_peak_bytes, promised.peak_bytes))
         return plans, train(Running(program))
+
+
+def _profile(program: Program) -> poochplan.Profile:
+    running = Running(program)
+    return poochplan.profile(running.step, model=running.model, optimizer=running.optimizer, iterations=1, link=LINK)
 
 
 def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tuple[int, int, int]) -> Tried:
@@ -111,8 +115,18 @@ def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tu
 
 def prepared_or_told(program: Program, outcome: Outcome) -> tuple[list[Tried], list[Snapshot]] | None:
     """As :func:`prepared`; None, and the outcome says why, where there is nothing to try."""
+    return _or_told(prepared, program, outcome)
+
+
+def profiled_or_told(program: Program, outcome: Outcome) -> tuple[poochplan.Profile, list[Snapshot]] | None:
+    """The program's profile, and what its steps give in-core; None as in :func:`prepared_or_told`."""
+    with _quietly():
+        return _or_told(lambda program: (_profile(program), train(Running(program))), program, outcome)
+
+
+def _or_told(prepare: Callable[[Program], T], program: Program, outcome: Outcome) -> T | None:
     try:
-        return prepared(program)
+        return prepare(program)
     except Exception as error:
         if is_refused_in_core(program):
             outcome.counts["programs that in-core training refuses"] += 1
@@ -238,6 +252,9 @@ def _judge_error(outcome: Outcome, program: Program, error: Exception) -> None:
 @contextlib.contextmanager
 def _session(plan: Plan, running: Running, device: str, outcome: Outcome) -> Iterator[Session]:
     with contextlib.ExitStack() as stack:
+        if device == UNMETERED:
+            yield stack.enter_context(poochplan.apply(plan, running.model, meter="never", arena="off"))
+            return
         if device == SERVED:
             yield stack.enter_context(poochplan.apply(plan, running.model, meter="never", arena="on"))
             return

@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+import msgspec
+
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import PointKind, Profile
+
+SWITCHES = (0.15, 0.4, 0.8)
+"""At how many of the save points recording goes on or off."""
 
 
 def random_plan(profile: Profile, seed: int, weights: tuple[float, float, float] = (1, 2, 2)) -> Plan:
@@ -106,3 +111,18 @@ def _schedule(
         PointActions(at=kind, index=index, **{name: tuple(values) for name, values in at[kind, index].items()})  # type: ignore[arg-type]
         for kind, index in ordered
     )
+
+
+def windowed(plan: Plan, seed: int) -> Plan:
+    """The plan with recording switched on and off at random save points."""
+    chance = random.Random(seed)
+    share, is_on = chance.choice(SWITCHES), chance.random() < 0.5
+    points = {(actions.at, actions.index): actions for actions in plan.schedule}
+    plan = msgspec.structs.replace(plan, record_from_start=is_on)
+    for index in range(len(plan.values)):
+        if chance.random() < share:
+            is_on = not is_on
+            actions = points.get(("save", index)) or PointActions(at="save", index=index)
+            points["save", index] = msgspec.structs.replace(actions, record="on" if is_on else "off")
+    ordered = sorted(points, key=lambda point: (point[0] == "use", point[1]))
+    return msgspec.structs.replace(plan, schedule=tuple(points[point] for point in ordered))

@@ -136,6 +136,7 @@ class Unseen:
             return
         self._hidden = _users_modes()
         if self._hidden:
+            _unseen.modes += len(self._hidden)
             _take_off(self._hidden)
             _put_on([mode for mode in self._hidden if getattr(mode, "sees_poochplan", False)])
 
@@ -143,6 +144,21 @@ class Unseen:
         if self._hidden:
             _take_off(_users_modes())
             _put_on(self._hidden)
+            _unseen.modes -= len(self._hidden)
+
+
+class _Hidden(threading.local):
+    """How many modes the blocks of :class:`Unseen` have taken off on this thread."""
+
+    modes = 0
+
+
+_unseen = _Hidden()
+
+
+def is_dispatched_plainly() -> bool:
+    """Whether no mode at all, not even a hidden one, sees the op that this thread is in."""
+    return not mode_count() and not _unseen.modes
 
 
 def uncompiled_hooks(

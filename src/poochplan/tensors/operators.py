@@ -60,6 +60,8 @@ class Traits(NamedTuple):
     """Positions of outputs that are never bitwise the same; the others are."""
     may_write: bool = True
     """Whether a call may write an argument; where not, nothing has to be asked of it."""
+    makes_alike: bool = False
+    """Makes a tensor like its argument, whose content it does not read."""
 
 
 @functools.cache
@@ -94,4 +96,5 @@ def traits(func: Any) -> Traits:
         trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
         partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset()),
         may_write=bool(written or statistics or base in _OVERWRITING or base == "_cudnn_rnn"),
+        makes_alike=base.endswith("_like"),
     )

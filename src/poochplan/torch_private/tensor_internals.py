@@ -39,6 +39,7 @@ __all__ = [
     "allocation_events",
     "allocation_mark",
     "backward_node",
+    "called_below_autograd",
     "clear_cublas_workspaces",
     "covers_itself_once",
     "detached_alias",
@@ -174,6 +175,16 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_VERSIONS, True)
+
+
+def called_below_autograd() -> bool:
+    """Whether the op that a dispatch mode has been handed was called from inside another op's kernel.
+
+    There views get version counters of their own, and writes move none. Creating a tensor (``torch.ones``,
+    ``torch.rand_like``) is called so from everywhere; and so is all that another mode hands on to this one.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # what was excluded as the op was called; by now autograd always is
+        return bool(_is_excluded(_COUNTS_VERSIONS))
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
