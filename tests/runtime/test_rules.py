@@ -13,6 +13,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
+from poochplan.runtime.allocator.library import library
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.engine.engine import Engine
@@ -22,7 +23,7 @@ from poochplan.runtime.engine.intervals import Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.tensors import storages, writes
-from tests.runtime import test_divergence, test_replay_limits, test_safety, test_user_code
+from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_user_code
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import rewritten
 from tests.runtime.nets import CASES, Case, Residual, equal, in_core, snapshot
@@ -39,7 +40,7 @@ def _drawing() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 
 
 class Exact:
-    """Two steps of a case under a plan: bitwise those in-core, without fallbacks, holding the bytes of the first time.
+    """Two steps of a case under a plan: bitwise those in-core, no fallbacks, as many blocks as the first time.
 
     Profile, plan and reference are made once, before any rule is broken: a profile that is taken without the rule
     finds out (its replays are verified), and plans around it.
@@ -47,7 +48,7 @@ class Exact:
 
     def __init__(self, name: str, weights: tuple[float, float, float]) -> None:
         self.case, self.weights = (CASES | {"drawing": Case(_drawing)})[name], weights
-        self.live_bytes: list[int] = []
+        self.live_blocks: list[int] = []
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -60,20 +61,21 @@ class Exact:
     def __call__(self) -> None:
         reference, plan = self.reference, self.plan
         model, step, optimizer = self.case.fresh()
-        seen, live_bytes = [], []
+        seen, live_blocks = [], []
         torch.manual_seed(1)
         with poochplan.apply(plan, model) as session:
             for _ in range(2):
                 optimizer.zero_grad(set_to_none=True)
+                before = library().live_blocks()
                 loss = step()
-                live_bytes.append(session._meter.mode.live_bytes)
+                live_blocks.append(library().live_blocks() - before)
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.append(snapshot(model, loss))
                 optimizer.step()
         assert equal(reference, seen)
         assert session.report().total.fallbacks == 0
-        self.live_bytes = self.live_bytes or live_bytes
-        assert live_bytes == self.live_bytes
+        self.live_blocks = self.live_blocks or live_blocks
+        assert live_blocks == self.live_blocks
 
 
 RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
@@ -144,6 +146,10 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
     "a replay runs in the grad mode of forward": (
         (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
         Exact("recurrent", REPLAY),
+    ),
+    "no mode looks on while autograd computes": (
+        (Engine, "backward", "self.recorder.switch_off()", "None"),
+        test_backward_without_modes.test_a_backward_amid_forward_sees_no_mode_and_recording_goes_on_behind_it,
     ),
     "what was written where recording was off is another content": (
         (tape.StorageRecord, "meet", "version > self.version or (", "False and ("),
