@@ -9,8 +9,8 @@ training; the metered peak of each followed step is compared with the predicted 
 With ``--arena`` each program's steps run twice over, under the same plans, served from an arena
 (``tests/programs/served_trial.py``): whatever a step does, it has to be bitwise the one in-core.
 
-With ``--windows`` they run twice over as well, unmetered, with an arena and without, under random plans that switch
-recording on and off at any point of a step (``tests/programs/windowed_trial.py``).
+With ``--windows`` they run twice over as well, unmetered, with an arena and without, under random plans that record in
+short windows (``tests/programs/windowed_trial.py``).
 
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--seeds", help="FIRST:END (default: 0:1000; with --mutants 0:40)")
     parser.add_argument("--mutants", action="store_true", help="which programs notice a broken runtime")
     parser.add_argument("--arena", action="store_true", help="steps are served from an arena")
-    parser.add_argument("--windows", action="store_true", help="recording goes on and off at random points")
+    parser.add_argument("--windows", action="store_true", help="steps are unmetered, and recorded in short windows")
     parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
     parser.add_argument("-o", "--output", help="the results as JSON; a run that was stopped goes on from it")
     arguments = parser.parse_args()

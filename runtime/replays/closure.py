@@ -86,14 +86,15 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
 
 def _check(closure: Closure) -> None:
     """Raises ``NotReplayable`` when an op writes what the replay does not own, or an input is not what it was."""
-    ops, rebuilt = closure.ops.values(), closure.rebuilt
+    ops, rebuilt, leaves = closure.ops.values(), closure.rebuilt, closure.leaves
     for op in ops:
         for written in op.writes:
             if written not in rebuilt:
                 raise NotReplayable("an op of the replay writes into something it does not own")
     for op in ops:
         for view in op.reads:
-            if view.watch is not None and not view.still_there:
+            # What a writer finds of the storage that it fills is no input.
+            if view.watch is not None and (view.record, view.generation) in leaves and not view.still_there:
                 raise NotReplayable(WRITTEN_SINCE, view.record)
 
 

@@ -18,6 +18,7 @@ from .drawing import EVENTS, PLAIN, Feature, draw
 from .mutated import all_mutants, caught_by, ready
 from .served_trial import served_trial
 from .trial import trial
+from .windowed_trial import windowed_trial
 
 SEEDS = seeds(day=10, deep=100)
 LEAST_CAUGHT = 12
@@ -64,6 +65,12 @@ def test_served_from_an_arena_it_trains_bitwise_as_in_core(seed: int) -> None:
     outcome = served_trial(draw(seed))
     assert outcome.problems == []
     assert outcome.counts["blocks served"] > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", (63, 82, 85, *seeds(day=0, deep=50)))  # the first three once ended with an error
+def test_recorded_in_short_windows_it_trains_bitwise_as_in_core(seed: int) -> None:
+    assert windowed_trial(draw(seed)).problems == []
 
 
 def test_a_program_notices_a_wait_that_is_left_out_and_a_release() -> None:

@@ -36,10 +36,16 @@ def two_parts_in_one_call(tensor: torch.Tensor) -> None:
 WRITES = [above_autograd, below_autograd, two_parts_in_one_call]
 
 
+def _switch_on(recorder: Recorder) -> None:
+    """The op in which recording was asked for is over."""
+    recorder.switch_on()
+    torch.ones(1).neg()
+
+
 def recorded(tensor: torch.Tensor, *writes: Write) -> tuple[Tape, StorageRecord]:
     tape = Tape("cpu")
     recorder = Recorder(tape)
-    recorder.switch_on()
+    _switch_on(recorder)
     for write in writes:
         write(tensor)
     recorder.switch_off()
@@ -76,7 +82,7 @@ def test_one_that_torch_counts_is_noticed_in_the_window_too() -> None:
     tensor = torch.empty(8)
     tape, record = recorded(tensor, above_autograd)
     recorder = Recorder(tape)
-    recorder.switch_on()
+    _switch_on(recorder)
     below_autograd(tensor)
     recorder.switch_off()
     tensor.add_(1.0)

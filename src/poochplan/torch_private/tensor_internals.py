@@ -183,11 +183,12 @@ def called_below_autograd() -> bool:
     There views get version counters of their own, and writes move none. Creating a tensor (``torch.ones``,
     ``torch.rand_like``) is called so from everywhere; and so is all that another mode hands on to this one.
     """
-    with torch._C._RestorePythonTLSSnapshot():  # what was excluded as the op was called; by now autograd always is
+    with _as_on_entry():  # what was excluded as the op was called; by now autograd always is
         return bool(_is_excluded(_COUNTS_VERSIONS))
 
 
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_as_on_entry: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
