@@ -1,0 +1,265 @@
+"""Torch's database of operators: is a backward that is metered, swapped or studied the plain one, to the bit?
+
+Each sample of ``torch.testing._internal``'s ``op_db``, in each dtype that has a backward, is a step of its own: forward,
+and a backward from seeded gradients. It is run plain, twice, so that what does not repeat itself is known; in a session
+that meters each step and swaps what it saves (its plan is another step's); and under both watches of ``auto``'s study
+that look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
+empty dispatch mode: what a session would change that had one on the stack.
+
+    python -m benchmarks.judges.op_db -o benchmarks/results/op_db.json        # some minutes
+    python -m benchmarks.judges.op_db --every 50                              # each fiftieth sample
+    python -m benchmarks.judges.op_db --modes --only prod masked.prod
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import poochplan
+from benchmarks.facts import facts_of_run, write_results
+from poochplan.formats.profile_parts import Link, LinkDirection
+from poochplan.profiler.live.capturing import Capturing
+from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.timing_watches import OpTiming
+from poochplan.profiler.live.watch import Watch
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.torch_private.tensor_internals import pytree, without_modes
+
+SEED, MOST_NUMBERS = 0, 1 << 16
+Bits = list[bytes]
+Judge = Callable[[Callable[[], Bits]], Bits]
+LINE = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+LINK = Link(name="none", outward=LINE, inward=LINE)
+
+
+class Operator(nn.Module):
+    """Calls what it is given; a session needs a model with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, call: Callable[[], Any] | torch.Tensor) -> Any:
+        return self.linear(call) if isinstance(call, torch.Tensor) else call()
+
+
+class Sample:
+    """One sample of an operator. Each step runs on copies of its arguments."""
+
+    def __init__(self, name: str, op: Any, sample: Any, dtype: torch.dtype) -> None:
+        self.name, self.op, self.dtype = name, op, dtype
+        self.given = (sample.input, sample.args, sample.kwargs)
+
+    def step(self, model: nn.Module) -> Bits:
+        """What forward gives and the gradients of all arguments that take one."""
+        torch.manual_seed(SEED)
+        given = pytree.tree_map(_copied, self.given)
+        first, args, kwargs = given
+        results = model(lambda: self.op(first, *args, **kwargs))
+        outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        found = [_bits(x) for x in outputs]
+        roots = [x for x in outputs if x.requires_grad and x.grad_fn is not None]
+        if not roots:
+            raise NoBackward
+        torch.autograd.backward(roots, [_gradient(x) for x in roots])
+        leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
+        return found + [b"" if x.grad is None else _bits(x.grad) for x in leaves]
+
+
+class NoBackward(Exception):  # noqa: N818 - no failure
+    """Nothing of it takes a gradient."""
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf if isinstance(leaf, torch.Generator) else copy.deepcopy(leaf)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _gradient(of: torch.Tensor) -> torch.Tensor:
+    if of.layout is not torch.strided or of.is_nested:
+        return torch.ones_like(of)
+    numbers = torch.rand(of.shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    return (numbers + 0.5).to(of.dtype)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    """As they lie in memory, row by row; of sparse and nested tensors those of what they are made of."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return b"".join(map(_bits, tensor.unbind()))
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def samples(every: int, only: list[str]) -> Iterator[Sample]:
+    """All samples with a backward, in order; of them each ``every``-th."""
+    number = 0
+    for info in op_db:
+        if only and info.name not in only:
+            continue
+        for dtype in sorted(info.supported_backward_dtypes("cpu"), key=str):
+            name = f"{info.name}{f'.{info.variant_test_name}' if info.variant_test_name else ''}"
+            try:
+                torch.manual_seed(SEED)
+                drawn = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+            except Exception as error:  # of the database, not of ours
+                print(f"{name} {dtype}: no samples ({type(error).__name__})", file=sys.stderr)
+                continue
+            for index, sample in enumerate(drawn):
+                number += 1
+                if number % every == 0 and _numbers(sample) <= MOST_NUMBERS:
+                    yield Sample(f"{name}[{index}] {str(dtype).removeprefix('torch.')}", info.op, sample, dtype)
+
+
+def _numbers(sample: Any) -> int:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
+
+
+class Studying:
+    """A follower that has each segment watched, in turn captured and timed op by op."""
+
+    def __init__(self, kinds: list[Callable[[Any], Watch]]) -> None:
+        self.loop: Loop
+        self._kinds, self.watched = kinds, 0
+
+    def known(self, key: Any) -> Watch:
+        self.watched += 1
+        return self._kinds[self.watched % len(self._kinds)](self.loop.scene)
+
+    def driver(self, line: Any) -> SwapEach:
+        return SwapEach(at_once=True)
+
+    def profiled(self, line: Any) -> None:
+        """Nothing is."""
+
+    def is_planning(self, line: Any) -> bool:
+        return False
+
+    def segment_over(self, segment: Any, watch: Watch | None) -> None:
+        """Nothing to do."""
+
+    def optimizer_stepped(self) -> None:
+        """Nothing to do."""
+
+
+@contextlib.contextmanager
+def studied(kind: Callable[[Any], Watch]) -> Iterator[nn.Module]:
+    """A model each of whose steps is studied so."""
+    model, follower = Operator(), Studying([kind])
+    loop = Loop(
+        {"": model}, [], torch.device("cpu"), CpuDevice, spill_dir=None, link=lambda: LINK, fits=lambda _: True,
+        follower=follower,
+    )  # fmt: skip
+    follower.loop = loop
+    with loop:
+        yield model
+    assert follower.watched, "no step was studied"
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[nn.Module]:
+    """A model whose steps are metered, and swapped, since they are not the planned one."""
+    model, batch = Operator(), torch.zeros(2, 4)
+    profile = poochplan.profile(lambda: model(batch).square().mean(), model=model, iterations=1, link=LINK)
+    plan = poochplan.plan(profile, "100%", evaluations=1)
+    with poochplan.apply(plan, model, meter="always", force=True):
+        yield model
+
+
+class _Nothing(TorchDispatchMode):
+    """Looks on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def looked_on() -> Iterator[nn.Module]:
+    """A model whose steps an empty mode looks on."""
+    with _Nothing():
+        yield Operator()
+
+
+def plain(sample: Sample) -> Bits:
+    """Nothing looks on, also where a judge is entered."""
+    with without_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        return sample.step(Operator())
+
+
+def judged(every: int, only: list[str], *, modes: bool) -> dict[str, Any]:
+    """How many samples were tried, and which differ, by judge."""
+    judges = {"metered": metered, "captured": lambda: studied(Capturing), "timed": lambda: studied(_timed)}
+    if modes:
+        judges = {"under an empty mode": looked_on}
+    counts, problems = Counter[str](), dict[str, list[str]]((name, []) for name in judges)
+
+    for name, judge in judges.items():
+        with judge() as model:
+            for sample in samples(every, only):
+                try:
+                    wanted, again = plain(sample), plain(sample)
+                except NoBackward:
+                    counts["without a backward"] += name == next(iter(judges))
+                    continue
+                except Exception:  # torch's own, without us
+                    counts["fails plain"] += name == next(iter(judges))
+                    continue
+                if wanted != again:
+                    counts["does not repeat itself"] += name == next(iter(judges))
+                    continue
+                counts[name] += 1
+                try:
+                    if sample.step(model) != wanted:
+                        problems[name].append(f"{sample.name}: other bits")
+                except Exception as error:
+                    problems[name].append(f"{sample.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        print(f"{name}: {counts[name]} samples, {len(problems[name])} problems", flush=True)
+    return {"counts": dict(counts), "problems": problems}
+
+
+def _timed(scene: Any) -> Watch:
+    return OpTiming(scene, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="only each so-manieth sample")
+    parser.add_argument("--only", nargs="*", default=[], metavar="OP")
+    parser.add_argument("--modes", action="store_true", help="ask it of an empty dispatch mode alone")
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    began_s = time.perf_counter()
+    found = judged(given.every, given.only, modes=given.modes)
+    for name, problems in found["problems"].items():
+        for problem in problems:
+            print(f"{name}: {problem}")
+    arguments = argparse.Namespace(**{k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()})
+    write_results(given.output, facts_of_run(arguments) | found | {"seconds": round(time.perf_counter() - began_s)})
+    raise SystemExit(any(found["problems"].values()))
+
+
+if __name__ == "__main__":
+    main()
