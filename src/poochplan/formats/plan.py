@@ -12,6 +12,7 @@ import msgspec
 
 from poochplan.units import format_bytes, format_seconds
 
+from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
 from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
@@ -41,16 +42,16 @@ class Decision(StrEnum):
 class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One saved value, in the order of first packs: its position in ``Plan.values`` is its save point."""
 
-    name: str
-    layer: str
+    name: Text
+    layer: Text
     decision: Decision
-    size_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
+    size_bytes: Bytes
+    dtype: Text
+    shape: Shape
     """Shape and dtype of the tensor at its first pack."""
-    host_offset: int = -1
+    host_offset: Offset = -1
     """Byte offset in the host slab or spill file; -1 when the value is not swapped."""
-    why: str = ""
+    why: Text = ""
     """Why it could not be anything else: pinned, or too small to matter."""
 
 
@@ -58,15 +59,15 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What the runtime does at one point of its clock, in the order of the fields."""
 
     at: Literal["save", "use"]
-    index: int
+    index: Index
     """Save point: index into ``Plan.values``. Use point: index into ``Plan.uses``."""
-    swap_out: tuple[int, ...] = ()
+    swap_out: tuple[Index, ...] = ()
     """Values whose copy to the host starts here. At their own save point or later."""
-    release: tuple[int, ...] = ()
+    release: tuple[Index, ...] = ()
     """Values whose copy is waited for here and whose device buffer is then given up by the runtime."""
-    prefetch: tuple[int, ...] = ()
+    prefetch: tuple[Index, ...] = ()
     """Values whose device buffer is allocated here and whose copy back starts here."""
-    replay: tuple[int, ...] = ()
+    replay: tuple[Index, ...] = ()
     """Values recomputed here, in this order."""
     record: Literal["on", "off", ""] = ""
     """Recording of ops for replay is switched from the next op on."""
@@ -79,19 +80,19 @@ OUTSIDE = -1
 class Place(NamedTuple):
     """Where one block of a planned step lies in the arena."""
 
-    point: int
+    point: Index
     """Points of the runtime's clock that have been passed when it is taken."""
-    size_bytes: int
+    size_bytes: Bytes
     """As asked for."""
-    offset: int
+    offset: Offset
     """In the arena, or ``OUTSIDE``."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """One arena for what a planned step takes and gives back."""
 
-    arena_bytes: int
-    least_bytes: int
+    arena_bytes: Bytes
+    least_bytes: Bytes
     """Smaller blocks lie outside; so do those from before the first point."""
     places: tuple[Place, ...]
     """Of all blocks of that size or more behind the first point, in the order in which they are taken."""
@@ -100,38 +101,38 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulator says this plan will do."""
 
-    peak_bytes: int
+    peak_bytes: Bytes
     """Most bytes at any moment, from the second step on: live ones, or allocated ones where ``memory`` says so."""
-    live_peak_bytes: int | None = None
+    live_peak_bytes: Bytes | None = None
     """The most that storages alone take; None in files that do not say."""
     memory: Memory = Memory.LIVE
     """What the peaks count."""
-    first_step_peak_bytes: int
+    first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
-    in_core_peak_bytes: int
-    in_core_step_s: float
+    in_core_peak_bytes: Bytes
+    in_core_step_s: Seconds
     """As measured: without a session, and so without what the runtime takes."""
-    step_s: float
+    step_s: Seconds
     """What a clock will show: ops, waits, replays, and what the runtime itself takes of the compute stream."""
-    overhead: float
+    overhead: Change
     """``step_s / in_core_step_s - 1``."""
-    stall_s: float
+    stall_s: Seconds
     """Seconds the compute stream waits for copies."""
-    replay_s: float
-    interference_s: float
+    replay_s: Seconds
+    interference_s: Seconds
     """Seconds lost because compute runs slower beside copies."""
-    runtime_s: float = 0.0
+    runtime_s: Seconds = 0.0
     """Seconds of ``step_s`` that the runtime itself takes. On the CPU these are its work for handles, swaps, recording
     and replays; on CUDA the compute stream's waits for what the thread has not launched yet."""
-    out_bytes: int
-    in_bytes: int
-    host_bytes: int
-    arena_bytes: int | None = None
+    out_bytes: Bytes
+    in_bytes: Bytes
+    host_bytes: Bytes
+    arena_bytes: Bytes | None = None
     """What one static arena for all that the step allocates would need, without what is there before the step; None
     where it was not worked out."""
-    arena_live_bytes: int | None = None
+    arena_live_bytes: Bytes | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
-    arena_peak_bytes: int | None = None
+    arena_peak_bytes: Bytes | None = None
     """The arena, and the most that lies outside at any moment; what was there before the step included."""
 
 
@@ -149,19 +150,19 @@ class SolveStatus(StrEnum):
 class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """How the decisions were found."""
 
-    policy: str
-    solver: str
+    policy: Text
+    solver: Text
     status: SolveStatus
-    objective_s: float | None
+    objective_s: Change | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
-    bound_s: float | None
+    bound_s: Seconds | None
     """Proven lower bound on the step time of any plan for this budget; None for a policy that proves none."""
-    gap: float | None
+    gap: Change | None
     """``step_s / bound_s - 1``."""
-    wall_s: float
-    rounds: int
+    wall_s: Seconds
+    rounds: Count
     """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
-    evaluations: int | None = None
+    evaluations: Count | None = None
     """Simulations that the search was allowed, where these ended it and no clock did; None for a time limit."""
     seed: int = 0
     """Of the search's random walks."""
@@ -172,26 +173,26 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True):
 
     record_from_start: bool = False
     values: tuple[PlannedValue, ...] = ()
-    handles: tuple[int, ...] = ()
-    uses: tuple[int, ...] = ()
+    handles: tuple[Index, ...] = ()
+    uses: tuple[Index, ...] = ()
     schedule: tuple[PointActions, ...] = ()
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """The place at which a step left its plan: what was planned there, and what was found."""
 
-    step: int = 0
+    step: Count = 0
     """Of the session, from 1 on."""
     at: Literal["save", "pack", "use"]
     """A save point, the pack of a further handle, or a use point."""
-    index: int
+    index: Index
     """Which of those: into ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
-    layer: str
+    layer: Text
     """Of the planned value; empty outside the model, and where nothing was planned."""
-    value: str
+    value: Text
     """Name of the planned value; empty where nothing was planned."""
-    planned: str
-    found: str
+    planned: Text
+    found: Text
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -199,42 +200,42 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     kind: Literal["plan"] = "plan"
     schema_version: int = SCHEMA_VERSION
-    workload: str
-    profile_fingerprint: str
-    budget_bytes: int
+    workload: Text
+    profile_fingerprint: Text
+    budget_bytes: Bytes
     device: Literal["cpu", "cuda"]
-    versions: dict[str, str] = {}
+    versions: dict[Text, Text] = {}
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
     estimate: bool = False
     """Made from a profile that was not measured on the real device."""
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Text, ...] = ()
     """What its profile assumed in place of a measurement: another link, memory or compute."""
-    roofline: str = ""
+    roofline: Text = ""
     """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
     gradients_live_through_forward: bool = False
-    static_bytes: dict[str, int] = {}
+    static_bytes: dict[Text, Bytes] = {}
     """Bytes by kind that the profiled step had besides what it made and let go of; empty in files that do not say."""
     solve: Solve
     prediction: Prediction
     link: Link
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
     record_from_start: bool = False
     """Recording is on from the start of the step, before the first save point."""
     model: ModelSignature
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
     """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` picks its plan by them."""
     values: tuple[PlannedValue, ...]
-    handles: tuple[int, ...]
+    handles: tuple[Index, ...]
     """Value of each handle, in pack order."""
-    uses: tuple[int, ...]
+    uses: tuple[Index, ...]
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
     layout: Layout | None = None
     """Where its blocks lie in an arena; None where that was not worked out."""
-    replays: tuple[str, ...] = ()
+    replays: tuple[Text, ...] = ()
     """What is recomputed inside compiled graphs, as ``graph/node``, and saved no longer: of a plan for a model that
     :func:`poochplan.compile` has compiled."""
 
