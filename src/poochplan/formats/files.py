@@ -157,7 +157,8 @@ def read_struct(
         fault = next(faults(found), "")
     except msgspec.MsgspecError as error:
         _check_schema(source, data, what, schema_version)  # what is wrong with the whole is said before one field
-        fault = f"{one_line(error)}{_found_there(data, str(error))}"
+        said, at, place = str(error).partition(" - at `$")
+        fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
     except (UnicodeDecodeError, RecursionError, MemoryError) as error:
         _check_schema(source, data, what, schema_version)
         fault = f"expected JSON that can be read, found that it cannot ({one_line(error)})"
@@ -223,11 +224,13 @@ class _Header(msgspec.Struct):
     schema_version: msgspec.Raw = msgspec.Raw(b"0")
 
 
+_HEADER = re.compile(rb'\s*{\s*"kind"\s*:\s*"\w+"\s*,\s*"schema_version"\s*:')
+
+
 def _says(data: bytes, found: msgspec.Struct, what: str, schema_version: int) -> bool:
-    """Whether it says that it is one of these. Where a field is not there at all the struct has its default."""
+    """Whether it says first that it is one of these, as all that are written here do: a struct has defaults."""
     kind, version = getattr(found, "kind", what), getattr(found, "schema_version", 0)
-    is_said = b'"kind"' in data and b'"schema_version"' in data
-    return is_said and kind == what and OLDEST_SCHEMA_VERSION <= version <= schema_version
+    return _HEADER.match(data) is not None and kind == what and OLDEST_SCHEMA_VERSION <= version <= schema_version
 
 
 def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> None:
@@ -255,18 +258,15 @@ def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> 
         raise InputFileError(f"{source}: expected {what} schema {read}, found schema {seen}; {remedy} to read it")
 
 
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
-def _found_there(data: bytes, error: str) -> str:
-    """What stands at the place that an error names (``$.values[3].size_bytes``); empty where it names none."""
-    _, _, place = error.partition(" - at `$")
-    if not place or "[...]" in place or "missing required" in error:
-        return ""
+def _found_there(data: bytes, place: str) -> str:
+    """What stands at a place, such as ``.values[3].size_bytes``, where a field is wrong and not one of it missing."""
     try:
         found = msgspec.json.decode(data)
         for name, index in _STEP.findall(place):
             found = found[name] if name else found[int(index)]
-    except (msgspec.DecodeError, RecursionError, MemoryError, LookupError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, LookupError, TypeError, ValueError):
         return ""
-    return f", found {one_line(repr(found))}"
+    return f", found {one_line(repr(found))}" if isinstance(found, (bool, int, float, str, list)) else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,7 +14,7 @@ import msgspec
 
 from poochplan.units import format_bytes, format_seconds
 
-from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
+from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Peak, Seconds, Shape, Text
 from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
@@ -22,6 +24,8 @@ SCHEMA_VERSION = 5
 what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
+MOST_OF_COPIES = 10
+"""The copies of a step, one after the other, take no more than so many times its seconds, or seconds of a clock."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 
@@ -109,7 +113,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
-    in_core_peak_bytes: Bytes
+    in_core_peak_bytes: Peak
     in_core_step_s: Seconds
     """As measured: without a session, and so without what the runtime takes."""
     step_s: Seconds
@@ -275,10 +279,116 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION)
+        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION, faults=plan_faults)
         if found.schema_version >= RUNTIME_IN_STEP:
             return found
         return msgspec.structs.replace(found, prediction=_with_runtime_in_step(found.prediction))
+
+
+def plan_faults(plan: Plan) -> Iterator[str]:
+    """What is wrong between its fields, in words: where, what was expected, what was found."""
+    values, handles, uses = len(plan.values), len(plan.handles), len(plan.uses)
+    yield from _out_of_list("handles", plan.handles, values, "values")
+    yield from _out_of_list("uses", plan.uses, handles, "handles")
+    if list(dict.fromkeys(plan.handles)) != list(range(values)):
+        yield f"handles: expected {values} values in the order of their first handles, found another order, or fewer"
+    if len(set(plan.uses)) != uses:
+        yield "uses: expected each handle once, found one twice"
+    yield from _places_on_host(plan.values)
+    yield from _schedule_faults(plan)
+    yield from _layout_faults(plan)
+    yield from _copies_that_do_not_end(plan)
+
+
+def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
+    if max(indices, default=-1) >= count:
+        place = next(place for place, index in enumerate(indices) if index >= count)
+        yield f"{where}[{place}]: expected less than {count}, for so many {of} there are, found {indices[place]}"
+
+
+def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
+    """They lie behind one another, in whatever order: in no more than their sizes together, and apart."""
+    room_bytes = sum(host_aligned(one.size_bytes) for one in values if one.decision is Decision.SWAP)
+    places = []
+    for number, value in enumerate(values):
+        where = f"values[{number}].host_offset: expected"
+        if (value.host_offset >= 0) != (value.decision is Decision.SWAP):
+            yield f"{where} one for a value that is swapped and -1 for another, found {value.host_offset}"
+        elif value.host_offset % HOST_ALIGNMENT_BYTES and value.host_offset >= 0:
+            yield f"{where} a multiple of {HOST_ALIGNMENT_BYTES}, found {value.host_offset}"
+        elif value.host_offset + value.size_bytes > room_bytes and value.host_offset >= 0:
+            yield f"{where} a place within the {room_bytes} bytes that are swapped, found {value.host_offset}"
+        elif value.host_offset >= 0:
+            places.append((value.host_offset, value.host_offset + value.size_bytes, number))
+    places.sort()
+    for (_, end, first), (start, _, second) in pairwise(places):
+        if start < end:
+            yield f"values[{second}].host_offset: expected a place of its own, found one in that of values[{first}]"
+
+
+def _copies_that_do_not_end(plan: Plan) -> Iterator[str]:
+    swapped_bytes = sum(value.size_bytes for value in plan.values if value.decision is Decision.SWAP)
+    copies_s, step_s = plan.link.out_seconds(swapped_bytes), plan.prediction.step_s
+    if copies_s > MOST_OF_COPIES * max(step_s, 1.0):
+        yield (
+            f"link: expected rates at which what is swapped goes out in about prediction.step_s, {step_s:.3g} s, "
+            f"found such that it takes {copies_s:.3g} s"
+        )
+
+
+_STEPS = {"swap_out": "", "release": "swap_out", "prefetch": "release", "replay": ""}
+"""What is done to a value, and what has to come before."""
+
+
+def _schedule_faults(plan: Plan) -> Iterator[str]:
+    values, before = len(plan.values), (-1, -1)
+    last: dict[int, str] = {}
+    for number, actions in enumerate(plan.schedule):
+        where = f"schedule[{number}]"
+        is_use = actions.at == "use"
+        count = len(plan.uses) if is_use else values
+        if actions.index >= count:
+            yield f"{where}.index: expected less than {count}, the number of {actions.at}s, found {actions.index}"
+        if (is_use, actions.index) <= before:
+            yield f"{where}: expected points in the order of the clock, found {actions.at} {actions.index} too late"
+        before = is_use, actions.index
+        saved = values if is_use else actions.index + 1
+        for name, needed in _STEPS.items():
+            for place, value in enumerate(getattr(actions, name)):
+                yield from _action_fault(plan, f"{where}.{name}[{place}]", name, needed, value, saved, last)
+
+
+def _action_fault(
+    plan: Plan, where: str, name: str, needed: str, value: int, saved: int, last: dict[int, str]
+) -> Iterator[str]:
+    """``saved``: so many values are there by then. ``last``: what was done to each value last."""
+    if value >= saved:
+        yield f"{where}: expected one of {saved} values that are saved by then, found {value}"
+        return
+    decision = Decision.RECOMPUTE if name == "replay" else Decision.SWAP
+    if plan.values[value].decision is not decision:
+        yield f"{where}: expected a value whose decision is {decision}, found {plan.values[value].decision}"
+    elif last.get(value, "") != needed:
+        wanted = f"after its {needed}" if needed else "first"
+        found = last.get(value) or "nothing"
+        yield f"{where}: expected {name} of value {value} once, {wanted}, found it after {found}"
+    last[value] = name
+
+
+def _layout_faults(plan: Plan) -> Iterator[str]:
+    if plan.layout is None:
+        return
+    points, before, arena_bytes = len(plan.values) + len(plan.uses), 0, plan.layout.arena_bytes
+    for number, place in enumerate(plan.layout.places):
+        where = f"layout.places[{number}]"
+        if not before <= place.point <= points:
+            yield f"{where}: expected a point from {before} to {points}, found {place.point}"
+        if place.offset != OUTSIDE and place.offset + place.size_bytes > arena_bytes:
+            yield (
+                f"{where}: expected a place within arena_bytes, {arena_bytes}, found {place.size_bytes} bytes at "
+                f"{place.offset}"
+            )
+        before = place.point
 
 
 def _with_runtime_in_step(prediction: Prediction) -> Prediction:

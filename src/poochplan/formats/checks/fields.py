@@ -1,5 +1,6 @@
-"""Types of fields, with the range that each may have in a file. What is out of range is refused where it is read, so that
-sums and quotients of what is left are numbers.
+"""Types of fields, with the range that each may have in a file.
+
+What is out of range is refused where it is read, so that sums and quotients of what is left are numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ MOST_S = 1e9
 """Some thirty years."""
 
 Bytes = Annotated[int, Meta(ge=0, lt=MOST_BYTES)]
+Peak = Annotated[int, Meta(ge=1, lt=MOST_BYTES)]
+"""Shares are of it, so it is not 0."""
 Offset = Annotated[int, Meta(ge=-1, lt=MOST_BYTES)]
 """-1 for none."""
 Unit = Annotated[int, Meta(ge=1, le=2**30)]

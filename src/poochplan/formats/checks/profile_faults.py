@@ -51,8 +51,8 @@ def _blocks(profile: ProfileData) -> Iterator[str]:
         if not op.blocks:
             continue
         for place, block in enumerate(op.blocks):
-            where = f"ops[{number}].blocks[{place}]"
+            where, last = f"ops[{number}].blocks[{place}]", len(op.blocks)
             if block.output >= len(op.outputs):
                 yield f"{where}: expected one of {len(op.outputs)} outputs or -1, found output {block.output}"
-            if block.until != -1 and not place < block.until <= len(op.blocks):
-                yield f"{where}: expected -1 or a number from {place + 1} to {len(op.blocks)}, found until {block.until}"
+            if block.until != -1 and not place < block.until <= last:
+                yield f"{where}: expected until -1 or from {place + 1} to {last}, found {block.until}"

@@ -6,6 +6,7 @@ nothing to decide, and so neither link, handles nor points.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -117,7 +118,19 @@ class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def load(cls, path: str | Path) -> PassProfile:
         """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION)
+        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION, faults=_faults)
+
+
+def _faults(found: PassProfile) -> Iterator[str]:
+    for number, block in enumerate(found.blocks):
+        where = f"blocks[{number}]"
+        if block.start >= block.end:
+            yield f"{where}: expected an end behind its start, found {block.start} and {block.end}"
+        if block.offset >= 0 and block.offset + block.size_bytes > found.arena_bytes:
+            yield (
+                f"{where}: expected a place within arena_bytes, {found.arena_bytes}, found {block.size_bytes} bytes at "
+                f"{block.offset}"
+            )
 
 
 def _above(size_bytes: int, least_bytes: int) -> str:
