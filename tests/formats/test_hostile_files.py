@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -19,12 +20,26 @@ from torch import nn
 
 import poochplan
 from poochplan.errors import InputFileError, PoochError, SpillError, UsageError
-from poochplan.formats.plan import Plan, PointActions
-from poochplan.formats.profile import Profile
+from poochplan.formats.files import cache_folder, write_cache
+from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
+from poochplan.formats.plan import Departure, Plan, PointActions
+from poochplan.formats.profile import Device, ModelSignature, Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.validate import check_profile
 from poochplan.planner.writing import with_decisions
-from poochplan.report.inspection.file_rows import plan_file_data, plan_file_rows, profile_file_data, profile_file_rows
+from poochplan.profiler.link import cache as link_cache
+from poochplan.report.inspection.any_file import load_any
+from poochplan.report.inspection.file_rows import (
+    pass_file_rows,
+    plan_file_data,
+    plan_file_rows,
+    profile_file_data,
+    profile_file_rows,
+    run_file_rows,
+)
+from poochplan.report.inspection.run_record import RunRecord
+from poochplan.runtime.devices.spill import SpillFile
+from poochplan.workload import parse_override, read_workload_file
 from tests.depth import DEEP
 from tests.docs.prose import ROOT
 from tests.formats.mutations import Mutation, mutations
@@ -177,6 +192,17 @@ def test_a_plan_that_swaps_more_than_the_disk_has_is_refused_before_anything_is_
     assert before - shutil.disk_usage(tmp_path).free < 1 << 30
 
 
+def test_a_spill_file_grows_by_no_more_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, usage = SpillFile(tmp_path), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    file.write_ahead(1 << 20)
+    with pytest.raises(SpillError, match=r"expected 3.00 MiB for what the plan swaps, found 1.00 MiB free"):
+        file.write_ahead(3 << 20)
+    assert os.fstat(file.descriptor).st_size == 1 << 20
+    file.write_ahead(2 << 20)
+    file.close()
+
+
 def test_two_values_in_one_place_on_the_host_are_refused(whole: Plan, tmp_path: Path) -> None:
     values, place = list(whole.values), swapped(whole)
     other = next(index for index, value in enumerate(values) if index != place and value.decision != "swap")
@@ -234,3 +260,82 @@ def test_a_dtype_that_torch_has_not_is_refused_when_it_is_applied(whole: Plan, t
         values = (msgspec.structs.replace(whole.values[0], dtype=name), *whole.values[1:])
         with pytest.raises(UsageError, match=rf"values\[0\]\.dtype: expected a dtype of torch .*, found '{name}'"):
             gradients(Plan.load(changed(tmp_path / "plan.json", whole, values=values)))
+
+
+# -- other files -----------------------------------------------------------------------------------------------------
+
+RUN = RunRecord(
+    workload="small", plan_fingerprint="0", versions={"torch": "2"}, in_core_peak_bytes=8, budget_bytes=8,
+    predicted_peak_bytes=8, measured_peak_bytes=8, in_core_step_s=1.0, in_core_step_measured=True,
+    predicted_step_s=1.0, planned_step_s=1.0, predicted_overhead=0.0, measured_overhead=0.0, out_bytes=0, in_bytes=0,
+    replay_s=0.0, replayed_values=0, stall_s=0.0, contradiction="", fallbacks=1, fallback_reasons=("none",),
+    departures=(Departure(at="save", index=0, layer="", value="", planned="", found=""),), bitwise_equal=True,
+    difference=None, allocated_peak_bytes=None, reserved_peak_bytes=None, arena_bytes=None, arena_live_bytes=None,
+)  # fmt: skip
+PASS = PassProfile(
+    workload="small", device=Device(kind="cpu", name="cpu", memory_bytes=1 << 30), versions={},
+    model=ModelSignature(fingerprint="0", tensors=("weight float32[8]",)), inputs=("0 float32[8, 3]",), calls=1,
+    pass_s=1.0, spread_s=0.0, iterations=1, static_bytes={"parameter": 32}, live_peak_bytes=8, allocated_peak_bytes=8,
+    total_bytes=8, arena_bytes=8, arena_live_bytes=8, separate_bytes=8, outside_bytes=0, caching_bytes=8,
+    blocks=(PassBlock(8, 0, 1, 0, ""), PassBlock(8, 1, 2, 0, "")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [RUN, PASS], ids=["run", "pass"])
+def test_any_field_of_a_run_or_a_pass_changed_is_refused_by_one_line_or_shown(
+    whole: RunRecord | PassProfile, tmp_path: Path
+) -> None:
+    path = whole.save(tmp_path / "file.json")
+    assert load_any(path) == whole
+    fates = Counter[bool]()
+    for mutation in mutations(json.loads(path.read_bytes())):
+        path.write_bytes(mutation.text)
+        try:
+            found = load_any(path)
+            run_file_rows(found) if isinstance(found, RunRecord) else pass_file_rows(found)  # type: ignore[arg-type]
+            fates[True] += 1
+        except PoochError as error:
+            said = str(error)
+            fates[False] += 1
+            assert (path.name in said, "\n" in said) == (True, False)
+    assert min(fates.values()) > 50
+
+
+def test_blocks_of_a_pass_outside_its_arena_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pass.json"
+    for block, message in (
+        (PassBlock(8, 0, 1, 512, ""), "found 8 bytes at 512"),
+        (PassBlock(8, 1, 1, 0, ""), "expected an end behind its start, found 1 and 1"),
+    ):
+        msgspec.structs.replace(PASS, blocks=(block,)).save(path, force=True)
+        with pytest.raises(InputFileError, match=rf"blocks\[0\]: .*{message}"):
+            load_any(path)
+
+
+@pytest.mark.parametrize("text", ["1 2", "9" * 5000, "-3", "8, x"])
+def test_inputs_that_no_signature_has_are_refused_before_a_set_is_made(text: str, whole: Plan, tmp_path: Path) -> None:
+    path = changed(tmp_path / "plan.json", whole, inputs=(f"0 float32[{text}]",))
+    with pytest.raises(InputFileError, match=r"Expected `str` .* - at `\$.inputs\[0\]`, found '0 float32"):
+        poochplan.PlanSet.load(path)
+
+
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "1" * 5000, "{a=" * 3000 + "1" + "}" * 3000])
+def test_a_workload_file_with_absurd_values_is_one_clear_error(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "workload.toml"
+    path.write_text(f'workload = "a.b:c"\n[parameters]\nwidth = {value}\n')
+    with pytest.raises(UsageError, match="not valid TOML: ") as caught:
+        read_workload_file(path)
+    assert len(str(caught.value)) < 1000
+    assert parse_override(value) == value
+
+
+def test_a_link_or_cost_in_a_cache_that_cannot_be_is_measured_anew(
+    whole: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_folder() / "links.json"
+    for rate, is_known in ((1e9, True), (0.0, False), (-1.0, False), (1e300, False)):
+        outward = msgspec.structs.replace(whole.link.outward, bandwidth_bytes_per_s=rate)
+        links = {"here": msgspec.structs.replace(whole.link, outward=outward)}
+        write_cache(path, msgspec.json.encode(link_cache.CachedLinks(version=link_cache.VERSION, links=links)))
+        assert bool(link_cache._load()) == is_known
