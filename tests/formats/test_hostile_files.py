@@ -84,9 +84,9 @@ def profile() -> Profile:
 @pytest.fixture(scope="module")
 def whole(profile: Profile) -> Plan:
     """A plan that swaps and recomputes, with a layout."""
-    made = plan(profile, "75%", policy="superneurons")
+    made = plan(profile, "60%", policy="swap-all")
     moved = [value.name for value in made.values if value.decision != "keep"]
-    made = with_decisions(profile, made, dict.fromkeys(moved[::2], "swap"))
+    made = with_decisions(profile, made, dict.fromkeys(moved[::3], "recompute"))
     assert {value.decision for value in made.values} == {"keep", "swap", "recompute"}
     assert made.layout is not None
     return made
