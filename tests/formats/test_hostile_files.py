@@ -45,7 +45,7 @@ from tests.docs.prose import ROOT
 from tests.formats.mutations import Mutation, mutations
 from tests.runtime.nets import LINK
 
-SHARE = 1 if DEEP else 8
+SHARE = 1 if DEEP else 12
 """One of so many mutations is tried, drawn anew for each field and value."""
 NAMED = re.compile(r"at `\$|\w(\[\d+\])?: expected|missing required field|not JSON|schema|kind")
 """A message that says where."""
@@ -140,9 +140,9 @@ def test_any_field_changed_is_refused_by_one_line_or_carried_out_right(
     path = (whole if kind == "plan" else profile).save(tmp_path / f"{kind}.json")
     expected = gradients(None, 4)
     fates = Counter(fate(path, mutation, expected) for mutation in chosen(json.loads(path.read_bytes())))
-    assert fates["refused, read"] >= 150
-    assert fates["right"] >= 20
-    assert sum(fates.values()) >= 200
+    assert fates["refused, read"] >= 100
+    assert fates["right"] >= 15
+    assert sum(fates.values()) >= 150, fates
 
 
 def test_files_that_nothing_was_done_to_load(profile: Profile, whole: Plan, tmp_path: Path) -> None:
