@@ -11,7 +11,15 @@ import msgspec
 import pytest
 
 from poochplan.errors import InputFileError, OutputExistsError, UsageError
-from poochplan.formats.files import check_output, encode_readable, read_struct, write_atomic, write_struct
+from poochplan.formats import files
+from poochplan.formats.files import (
+    check_output,
+    encode_readable,
+    read_cache,
+    read_struct,
+    write_atomic,
+    write_struct,
+)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +165,53 @@ def test_a_damaged_gz_is_a_clear_error(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with pytest.raises(InputFileError, match="expected a note"):
             read(path)
+
+
+@pytest.mark.parametrize("name", ["note.json", "note.json.gz"])
+def test_a_file_is_read_up_to_a_size_however_small_it_is_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(files, "MOST_FILE_BYTES", 1000)
+    write_struct(tmp_path / name, NOTE)
+    assert read(tmp_path / name) == NOTE
+    write_atomic(tmp_path / name, encode_readable(NOTE) + b" " * 1000, force=True)
+    with pytest.raises(InputFileError, match="expected a note of at most 1000 bytes, decompressed, found more"):
+        read(tmp_path / name)
+
+
+def test_compressed_files_one_behind_the_other_are_one(tmp_path: Path) -> None:
+    whole = encode_readable(NOTE)
+    (tmp_path / "note.json.gz").write_bytes(gzip.compress(whole[:50]) + gzip.compress(whole[50:]))
+    assert read(tmp_path / "note.json.gz") == NOTE
+
+
+@pytest.mark.parametrize("field", ["kind", "schema_version", "words", "counts", "unknown"])
+@pytest.mark.parametrize("text", ["[" * 200_000 + "]" * 200_000, '{"a":' * 200_000 + "1" + "}" * 200_000])
+def test_a_file_that_is_nested_deep_is_one_clear_error(tmp_path: Path, field: str, text: str) -> None:
+    path = tmp_path / "note.json"
+    fields = {**json.loads(encode_readable(NOTE)), field: "@"}
+    path.write_text(json.dumps(fields).replace('"@"', text))
+    with pytest.raises(InputFileError, match="note") as caught:
+        read(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_was_found_is_said_and_no_more_than_some_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    path.write_text(json.dumps(json.loads(encode_readable(NOTE)) | {"empty": [1, "many " * 1000]}))
+    with pytest.raises(InputFileError, match=r"got `str` - at `\$\.empty\[1\]`, found 'many many") as caught:
+        read(path)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000, '{"words": 3}', "\xff"])
+def test_a_cache_that_is_broken_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cache.json"
+    assert read_cache(path, Note) is None
+    path.write_text(text, encoding="latin-1")
+    assert read_cache(path, Note) is None
+    path.write_bytes(encode_readable(NOTE))
+    assert read_cache(path, Note) == NOTE
 
 
 def test_every_line_is_json_as_python_writes_it() -> None:

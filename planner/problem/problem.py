@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 
-from poochplan.errors import PoochError
 from poochplan.formats.occupancy import born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
 
@@ -219,9 +218,6 @@ def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
         if point.kind is not PointKind.SAVE:
             continue
         value = profile.handles[point.handle].value
-        if saved_of[value] >= 0:
-            name = profile.values[value].name
-            raise PoochError(f"points: expected one save point for value {name}, found two; profile again")
         saved_of[value] = len(value_of)
         value_of.append(value)
     return saved_of, value_of

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from poochplan.formats.files import cache_folder, write_cache
+from poochplan.formats.files import cache_folder, read_cache, write_cache
 from poochplan.formats.profile import Device
 from poochplan.profiler.assembly.host import processor_name
 from poochplan.profiler.step.preserve import restored
@@ -232,8 +231,4 @@ def cache_path(device: Device) -> Path:
 
 def _read(path: Path) -> dict[str, OpCost]:
     """What the file knows; nothing when there is none, or it is broken."""
-    try:
-        known = msgspec.json.decode(path.read_bytes(), type=dict[str, OpCost])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return {key: cost for key, cost in known.items() if math.isfinite(cost.seconds) and cost.seconds >= 0}
+    return read_cache(path, dict[str, OpCost]) or {}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from poochplan.formats.checks.fields import Bytes, Seconds
 from poochplan.formats.profile import Memory, OpBlock
 from poochplan.profiler.allocations.op_blocks import taken_in
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
@@ -20,8 +21,8 @@ from poochplan.torch_private.tensor_internals import pytree, storage_identity
 class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Of one run of an op."""
 
-    workspace_bytes: int
-    output_bytes: tuple[int, ...] = ()
+    workspace_bytes: Bytes
+    output_bytes: tuple[Bytes, ...] = ()
     """Of its new storages, in order."""
     blocks: tuple[OpBlock, ...] = ()
     """As in ``Op.blocks``."""
@@ -30,7 +31,7 @@ class OpMemory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class OpCost(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What an op takes by itself."""
 
-    seconds: float
+    seconds: Seconds
     memory: OpMemory | None = None
     """None where it was not measured."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from poochplan.formats.files import cache_folder, encode_readable, write_cache
+from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import Link
 from poochplan.runtime.devices.spill import choose_spill_dir, file_system_type
 
@@ -71,8 +71,5 @@ def known_link(
 
 
 def _load() -> dict[str, Link]:
-    try:
-        found = msgspec.json.decode(cache_path().read_bytes(), type=CachedLinks)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return found.links if found.version == VERSION else {}
+    found = read_cache(cache_path(), CachedLinks)
+    return found.links if found is not None and found.version == VERSION else {}

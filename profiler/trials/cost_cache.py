@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from poochplan.formats.files import cache_folder, encode_readable, write_cache
+from poochplan.formats.checks.fields import Seconds
+from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import RuntimeCost
 from poochplan.profiler.assembly.assemble import this_machine
 
@@ -22,7 +23,7 @@ class CachedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The file: costs, and seconds of calling two hooks, by machine, device, threads and versions."""
 
     version: int
-    costs: dict[str, tuple[RuntimeCost, float]]
+    costs: dict[str, tuple[RuntimeCost, Seconds]]
 
 
 def cached_cost(where: torch.device) -> Measured | None:
@@ -47,8 +48,5 @@ def _path() -> Path:
 
 
 def _load() -> dict[str, tuple[RuntimeCost, float]]:
-    try:
-        found = msgspec.json.decode(_path().read_bytes(), type=CachedCosts)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return found.costs if found.version == VERSION else {}
+    found = read_cache(_path(), CachedCosts)
+    return found.costs if found is not None and found.version == VERSION else {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import weakref
 from pathlib import Path
 
 from poochplan.errors import SpillError
+from poochplan.units import format_bytes
 
 SPILL_DIR_VARIABLE = "POOCH_SPILL_DIR"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -78,9 +80,17 @@ class SpillFile:
 
         Raises
         ------
+        SpillError
+            The disk has not so much room; nothing is written.
         OSError
-            The disk is full; the file keeps what it got.
+            The disk has become full; the file keeps what it got.
         """
+        free_bytes = shutil.disk_usage(self.directory).free
+        if size_bytes - self.size_bytes > free_bytes:
+            raise SpillError(
+                f"spill directory {self.directory}: expected {format_bytes(size_bytes)} for what the plan swaps, found "
+                f"{format_bytes(free_bytes)} free; free space, or name another folder (spill_dir, --spill-dir)"
+            )
         zeros = memoryview(bytes(min(size_bytes, _WRITE_CHUNK_BYTES)))
         while self.size_bytes < size_bytes:
             wanted = min(len(zeros), size_bytes - self.size_bytes)

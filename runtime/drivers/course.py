@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from poochplan.errors import UsageError
 from poochplan.formats.plan import Instructions, PlannedValue, PointActions
 
 
@@ -26,13 +27,14 @@ class Course:
 
     @classmethod
     def of(cls, instructions: Instructions, *, exact: bool = True) -> Course:
+        """Raises ``UsageError`` where torch has no such dtype as a value is said to have."""
         at_save = {actions.index: actions for actions in instructions.schedule if actions.at == "save"}
         at_use = {actions.index: actions for actions in instructions.schedule if actions.at == "use"}
         return cls(
             instructions,
             tuple(map(at_save.get, range(len(instructions.values)))),
             tuple(map(at_use.get, range(len(instructions.uses)))),
-            tuple(getattr(torch, value.dtype) for value in instructions.values),
+            tuple(_dtype(number, value) for number, value in enumerate(instructions.values)),
             exact,
         )
 
@@ -91,6 +93,16 @@ class Course:
             return "nothing that was planned"
         value = self.instructions.values[self.instructions.handles[ordinal]]
         return f"{_named(value)} {_shape(value)}"
+
+
+def _dtype(number: int, value: PlannedValue) -> torch.dtype:
+    found = getattr(torch, value.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(
+            f"plan: values[{number}].dtype: expected a dtype of torch {torch.__version__}, such as float32, found "
+            f"{value.dtype[:40]!r}; make a new plan here"
+        )
+    return found
 
 
 def _found(tensor: torch.Tensor) -> str:

@@ -12,6 +12,9 @@ class PoochError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())  # names from files and messages of libraries may have several
+
 
 class UsageError(PoochError):
     """The request itself cannot be read: an unknown workload, an unreadable budget, a missing file."""

@@ -173,7 +173,7 @@ def read_workload_file(path: Path) -> WorkloadFile:
         raise UsageError(f"{path}: cannot be read as a workload TOML ({_one_line(error)})") from None
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and brackets in brackets
         raise UsageError(f"{path}: not valid TOML: {_one_line(error, named=False)}; correct that line") from None
     unknown = [key for key in raw if key not in WorkloadFile.__struct_fields__]
     if unknown:
@@ -193,7 +193,7 @@ def parse_override(text: str) -> Any:
     """The value of ``--set key=TEXT``: a TOML boolean, number, quoted string or array, or else the text itself."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     value = table.pop("value")
     # a date, or a text with a line break that would set something else, is text

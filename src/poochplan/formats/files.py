@@ -6,8 +6,10 @@ import contextlib
 import gzip
 import importlib
 import os
+import re
 import tempfile
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +18,14 @@ import msgspec
 from poochplan.errors import InputFileError, OutputExistsError, PoochError, UsageError
 
 T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C")
 
 OLDEST_SCHEMA_VERSION = 1
 """Files of every version from this one on can be read."""
+MOST_FILE_BYTES = 1 << 29
+"""Of a file that is read, decompressed: a hundred times the largest profile there is so far."""
+MOST_SAID = 300
+"""Characters of what a file holds, or a library says of it, in a message."""
 
 
 def check_output(path: str | Path, *, force: bool = False) -> Path:
@@ -120,53 +127,146 @@ def _line(item: bytes | msgspec.Raw) -> bytes:
     return msgspec.json.format(bytes(item), indent=0)
 
 
-def read_struct(path: str | Path, kind: type[T], *, what: str, schema_version: int) -> T:
+def read_struct(
+    path: str | Path,
+    kind: type[T],
+    *,
+    what: str,
+    schema_version: int,
+    faults: Callable[[T], Iterator[str]] = lambda _: iter(()),
+) -> T:
     """The struct in a JSON (or ``.gz``) file.
 
     ``what`` is "profile" or "plan", for messages; ``schema_version`` is the newest this release reads, every older one
-    among them.
+    among them; ``faults`` are those of fields against each other, in words.
 
     Raises
     ------
     UsageError
         The file does not exist.
     InputFileError
-        The file is truncated, is not JSON, has a newer schema, or a field is missing or of the wrong type.
+        The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its
+        range or at odds with the others.
     """
     source = Path(path)
+    data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
     try:
-        data = source.read_bytes()
+        found = msgspec.json.decode(data, type=kind)
+        if not _says(data, found, what, schema_version):
+            _check_schema(source, data, what, schema_version)
+        fault = next(faults(found), "")
+    except msgspec.MsgspecError as error:
+        _check_schema(source, data, what, schema_version)  # what is wrong with the whole is said before one field
+        said, at, place = str(error).partition(" - at `$")
+        fault = f"{one_line(said)}{at}{place}{_found_there(data, place)}"
+    except (UnicodeDecodeError, RecursionError, MemoryError) as error:
+        _check_schema(source, data, what, schema_version)
+        fault = f"expected JSON that can be read, found that it cannot ({one_line(error)})"
+    if fault:
+        raise InputFileError(f"{source}: not a valid {what}: {fault}; make it again with `pooch {what}`")
+    return found
+
+
+def read_data(source: Path, what: str, missing: str) -> bytes:
+    """What is in a file, a compressed one's too; ``what`` is expected in it, and ``missing`` is said where it is not.
+
+    Raises
+    ------
+    UsageError
+        The file does not exist.
+    InputFileError
+        It cannot be read, or is larger than any that this package writes.
+    """
+    try:
+        with source.open("rb") as file:
+            data = file.read(MOST_FILE_BYTES + 1)
         if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+            data = _decompressed(data)
     except FileNotFoundError:
-        raise UsageError(f"{source}: no such {what} file; make one with `pooch {what}`") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputFileError(f"{source}: cannot be read ({error}); expected a {what}") from None
-    _check_schema(source, data, what, schema_version)
+        raise UsageError(f"{source}: {missing}") from None
+    except (OSError, EOFError, zlib.error, ValueError, MemoryError) as error:
+        raise InputFileError(f"{source}: cannot be read ({one_line(error)}); expected {what}") from None
+    if len(data) > MOST_FILE_BYTES:
+        raise InputFileError(
+            f"{source}: expected {what} of at most {MOST_FILE_BYTES} bytes, decompressed, found more; name another file"
+        )
+    return data
+
+
+def _decompressed(data: bytes) -> bytes:
+    """No more than a byte above what a file may have; a small file may say that it is a thousand times as large."""
+    found = b""
+    while data and len(found) <= MOST_FILE_BYTES:
+        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        found += member.decompress(data, MOST_FILE_BYTES + 1 - len(found))
+        if not member.eof and len(found) <= MOST_FILE_BYTES:
+            raise EOFError("compressed file ended before the end-of-stream marker was reached")
+        data = member.unused_data
+    return found
+
+
+def read_cache(path: Path, kind: type[C]) -> C | None:
+    """What a JSON file in the user's cache folder holds; None where there is none or it is broken."""
     try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise InputFileError(f"{source}: not a valid {what}: {error}; make it again with `pooch {what}`") from None
+        return msgspec.json.decode(read_data(path, "a cache", "none"), type=kind)
+    except (PoochError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError):
+        return None
+
+
+def one_line(error: object) -> str:
+    """What it says, on one line of no more than a few hundred characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
+
+
+class _Header(msgspec.Struct):
+    kind: msgspec.Raw = msgspec.Raw()
+    schema_version: msgspec.Raw = msgspec.Raw(b"0")
+
+
+_HEADER = re.compile(rb'\s*{\s*"kind"\s*:\s*"\w+"\s*,\s*"schema_version"\s*:')
+
+
+def _says(data: bytes, found: msgspec.Struct, what: str, schema_version: int) -> bool:
+    """Whether it says first that it is one of these, as all that are written here do: a struct has defaults."""
+    kind, version = getattr(found, "kind", what), getattr(found, "schema_version", 0)
+    return _HEADER.match(data) is not None and kind == what and OLDEST_SCHEMA_VERSION <= version <= schema_version
 
 
 def _check_schema(source: Path, data: bytes, what: str, schema_version: int) -> None:
     again = f"make it again with `pooch {what}`"
     try:
-        header = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputFileError(f"{source}: truncated or not JSON ({error}); expected a {what}; {again}") from None
-    found = header.get("kind")
-    if found is None or msgspec.json.decode(found) != what:
-        if found is not None and msgspec.json.decode(found) == "inference":
+        header = msgspec.json.decode(data, type=_Header)
+        kind = msgspec.json.decode(header.kind) if bytes(header.kind) else None
+        version = msgspec.json.decode(header.schema_version)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else one_line(error)
+        raise InputFileError(f"{source}: truncated or not JSON ({why}); expected a {what}; {again}") from None
+    if kind != what:
+        if kind == "inference":
             raise InputFileError(
                 f"{source}: expected a {what} of a training step, found a forward pass alone, of which nothing has to "
                 "be moved; its layout is in the file and poochplan.arena(model) serves it, `pooch show` says what it is"
             )
-        seen = "no kind" if found is None else f"kind {bytes(found).decode()}"
+        seen = f"kind {one_line(bytes(header.kind).decode())}" if bytes(header.kind) else "no kind"
         raise InputFileError(f'{source}: expected a {what} (kind "{what}"), found {seen}; {again}')
-    version = msgspec.json.decode(header.get("schema_version", msgspec.Raw(b"0")))
-    if not isinstance(version, int) or not OLDEST_SCHEMA_VERSION <= version <= schema_version:
-        newer = isinstance(version, int) and version > schema_version
+    if type(version) is not int or not OLDEST_SCHEMA_VERSION <= version <= schema_version:
+        newer = type(version) is int and version > schema_version
         read = " or ".join(str(one) for one in range(OLDEST_SCHEMA_VERSION, schema_version + 1))
         remedy = "update poochplan" if newer else again
-        raise InputFileError(f"{source}: expected {what} schema {read}, found schema {version}; {remedy} to read it")
+        seen = one_line(bytes(header.schema_version).decode())
+        raise InputFileError(f"{source}: expected {what} schema {read}, found schema {seen}; {remedy} to read it")
+
+
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+
+
+def _found_there(data: bytes, place: str) -> str:
+    """What stands at a place, such as ``.values[3].size_bytes``, where a field is wrong and not one of it missing."""
+    try:
+        found = msgspec.json.decode(data)
+        for name, index in _STEP.findall(place):
+            found = found[name] if name else found[int(index)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, LookupError, TypeError, ValueError):
+        return ""
+    return f", found {one_line(repr(found))}" if isinstance(found, (bool, int, float, str, list)) else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,6 +14,7 @@ import msgspec
 
 from poochplan.units import format_bytes, format_seconds
 
+from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Peak, Seconds, Shape, Text
 from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
@@ -21,6 +24,8 @@ SCHEMA_VERSION = 5
 what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
+MOST_OF_COPIES = 10
+"""The copies of a step, one after the other, take no more than so many times its seconds, or seconds of a clock."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 
@@ -41,16 +46,16 @@ class Decision(StrEnum):
 class PlannedValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One saved value, in the order of first packs: its position in ``Plan.values`` is its save point."""
 
-    name: str
-    layer: str
+    name: Text
+    layer: Text
     decision: Decision
-    size_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
+    size_bytes: Bytes
+    dtype: Text
+    shape: Shape
     """Shape and dtype of the tensor at its first pack."""
-    host_offset: int = -1
+    host_offset: Offset = -1
     """Byte offset in the host slab or spill file; -1 when the value is not swapped."""
-    why: str = ""
+    why: Text = ""
     """Why it could not be anything else: pinned, or too small to matter."""
 
 
@@ -58,15 +63,15 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What the runtime does at one point of its clock, in the order of the fields."""
 
     at: Literal["save", "use"]
-    index: int
+    index: Index
     """Save point: index into ``Plan.values``. Use point: index into ``Plan.uses``."""
-    swap_out: tuple[int, ...] = ()
+    swap_out: tuple[Index, ...] = ()
     """Values whose copy to the host starts here. At their own save point or later."""
-    release: tuple[int, ...] = ()
+    release: tuple[Index, ...] = ()
     """Values whose copy is waited for here and whose device buffer is then given up by the runtime."""
-    prefetch: tuple[int, ...] = ()
+    prefetch: tuple[Index, ...] = ()
     """Values whose device buffer is allocated here and whose copy back starts here."""
-    replay: tuple[int, ...] = ()
+    replay: tuple[Index, ...] = ()
     """Values recomputed here, in this order."""
     record: Literal["on", "off", ""] = ""
     """Recording of ops for replay is switched from the next op on."""
@@ -79,19 +84,19 @@ OUTSIDE = -1
 class Place(NamedTuple):
     """Where one block of a planned step lies in the arena."""
 
-    point: int
+    point: Index
     """Points of the runtime's clock that have been passed when it is taken."""
-    size_bytes: int
+    size_bytes: Bytes
     """As asked for."""
-    offset: int
+    offset: Offset
     """In the arena, or ``OUTSIDE``."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """One arena for what a planned step takes and gives back."""
 
-    arena_bytes: int
-    least_bytes: int
+    arena_bytes: Bytes
+    least_bytes: Bytes
     """Smaller blocks lie outside; so do those from before the first point."""
     places: tuple[Place, ...]
     """Of all blocks of that size or more behind the first point, in the order in which they are taken."""
@@ -100,38 +105,38 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulator says this plan will do."""
 
-    peak_bytes: int
+    peak_bytes: Bytes
     """Most bytes at any moment, from the second step on: live ones, or allocated ones where ``memory`` says so."""
-    live_peak_bytes: int | None = None
+    live_peak_bytes: Bytes | None = None
     """The most that storages alone take; None in files that do not say."""
     memory: Memory = Memory.LIVE
     """What the peaks count."""
-    first_step_peak_bytes: int
+    first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
-    in_core_peak_bytes: int
-    in_core_step_s: float
+    in_core_peak_bytes: Peak
+    in_core_step_s: Seconds
     """As measured: without a session, and so without what the runtime takes."""
-    step_s: float
+    step_s: Seconds
     """What a clock will show: ops, waits, replays, and what the runtime itself takes of the compute stream."""
-    overhead: float
+    overhead: Change
     """``step_s / in_core_step_s - 1``."""
-    stall_s: float
+    stall_s: Seconds
     """Seconds the compute stream waits for copies."""
-    replay_s: float
-    interference_s: float
+    replay_s: Seconds
+    interference_s: Seconds
     """Seconds lost because compute runs slower beside copies."""
-    runtime_s: float = 0.0
+    runtime_s: Seconds = 0.0
     """Seconds of ``step_s`` that the runtime itself takes. On the CPU these are its work for handles, swaps, recording
     and replays; on CUDA the compute stream's waits for what the thread has not launched yet."""
-    out_bytes: int
-    in_bytes: int
-    host_bytes: int
-    arena_bytes: int | None = None
+    out_bytes: Bytes
+    in_bytes: Bytes
+    host_bytes: Bytes
+    arena_bytes: Bytes | None = None
     """What one static arena for all that the step allocates would need, without what is there before the step; None
     where it was not worked out."""
-    arena_live_bytes: int | None = None
+    arena_live_bytes: Bytes | None = None
     """Most of these bytes that are live at any moment: no arena is smaller."""
-    arena_peak_bytes: int | None = None
+    arena_peak_bytes: Bytes | None = None
     """The arena, and the most that lies outside at any moment; what was there before the step included."""
 
 
@@ -149,19 +154,19 @@ class SolveStatus(StrEnum):
 class Solve(msgspec.Struct, frozen=True, kw_only=True):
     """How the decisions were found."""
 
-    policy: str
-    solver: str
+    policy: Text
+    solver: Text
     status: SolveStatus
-    objective_s: float | None
+    objective_s: Change | None
     """Overhead in seconds by the fluid model; the prediction comes from the simulator."""
-    bound_s: float | None
+    bound_s: Seconds | None
     """Proven lower bound on the step time of any plan for this budget; None for a policy that proves none."""
-    gap: float | None
+    gap: Change | None
     """``step_s / bound_s - 1``."""
-    wall_s: float
-    rounds: int
+    wall_s: Seconds
+    rounds: Count
     """Times a model was solved: relaxed, tightened where the simulated peak was over budget, with integrality."""
-    evaluations: int | None = None
+    evaluations: Count | None = None
     """Simulations that the search was allowed, where these ended it and no clock did; None for a time limit."""
     seed: int = 0
     """Of the search's random walks."""
@@ -172,26 +177,26 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True):
 
     record_from_start: bool = False
     values: tuple[PlannedValue, ...] = ()
-    handles: tuple[int, ...] = ()
-    uses: tuple[int, ...] = ()
+    handles: tuple[Index, ...] = ()
+    uses: tuple[Index, ...] = ()
     schedule: tuple[PointActions, ...] = ()
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """The place at which a step left its plan: what was planned there, and what was found."""
 
-    step: int = 0
+    step: Count = 0
     """Of the session, from 1 on."""
     at: Literal["save", "pack", "use"]
     """A save point, the pack of a further handle, or a use point."""
-    index: int
+    index: Index
     """Which of those: into ``Plan.values``, ``Plan.handles`` or ``Plan.uses``."""
-    layer: str
+    layer: Text
     """Of the planned value; empty outside the model, and where nothing was planned."""
-    value: str
+    value: Text
     """Name of the planned value; empty where nothing was planned."""
-    planned: str
-    found: str
+    planned: Text
+    found: Text
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -199,42 +204,42 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     kind: Literal["plan"] = "plan"
     schema_version: int = SCHEMA_VERSION
-    workload: str
-    profile_fingerprint: str
-    budget_bytes: int
+    workload: Text
+    profile_fingerprint: Text
+    budget_bytes: Bytes
     device: Literal["cpu", "cuda"]
-    versions: dict[str, str] = {}
+    versions: dict[Text, Text] = {}
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
     estimate: bool = False
     """Made from a profile that was not measured on the real device."""
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Text, ...] = ()
     """What its profile assumed in place of a measurement: another link, memory or compute."""
-    roofline: str = ""
+    roofline: Text = ""
     """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
     gradients_live_through_forward: bool = False
-    static_bytes: dict[str, int] = {}
+    static_bytes: dict[Text, Bytes] = {}
     """Bytes by kind that the profiled step had besides what it made and let go of; empty in files that do not say."""
     solve: Solve
     prediction: Prediction
     link: Link
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
     record_from_start: bool = False
     """Recording is on from the start of the step, before the first save point."""
     model: ModelSignature
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
     """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` picks its plan by them."""
     values: tuple[PlannedValue, ...]
-    handles: tuple[int, ...]
+    handles: tuple[Index, ...]
     """Value of each handle, in pack order."""
-    uses: tuple[int, ...]
+    uses: tuple[Index, ...]
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """Only the points at which something happens, in the order of the clock."""
     layout: Layout | None = None
     """Where its blocks lie in an arena; None where that was not worked out."""
-    replays: tuple[str, ...] = ()
+    replays: tuple[Text, ...] = ()
     """What is recomputed inside compiled graphs, as ``graph/node``, and saved no longer: of a plan for a model that
     :func:`poochplan.compile` has compiled."""
 
@@ -274,10 +279,116 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION)
+        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION, faults=plan_faults)
         if found.schema_version >= RUNTIME_IN_STEP:
             return found
         return msgspec.structs.replace(found, prediction=_with_runtime_in_step(found.prediction))
+
+
+def plan_faults(plan: Plan) -> Iterator[str]:
+    """What is wrong between its fields, in words: where, what was expected, what was found."""
+    values, handles, uses = len(plan.values), len(plan.handles), len(plan.uses)
+    yield from _out_of_list("handles", plan.handles, values, "values")
+    yield from _out_of_list("uses", plan.uses, handles, "handles")
+    if list(dict.fromkeys(plan.handles)) != list(range(values)):
+        yield f"handles: expected {values} values in the order of their first handles, found another order, or fewer"
+    if len(set(plan.uses)) != uses:
+        yield "uses: expected each handle once, found one twice"
+    yield from _places_on_host(plan.values)
+    yield from _schedule_faults(plan)
+    yield from _layout_faults(plan)
+    yield from _copies_that_do_not_end(plan)
+
+
+def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
+    if max(indices, default=-1) >= count:
+        place = next(place for place, index in enumerate(indices) if index >= count)
+        yield f"{where}[{place}]: expected less than {count}, for so many {of} there are, found {indices[place]}"
+
+
+def _places_on_host(values: Sequence[PlannedValue]) -> Iterator[str]:
+    """They lie behind one another, in whatever order: in no more than their sizes together, and apart."""
+    room_bytes = sum(host_aligned(one.size_bytes) for one in values if one.decision is Decision.SWAP)
+    places = []
+    for number, value in enumerate(values):
+        where = f"values[{number}].host_offset: expected"
+        if (value.host_offset >= 0) != (value.decision is Decision.SWAP):
+            yield f"{where} one for a value that is swapped and -1 for another, found {value.host_offset}"
+        elif value.host_offset % HOST_ALIGNMENT_BYTES and value.host_offset >= 0:
+            yield f"{where} a multiple of {HOST_ALIGNMENT_BYTES}, found {value.host_offset}"
+        elif value.host_offset + value.size_bytes > room_bytes and value.host_offset >= 0:
+            yield f"{where} a place within the {room_bytes} bytes that are swapped, found {value.host_offset}"
+        elif value.host_offset >= 0:
+            places.append((value.host_offset, value.host_offset + value.size_bytes, number))
+    places.sort()
+    for (_, end, first), (start, _, second) in pairwise(places):
+        if start < end:
+            yield f"values[{second}].host_offset: expected a place of its own, found one in that of values[{first}]"
+
+
+def _copies_that_do_not_end(plan: Plan) -> Iterator[str]:
+    swapped_bytes = sum(value.size_bytes for value in plan.values if value.decision is Decision.SWAP)
+    copies_s, step_s = plan.link.out_seconds(swapped_bytes), plan.prediction.step_s
+    if copies_s > MOST_OF_COPIES * max(step_s, 1.0):
+        yield (
+            f"link: expected rates at which what is swapped goes out in about prediction.step_s, {step_s:.3g} s, "
+            f"found such that it takes {copies_s:.3g} s"
+        )
+
+
+_STEPS = {"swap_out": "", "release": "swap_out", "prefetch": "release", "replay": ""}
+"""What is done to a value, and what has to come before."""
+
+
+def _schedule_faults(plan: Plan) -> Iterator[str]:
+    values, before = len(plan.values), (-1, -1)
+    last: dict[int, str] = {}
+    for number, actions in enumerate(plan.schedule):
+        where = f"schedule[{number}]"
+        is_use = actions.at == "use"
+        count = len(plan.uses) if is_use else values
+        if actions.index >= count:
+            yield f"{where}.index: expected less than {count}, the number of {actions.at}s, found {actions.index}"
+        if (is_use, actions.index) <= before:
+            yield f"{where}: expected points in the order of the clock, found {actions.at} {actions.index} too late"
+        before = is_use, actions.index
+        saved = values if is_use else actions.index + 1
+        for name, needed in _STEPS.items():
+            for place, value in enumerate(getattr(actions, name)):
+                yield from _action_fault(plan, f"{where}.{name}[{place}]", name, needed, value, saved, last)
+
+
+def _action_fault(
+    plan: Plan, where: str, name: str, needed: str, value: int, saved: int, last: dict[int, str]
+) -> Iterator[str]:
+    """``saved``: so many values are there by then. ``last``: what was done to each value last."""
+    if value >= saved:
+        yield f"{where}: expected one of {saved} values that are saved by then, found {value}"
+        return
+    decision = Decision.RECOMPUTE if name == "replay" else Decision.SWAP
+    if plan.values[value].decision is not decision:
+        yield f"{where}: expected a value whose decision is {decision}, found {plan.values[value].decision}"
+    elif last.get(value, "") != needed:
+        wanted = f"after its {needed}" if needed else "first"
+        found = last.get(value) or "nothing"
+        yield f"{where}: expected {name} of value {value} once, {wanted}, found it after {found}"
+    last[value] = name
+
+
+def _layout_faults(plan: Plan) -> Iterator[str]:
+    if plan.layout is None:
+        return
+    points, before, arena_bytes = len(plan.values) + len(plan.uses), 0, plan.layout.arena_bytes
+    for number, place in enumerate(plan.layout.places):
+        where = f"layout.places[{number}]"
+        if not before <= place.point <= points:
+            yield f"{where}: expected a point from {before} to {points}, found {place.point}"
+        if place.offset != OUTSIDE and place.offset + place.size_bytes > arena_bytes:
+            yield (
+                f"{where}: expected a place within arena_bytes, {arena_bytes}, found {place.size_bytes} bytes at "
+                f"{place.offset}"
+            )
+        before = place.point
 
 
 def _with_runtime_in_step(prediction: Prediction) -> Prediction:

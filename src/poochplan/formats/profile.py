@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .checks.profile_faults import profile_faults
 from .display.profile_summary import profile_summary
 from .display.shown_table import html_table
 from .facts.advice import advice
@@ -125,4 +126,4 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Reads a profile; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="profile", schema_version=SCHEMA_VERSION)
+        return read_struct(path, cls, what="profile", schema_version=SCHEMA_VERSION, faults=profile_faults)

@@ -16,6 +16,21 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from .checks.fields import (
+    Bytes,
+    Count,
+    Factor,
+    Index,
+    IndexOrNone,
+    Input,
+    Peak,
+    Rate,
+    Seconds,
+    Shape,
+    Share,
+    Text,
+    Unit,
+)
 from .facts.step_facts import StepFacts
 
 SCHEMA_VERSION = 5
@@ -75,37 +90,37 @@ class Memory(StrEnum):
 class OpBlock(NamedTuple):
     """One block that the device's allocator hands out to an op."""
 
-    size_bytes: int
-    output: int
+    size_bytes: Bytes
+    output: IndexOrNone
     """Which of the op's outputs lies in it; -1 for none of them."""
-    until: int
+    until: IndexOrNone
     """How many blocks the op has taken by the time this one is given back; -1 where the op leaves it behind."""
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One dispatched operator that creates or writes a value, or takes time. Pure views are not listed."""
 
-    name: str
+    name: Text
     """Operator, for example ``aten.convolution.default``; ``compiled_region`` for a ``torch.compile``d callable."""
-    layer: str
+    layer: Text
     """Path of the innermost module, the forward layer for backward ops; empty outside the model."""
     phase: Phase
-    duration_s: float
+    duration_s: Seconds
     """Median seconds, reconciled so that all durations add up to the uninstrumented step."""
-    spread_s: float = 0.0
+    spread_s: Seconds = 0.0
     """Interquartile range over the timed steps, scaled as ``duration_s`` where that is scaled down; 0 where the op was
     timed once or not at all."""
-    inputs: tuple[int, ...] = ()
+    inputs: tuple[Index, ...] = ()
     """Values read, in argument order, each once (also those in ``writes``)."""
-    outputs: tuple[int, ...] = ()
+    outputs: tuple[Index, ...] = ()
     """Values created."""
-    writes: tuple[int, ...] = ()
+    writes: tuple[Index, ...] = ()
     """Values that were there before and are written in place."""
     random: bool = False
     """Draws from a generator; a replay needs its recorded state."""
     opaque: bool = False
     """Cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
-    workspace_bytes: int = 0
+    workspace_bytes: Bytes = 0
     """Bytes taken and given back inside the op. On the CPU they need the compiled allocator; without it only those of
     compiled regions are known, and all others 0."""
     blocks: tuple[OpBlock, ...] = ()
@@ -116,74 +131,74 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
 class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One device storage; all views of it are one value."""
 
-    name: str
+    name: Text
     """Readable and unique, for example ``layer1.0.conv1/out``."""
-    layer: str
+    layer: Text
     kind: Kind
-    size_bytes: int
+    size_bytes: Bytes
     """Bytes of the storage, not rounded; see :attr:`Profile.allocation_unit_bytes`."""
-    dtype: str
-    shape: tuple[int, ...]
-    born: int
+    dtype: Text
+    shape: Shape
+    born: IndexOrNone
     """Op that created it; -1 when it was there before the step. Of what no op creates, the last one before that."""
-    born_tick: int | None = None
+    born_tick: Index | None = None
     """First tick at which it is live, where no op creates it: of what the step takes between ops."""
-    forward_death: int
+    forward_death: Index
     """Last tick at which something other than autograd holds it (may lie in backward; the last tick of the step
     when it outlives it)."""
-    freed: int
+    freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
-    pinned: str = ""
+    pinned: Text = ""
     """Why it must be kept; empty when it may be swapped."""
-    unreplayable: str = ""
+    unreplayable: Text = ""
     """Why it cannot be recomputed; empty when its writers can be replayed."""
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[Text, ...] = ()
     """Which nodes of which compiled graphs save it, as ``graph/node``; empty where no graph was looked into."""
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One pack of a saved value: autograd holds a handle for each."""
 
-    value: int
-    layer: str
-    dtype: str
-    shape: tuple[int, ...]
+    value: Index
+    layer: Text
+    dtype: Text
+    shape: Shape
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tick of the runtime's clock."""
 
     kind: PointKind
-    handle: int
+    handle: Index
     """Handle whose pack or unpack this is: its ordinal in pack order."""
-    op: int
+    op: Index
     """Ops completed before this point."""
 
 
 class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of the link: ``seconds = latency_s + bytes / bandwidth_bytes_per_s``."""
 
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: Seconds
+    bandwidth_bytes_per_s: Rate
     """Of the line that comes nearest to the curve (``profiler/link/curve.py``)."""
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: tuple[tuple[Bytes, Seconds], ...] = ()
     """Measured (bytes, seconds), from small to large."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """The transfer path between device and host tier."""
 
-    name: str
+    name: Text
     """``spill`` (process memory to a file), or a preset such as ``pcie4``."""
     outward: LinkDirection
     inward: LinkDirection
-    duplex: float = 1.0
+    duplex: Share = 1.0
     """Share of its own rate that each direction keeps while both run; 1 means full duplex."""
-    interference_out: float = 0.0
+    interference_out: Factor = 0.0
     """How much slower compute runs while a copy out runs: 0.2 means an op takes 1.2 times as long."""
-    interference_in: float = 0.0
+    interference_in: Factor = 0.0
     """The same while a copy in runs; while both run the two add up."""
-    throttle_bytes_per_s: float | None = None
+    throttle_bytes_per_s: Rate | None = None
     """Rate that the copies were held to, so that the link is a known constant; the runtime holds them to it too."""
     pageable_out: LinkDirection | None = None
     """Copies to pageable host memory, on CUDA, to compare: the runtime's are pinned, as ``outward`` is."""
@@ -217,17 +232,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The machine the step was measured on."""
 
     kind: Literal["cpu", "cuda"]
-    name: str
-    memory_bytes: int
-    threads: int = 0
+    name: Text
+    memory_bytes: Bytes
+    threads: Count = 0
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What the device is in, by its make; never by its name."""
 
-    processor: str
-    system: str
-    cores: int
+    processor: Text
+    system: Text
+    cores: Count
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,20 +250,20 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     phases are their own medians, scaled so that they add up to it.
     """
 
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    step_s: float
-    spread_s: float
+    forward_s: Seconds
+    backward_s: Seconds
+    optimizer_s: Seconds
+    step_s: Seconds
+    spread_s: Seconds
     """Interquartile range of ``step_s``; the three below are those of its phases."""
-    forward_spread_s: float = 0.0
-    backward_spread_s: float = 0.0
-    optimizer_spread_s: float = 0.0
-    iterations: int
-    forward_scale: float
+    forward_spread_s: Seconds = 0.0
+    backward_spread_s: Seconds = 0.0
+    optimizer_spread_s: Seconds = 0.0
+    iterations: Count
+    forward_scale: Factor
     """Factor that brought the summed op durations of forward to ``forward_s``; also for the two below."""
-    backward_scale: float
-    optimizer_scale: float
+    backward_scale: Factor
+    optimizer_scale: Factor
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -257,12 +272,12 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     The phase's reconciliation is in them, so that they compare with the durations of ops.
     """
 
-    layer: str
+    layer: Text
     """Empty for the ops outside the model."""
-    forward_s: float = 0.0
-    forward_spread_s: float = 0.0
-    backward_s: float = 0.0
-    backward_spread_s: float = 0.0
+    forward_s: Seconds = 0.0
+    forward_spread_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
+    backward_spread_s: Seconds = 0.0
 
 
 class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,29 +287,29 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
     """
 
-    handle_s: float
+    handle_s: Seconds
     """For each handle, pack and unpack together."""
-    swap_s: float
+    swap_s: Seconds
     """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
-    record_s: float
+    record_s: Seconds
     """For each recorded op, beside the op itself."""
-    replay_s: float = 0.0
+    replay_s: Seconds = 0.0
     """For each replayed op, beside the op itself: its part of the recipe and of the replay."""
-    launch_s: float = 0.0
+    launch_s: Seconds = 0.0
     """For each plain op, on a device that works behind the thread; 0 on the CPU, where an op's duration holds it."""
-    unpack_s: float = 0.0
+    unpack_s: Seconds = 0.0
     """Of ``handle_s``, what the unpack takes."""
-    fetch_s: float = 0.0
+    fetch_s: Seconds = 0.0
     """Of ``swap_s``, what the way back takes."""
-    unmeasured: tuple[str, ...] = ()
+    unmeasured: tuple[Text, ...] = ()
     """Those of the above that could not be told from 0 and stand as 0."""
 
 
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
     """Which model this is: every parameter and buffer in order, independent of the machine."""
 
-    fingerprint: str
-    tensors: tuple[str, ...]
+    fingerprint: Text
+    tensors: tuple[Text, ...]
     """``name dtype[shape]`` of each parameter and buffer."""
 
 
@@ -303,41 +318,41 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     kind: Literal["profile"] = "profile"
     schema_version: int = SCHEMA_VERSION
-    workload: str
+    workload: Text
     mode: Literal["run", "swap-all", "fake"]
     device: Device
-    versions: dict[str, str]
+    versions: dict[Text, Text]
     """Of poochplan, torch, python, and on CUDA of that and cuDNN."""
     host: Host | None = None
     """Where it was measured; None in files that do not say."""
     model: ModelSignature
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Input, ...] = ()
     """``path dtype[shape]`` of each tensor that the model is first called with; empty when the step never calls it."""
-    ops_fingerprint: str
+    ops_fingerprint: Text
     """Digest of the sequence of ops and points, without durations."""
     times: StepTimes
     layer_times: tuple[LayerTimes, ...] = ()
     """Of each layer; empty where the ops were not timed in several steps."""
-    in_core_peak_bytes: int
+    in_core_peak_bytes: Peak
     """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit, workspace
     included."""
-    in_core_live_peak_bytes: int | None = None
+    in_core_live_peak_bytes: Bytes | None = None
     """The same without workspace; None in profiles of schema 3 and before."""
     memory: Memory = Memory.LIVE
     """Whether workspace is known, and so what peaks and budgets count."""
-    in_core_peak_layer: str
-    static_bytes: dict[str, int]
+    in_core_peak_layer: Text
+    static_bytes: dict[Text, Bytes]
     """Bytes that live through the step, by kind."""
     gradients_live_through_forward: bool
     """Whether gradients of the step before are still there in forward (accumulation)."""
-    allocation_unit_bytes: int = ALLOCATION_UNIT_BYTES
+    allocation_unit_bytes: Unit = ALLOCATION_UNIT_BYTES
     link: Link
     runtime: RuntimeCost | None = None
     """What ops and the runtime take of the launching thread; None where it was not measured."""
     facts: StepFacts | None = None
     """How the step was run; None in profiles of schema 2 and before."""
-    notes: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
+    assumed: tuple[Text, ...] = ()
     """What stands in place of a measurement (``planner/whatif.py``); plans made from it are estimates."""
     ops: tuple[Op, ...]
     values: tuple[Value, ...]

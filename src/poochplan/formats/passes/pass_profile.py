@@ -6,11 +6,13 @@ nothing to decide, and so neither link, handles nor points.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from poochplan.formats.checks.fields import Bytes, Count, Index, Input, Offset, Seconds, Text
 from poochplan.formats.display.shown_table import html_table
 from poochplan.formats.files import read_struct, write_struct
 from poochplan.formats.profile_parts import Device, Host, ModelSignature
@@ -22,15 +24,15 @@ SCHEMA_VERSION = 1
 class PassBlock(NamedTuple):
     """One block that the pass takes: bytes, and the events of its log between which it lives."""
 
-    size_bytes: int
+    size_bytes: Bytes
     """As asked for."""
-    start: int
+    start: Index
     """Position in the order of all that is taken and given back."""
-    end: int
+    end: Index
     """The same; the length of that order where the pass does not give it back."""
-    offset: int
+    offset: Offset
     """In the arena; -1 outside."""
-    layer: str
+    layer: Text
     """The part of the model that was called last."""
 
 
@@ -43,39 +45,39 @@ class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["inference"] = "inference"
     schema_version: int = SCHEMA_VERSION
-    workload: str
+    workload: Text
     device: Device
-    versions: dict[str, str]
+    versions: dict[Text, Text]
     host: Host | None = None
     model: ModelSignature
-    inputs: tuple[str, ...]
+    inputs: tuple[Input, ...]
     """``path dtype[shape]`` of each tensor that the model is called with."""
-    calls: int
+    calls: Count
     """Of the model in a step of the workload. The first is this pass."""
-    pass_s: float
+    pass_s: Seconds
     """Median, with the ordinary allocator."""
-    spread_s: float
+    spread_s: Seconds
     """Interquartile range."""
-    iterations: int
-    static_bytes: dict[str, int]
+    iterations: Count
+    static_bytes: dict[Text, Bytes]
     """What is there before: parameters, buffers, inputs."""
-    live_peak_bytes: int
+    live_peak_bytes: Bytes
     """Most bytes of tensors that the pass has made and that live at once."""
-    allocated_peak_bytes: int
+    allocated_peak_bytes: Bytes
     """The same with what ops take and give back inside."""
-    total_bytes: int
+    total_bytes: Bytes
     """Sum of all blocks, each taken separately."""
-    arena_bytes: int
+    arena_bytes: Bytes
     """One arena for the blocks that the pass gives back and that have 4096 bytes or more."""
-    arena_live_bytes: int
+    arena_live_bytes: Bytes
     """Most of these that live at once: no arena is smaller."""
-    separate_bytes: int
+    separate_bytes: Bytes
     """Their sum."""
-    outside_bytes: int
+    outside_bytes: Bytes
     """Most of the other blocks that live at once."""
-    caching_bytes: int
+    caching_bytes: Bytes
     """What PyTorch's caching allocator would reserve for all blocks on a GPU, by the planner's model of it."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
     blocks: tuple[PassBlock, ...]
 
     def rows(self) -> dict[str, str]:
@@ -116,7 +118,19 @@ class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def load(cls, path: str | Path) -> PassProfile:
         """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION)
+        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION, faults=_faults)
+
+
+def _faults(found: PassProfile) -> Iterator[str]:
+    for number, block in enumerate(found.blocks):
+        where = f"blocks[{number}]"
+        if block.start >= block.end:
+            yield f"{where}: expected an end behind its start, found {block.start} and {block.end}"
+        if block.offset >= 0 and block.offset + block.size_bytes > found.arena_bytes:
+            yield (
+                f"{where}: expected a place within arena_bytes, {found.arena_bytes}, found {block.size_bytes} bytes at "
+                f"{block.offset}"
+            )
 
 
 def _above(size_bytes: int, least_bytes: int) -> str:

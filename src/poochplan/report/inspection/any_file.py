@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
 
 import msgspec
 
-from poochplan.errors import InputFileError, UsageError
+from poochplan.errors import InputFileError
+from poochplan.formats.files import one_line, read_data
 from poochplan.formats.passes.pass_profile import PassProfile
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
@@ -33,25 +32,19 @@ def load_any(path: str | Path) -> Inspected:
     if kind not in KINDS:
         raise InputFileError(
             f"{path}: expected a file of pooch profile, pooch plan or pooch run -o, found "
-            f"{f'kind {kind!r}' if kind else 'one that does not say its kind'}; name one of those"
+            f"{f'kind {one_line(repr(kind))}' if kind else 'one that does not say its kind'}; name one of those"
         )
     return KINDS[kind].load(path)
 
 
 def _kind_of(source: Path) -> str:
-    try:
-        data = source.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except FileNotFoundError:
-        raise UsageError(f"{source}: no such file; name one that pooch profile, plan or run -o wrote") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputFileError(f"{source}: cannot be read ({error}); expected a profile, a plan or a run") from None
+    missing = "no such file; name one that pooch profile, plan or run -o wrote"
+    data = read_data(source, "a profile, a plan or a run", missing)
     try:
         return msgspec.json.decode(data, type=_Header).kind
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputFileError(
-            f"{source}: truncated or not JSON of this package ({error}); expected a profile, a plan or a run"
+            f"{source}: truncated or not JSON of this package ({one_line(error)}); expected a profile, a plan or a run"
         ) from None
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from poochplan.formats.checks.fields import Bytes, Change, Count, Peak, Seconds, Text
 from poochplan.formats.files import read_struct, write_struct
 from poochplan.formats.plan import Departure
 from poochplan.formats.profile import Host, Memory
@@ -19,60 +20,60 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["run"] = "run"
     schema_version: int = SCHEMA_VERSION
-    workload: str
-    plan_fingerprint: str
+    workload: Text
+    plan_fingerprint: Text
     """``Plan.fingerprint`` of the plan that was followed."""
-    versions: dict[str, str] = {}
+    versions: dict[Text, Text] = {}
     """Of the run: poochplan, torch, python."""
     host: Host | None = None
     """Where it ran."""
-    in_core_peak_bytes: int
-    budget_bytes: int
-    predicted_peak_bytes: int
-    measured_peak_bytes: int | None
+    in_core_peak_bytes: Peak
+    budget_bytes: Bytes
+    predicted_peak_bytes: Bytes
+    measured_peak_bytes: Bytes | None
     """The largest of any metered step; None when none was metered."""
-    in_core_step_s: float
+    in_core_step_s: Seconds
     in_core_step_measured: bool
     """Whether it was measured beside the planned steps; otherwise it is the profile's."""
-    predicted_step_s: float
-    planned_step_s: float
+    predicted_step_s: Seconds
+    planned_step_s: Seconds
     """Measured."""
-    predicted_overhead: float
-    measured_overhead: float
-    out_bytes: int
-    in_bytes: int
-    replay_s: float
-    replayed_values: int
-    stall_s: float
-    contradiction: str
+    predicted_overhead: Change
+    measured_overhead: Change
+    out_bytes: Bytes
+    in_bytes: Bytes
+    replay_s: Seconds
+    replayed_values: Count
+    stall_s: Seconds
+    contradiction: Text
     """How the measured time contradicts the profile; empty where it does not."""
-    fallbacks: int
-    fallback_reasons: tuple[str, ...]
+    fallbacks: Count
+    fallback_reasons: tuple[Text, ...]
     departures: tuple[Departure, ...]
     """Where steps left the plan."""
     bitwise_equal: bool | None
     """None when it was not checked."""
-    difference: str | None
-    allocated_peak_bytes: int | None
-    reserved_peak_bytes: int | None
-    arena_bytes: int | None
-    arena_live_bytes: int | None
-    arena_peak_bytes: int | None = None
+    difference: Text | None
+    allocated_peak_bytes: Bytes | None
+    reserved_peak_bytes: Bytes | None
+    arena_bytes: Bytes | None
+    arena_live_bytes: Bytes | None
+    arena_peak_bytes: Bytes | None = None
     """These three as the plan has them; in all that follows, files that do not say have the default."""
     memory: Memory = Memory.LIVE
     """What the peaks count."""
-    predicted_live_peak_bytes: int | None = None
-    served_arena_bytes: int | None = None
+    predicted_live_peak_bytes: Bytes | None = None
+    served_arena_bytes: Bytes | None = None
     """Of the arena that the last steps were served from; None where there was none."""
-    served_blocks: int = 0
+    served_blocks: Count = 0
     """Of the last step that was served; so are the four that follow."""
-    served_bytes: int = 0
-    unserved_blocks: int = 0
+    served_bytes: Bytes = 0
+    unserved_blocks: Count = 0
     """That lay outside against the plan."""
-    unserved_bytes: int = 0
-    unserved: tuple[str, ...] = ()
+    unserved_bytes: Bytes = 0
+    unserved: tuple[Text, ...] = ()
     """The first of them, and why."""
-    why_not_served: str = ""
+    why_not_served: Text = ""
     """Why no step was served; empty where one was."""
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
