@@ -49,6 +49,7 @@ __all__ = [
     "in_backward",
     "intercept_autograd",
     "is_made",
+    "is_zero",
     "last_sequence_number",
     "log_allocations",
     "memory_stats_calls",
@@ -72,6 +73,7 @@ __all__ = [
     "version_of",
     "without_modes",
     "without_torch_function",
+    "wraps_another",
 ]
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
@@ -130,6 +132,16 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
 dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
 """The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
 memory only."""
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether it is one of the zero tensors that stand for a gradient of zeros: immutable, and without memory."""
+    return tensor._is_zerotensor()
+
+
+def wraps_another(tensor: torch.Tensor) -> bool:
+    """Whether it is of class ``Tensor`` and yet has another one's memory, as those of ``torch.func`` within a call."""
+    return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:
