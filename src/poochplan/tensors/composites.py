@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.tensor_internals import mode_stack
+from poochplan.torch_private.tensor_internals import cudnn_takes_ctc_loss, mode_stack
 
 from .storages import is_plain
 
@@ -50,4 +50,4 @@ def _ctc_loss(
 
 def _is_of_cudnn(log_probs: torch.Tensor, *others: Any) -> bool:
     """Whether cuDNN computes it, which takes tensors with and without a mode."""
-    return log_probs.is_cuda and bool(torch.ops.aten._use_cudnn_ctc_loss.Tensor(log_probs, *others))
+    return log_probs.is_cuda and bool(cudnn_takes_ctc_loss(log_probs, *others))

@@ -41,6 +41,7 @@ __all__ = [
     "backward_node",
     "clear_cublas_workspaces",
     "covers_itself_once",
+    "cudnn_takes_ctc_loss",
     "detached_alias",
     "dispatch_keys",
     "gpu_sleep",
@@ -125,6 +126,9 @@ def packet_of(func: Any) -> Any:
     """The op without its overload, the key of torch's table of floating point operations; None for what has none."""
     return getattr(func, "_overloadpacket", None)
 
+
+cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
+"""Whether cuDNN computes that CTC loss; torch asks it where the tensors are on a GPU."""
 
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """A block in which asking a tensor of a subclass for its storage runs no code of that class."""
