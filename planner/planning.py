@@ -110,12 +110,12 @@ def plan(
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
     """Bytes of the smallest budget that has a plan: what some moment of the step needs at once, with every value away
     that can be; where ``arena`` is ``"on"``, with the arena of that (see :func:`plan`). ``pooch plan --min`` plans for
-    it, and the error about a smaller budget names it.
+    it, and the error about a smaller budget names it. A step of blocks that are too small to count has 1.
     """
     problem = build_problem(profile)
     if arena == "on":
-        return min(profile.in_core_peak_bytes, smallest_arena(profile, problem))
-    return swap_all_on_demand(problem).peak_bytes
+        return max(1, min(profile.in_core_peak_bytes, smallest_arena(profile, problem)))
+    return max(1, swap_all_on_demand(problem).peak_bytes)
 
 
 def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
@@ -213,7 +213,8 @@ def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -
 
 def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:
     """The smallest share, in hundredths of a percent, that ``parse_budget`` reads as at least ``size_bytes``."""
-    hundredths = max(1, size_bytes * 10000 // in_core_peak_bytes)
-    while parse_budget(f"{hundredths / 100:.2f}%", in_core_peak_bytes) < size_bytes:
+    peak_bytes = max(1, in_core_peak_bytes)
+    hundredths = max(1, size_bytes * 10000 // peak_bytes)
+    while parse_budget(f"{hundredths / 100:.2f}%", peak_bytes) < size_bytes:
         hundredths += 1
     return f"{hundredths / 100:.2f}%"

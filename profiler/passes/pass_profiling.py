@@ -25,7 +25,8 @@ from poochplan.runtime.allocator.library import library
 from poochplan.runtime.inference.model_calls import around_calls
 from poochplan.runtime.model_check import model_signature
 from poochplan.tensors.signatures import input_signature, tensor_leaves
-from poochplan.tensors.storages import own_tensors
+from poochplan.tensors.storages import memory_of, own_tensors, parts_of
+from poochplan.torch_private.tensor_internals import storage_identity
 
 from .pass_log import LoggedBlock, allocated_peak, live_tensors_peak, logged_pass
 
@@ -145,7 +146,8 @@ def _static_bytes(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     known: set[int] = set()
     found: dict[str, int] = {}
     for kind, tensors in ((Kind.PARAMETER, parameters), (Kind.BUFFER, buffers), (Kind.INPUT, inputs)):
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        found_parts = (memory_of(part) for one in tensors for part in parts_of(one))
+        storages = {storage_identity(one): one.nbytes() for one in found_parts if one is not None}
         found[str(kind)] = sum(rounded_up(size) for key, size in storages.items() if key not in known)
         known |= storages.keys()
     return found

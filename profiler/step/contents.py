@@ -11,6 +11,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.tensors.storages import is_made_of_parts, parts_of, storage_key
+from poochplan.torch_private.tensor_internals import is_zero
 
 from .states import Action, NamedTensor, first_line
 
@@ -58,6 +59,8 @@ class TensorContents:
         if is_made_of_parts(tensor) and not hasattr(tensor, "__tensor_flatten__"):
             return _Kept(tensor, tensor.detach().to("cpu", copy=True), None, _checksum(tensor, sums))
         for part in parts_of(tensor):
+            if is_zero(part):  # nothing can write it
+                continue
             key = storage_key(part)
             if key not in self._saved:
                 storage = part.untyped_storage()
@@ -104,7 +107,7 @@ def _checksum(tensor: torch.Tensor, sums: dict[int, int]) -> tuple[Any, ...]:
         return tuple(found)
     key = storage_key(tensor)
     if key not in sums:
-        sums[key] = _crc(tensor.untyped_storage())
+        sums[key] = 0 if is_zero(tensor) else _crc(tensor.untyped_storage())
     return (*found, _geometry(tensor), sums[key])
 
 

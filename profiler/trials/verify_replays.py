@@ -16,6 +16,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, run_ops
+from poochplan.tensors.storages import memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
 
@@ -172,7 +173,7 @@ class Verify:
         """What the model calls a storage, for the reader of a reason."""
         storage = record.storage()
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if any(part.untyped_storage() is storage for part in tensor_parts(tensor)):
+            if any(memory_of(part) is storage for part in tensor_parts(tensor)):
                 return name
         return "an input of the step" if record.birth is None else "an activation"
 

@@ -23,6 +23,8 @@ class Course:
     at_use: tuple[PointActions | None, ...]
     dtypes: tuple[torch.dtype, ...]
     """Of the values."""
+    last_handles: tuple[int, ...]
+    """Of each value the handle that is made last, or -1 where it has but one."""
     exact: bool = True
 
     @classmethod
@@ -35,6 +37,7 @@ class Course:
             tuple(map(at_save.get, range(len(instructions.values)))),
             tuple(map(at_use.get, range(len(instructions.uses)))),
             tuple(_dtype(number, value) for number, value in enumerate(instructions.values)),
+            _last_handles(instructions),
             exact,
         )
 
@@ -52,14 +55,14 @@ class Course:
         return "" if fits else self._instead(index, _found(tensor))
 
     def why_not_handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> str:
-        """Why the ``ordinal``-th pack cannot be one of the value ``index`` (None: of no planned value)."""
+        """Why the ``ordinal``-th pack cannot be one of save point ``index`` (None: of none)."""
         planned = self.instructions.handles[ordinal] if ordinal < len(self.instructions.handles) else None
         if index is not None and planned == index:
             return ""
         if planned is None:
             return self._beyond(tensor)
-        also = "" if index is None else f", which was saved before as {_named(self.instructions.values[index])}"
-        return self._instead(planned, _found(tensor) + also)
+        which = "no save point" if index is None else f"save point {index}, {_named(self.instructions.values[index])}"
+        return self._instead(planned, f"{_found(tensor)} of {which}", f" of save point {planned}")
 
     def why_not_use(self, number: int, ordinal: int, saves: int) -> str:
         """Why the unpack of handle ``ordinal`` after ``saves`` save points cannot be use point ``number``."""
@@ -79,10 +82,10 @@ class Course:
         """Whether a layer of the model saves something from this save point on."""
         return any(value.layer for value in self.instructions.values[index:])
 
-    def _instead(self, index: int, found: str) -> str:
+    def _instead(self, index: int, found: str, also: str = "") -> str:
         value = self.instructions.values[index]
         most = "" if self.exact else "at most "
-        return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes, found {found}"
+        return f"{_named(value)}: planned {most}{_shape(value)} of {value.size_bytes} bytes{also}, found {found}"
 
     def _beyond(self, tensor: torch.Tensor) -> str:
         last = f"what comes after {_named(self.instructions.values[-1])}" if self.instructions.values else "its begin"
@@ -92,7 +95,16 @@ class Course:
         if ordinal >= len(self.instructions.handles):
             return "nothing that was planned"
         value = self.instructions.values[self.instructions.handles[ordinal]]
-        return f"{_named(value)} {_shape(value)}"
+        return f"{_named(value)} {_shape(value)} by handle {ordinal}"
+
+
+def _last_handles(instructions: Instructions) -> tuple[int, ...]:
+    last, again = {}, set()
+    for ordinal, value in enumerate(instructions.handles):
+        if value in last:
+            again.add(value)
+        last[value] = ordinal
+    return tuple(last[value] if value in again else -1 for value in range(len(instructions.values)))
 
 
 def _dtype(number: int, value: PlannedValue) -> torch.dtype:

@@ -19,22 +19,24 @@ def departed_at_save(instructions: Instructions, index: int, tensor: torch.Tenso
 
 
 def departed_at_pack(instructions: Instructions, ordinal: int, index: int | None, tensor: torch.Tensor) -> Departure:
-    """The ``ordinal``-th handle is not of the value that was planned; it is of ``index`` (None: of no planned one)."""
+    """The ``ordinal``-th handle is not of the value that was planned; it is of save point ``index`` (None: of none)."""
     planned = _at(instructions.handles, ordinal)
     value = None if planned is None else instructions.values[planned]
-    again = "" if index is None else f", saved before as {instructions.values[index].name}"
-    return _departure("pack", ordinal, value, _described(value), f"{_found(tensor)}{again}")
+    which = "no save point" if index is None else f"save point {index}, {_name(instructions.values[index])}"
+    return _departure("pack", ordinal, value, _described(value), f"{_found(tensor)} of {which}")
 
 
 def departed_at_use(instructions: Instructions, number: int, ordinal: int, saves: int) -> Departure:
     """Backward asks for handle ``ordinal``, after ``saves`` save points, where another use or save was planned."""
-    found = _of_handle(instructions, ordinal)
+    found = f"{_name(_of_handle(instructions, ordinal))} by handle {ordinal}"
     if saves < len(instructions.values):
         value = instructions.values[saves]
-        return _departure("save", saves, value, _described(value), f"backward, which begins with {_name(found)}")
+        return _departure("save", saves, value, _described(value), f"backward, which begins with {found}")
     planned = _at(instructions.uses, number)
-    wanted = None if planned is None else _of_handle(instructions, planned)
-    return _departure("use", number, wanted, _name(wanted), _name(found))
+    if planned is None:
+        return _departure("use", number, None, NOTHING_PLANNED, found)
+    wanted = _of_handle(instructions, planned)
+    return _departure("use", number, wanted, f"{_name(wanted)} by handle {planned}", found)
 
 
 def _departure(

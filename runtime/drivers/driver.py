@@ -71,11 +71,11 @@ class Driver(Protocol):
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         """A tensor is saved whose storage is no live value yet: what becomes of it. Final but for a failed recipe.
 
-        ``index``: its save point; None when its storage has had one (written since, or all its handles had gone).
+        ``index``: its save point; None when its storage has had one (written since, or nothing held it any more).
         """
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        """The ``ordinal``-th handle of the segment is made, of the value at save point ``index``."""
+        """The ``ordinal``-th handle of the segment is made, of what had save point ``index``; None outside a plan."""
 
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         """The value that was just decided about is there: what happens at its save point ``index``."""

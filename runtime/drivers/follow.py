@@ -70,6 +70,8 @@ class Follow:
         self._safe = safe
         self._policy = policy
         self._values: dict[int, weakref.ref[SavedValue]] = {}
+        self._to_come: dict[int, SavedValue] = {}
+        """Values of which a handle is still to be made, by the last: autograd may let go of those so far before."""
         self._expected = expected
         self._awaits_call: Segment | None = None
         self._found: Found | None = None
@@ -103,6 +105,8 @@ class Follow:
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
+        if self._to_come:
+            self._to_come.pop(ordinal, None)
         if index is None or ordinal >= len(handles) or handles[ordinal] != index:
             departure = departed_at_pack(self._course.instructions, ordinal, index, tensor)
             here = handles[ordinal] if ordinal < len(handles) else len(self._planned)
@@ -115,6 +119,8 @@ class Follow:
         value.index = index
         value.name = self._planned[index].name
         self._values[index] = weakref.ref(value)
+        if self._course.last_handles[index] >= 0:
+            self._to_come[self._course.last_handles[index]] = value
         planned = self._course.at_save[index]
         actions = NOTHING if planned is None else self._resolved(planned)
         # Nothing that comes behind the last save is replayed; backward must not run under the recorder.
@@ -122,6 +128,7 @@ class Follow:
 
     def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
         uses = self._uses
+        self._to_come.clear()
         if saves <= self._last or number >= len(uses) or uses[number] != handle.ordinal:
             departure = departed_at_use(self._course.instructions, number, handle.ordinal, saves)
             to_come = self._course.layers_from(saves)
@@ -161,6 +168,7 @@ class Follow:
         """It is kept: larger than planned, not wrong."""
 
     def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        self._to_come.clear()
         if self._found is not None:
             reason.advice = what_changed(self._segment, self._expected, self._found)
         self._policy.judge(reason)
@@ -170,4 +178,4 @@ class Follow:
         return self._safe, self._safe.take(self._alive(sorted(self._values)))
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
-        """Nothing to do."""
+        self._to_come.clear()

@@ -279,7 +279,7 @@ class Engine:
         if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
             return Handle.first(self._save(record, tensor, ordinal), cursor.lease(), segment.number, ordinal)
         try:
-            driver.handle(ordinal, known.index, tensor)
+            driver.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
@@ -299,10 +299,11 @@ class Engine:
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         segment = self.cursor.segment
-        index = None if record.packed else segment.saves  # written since its save point, or all its handles gone
+        index = None if record.packed else segment.saves  # written since its save point, or gone
         try:
             decision = self._decision(index, tensor, record, ordinal)
             if index is not None:
+                record.save_point = index
                 segment.saves += 1
                 if self._events.point is not None:
                     self._events.point(segment.saves + segment.uses)
@@ -324,8 +325,7 @@ class Engine:
     def _decision(self, index: int | None, tensor: torch.Tensor, record: StorageRecord, ordinal: int) -> Decision:
         assert self._driver is not None
         decision = self._driver.saved(index, tensor, record)
-        if index is not None:
-            self._driver.handle(ordinal, index, tensor)
+        self._driver.handle(ordinal, record.save_point if index is None else index, tensor)
         return decision
 
     def _forget(self, value: SavedValue) -> None:

@@ -51,16 +51,17 @@ def filled(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
     Raises ``StepError`` for one whose tensor has arrived before, or is nobody's: compiled code would read no memory.
     """
-    found = _HOLLOWS.get(storage_identity(tensor.untyped_storage())) if _HOLLOWS else None
-    if found is None:
-        if tensor.is_meta:
-            raise StepError(
-                "expected a saved tensor to arrive in a compiled backward once, found that it is gone; "
-                "hooks of your own around saved tensors must hand back what they were given"
-            )
+    if not tensor.is_meta:
         return None
+    key = storage_identity(tensor.untyped_storage())
+    found = _HOLLOWS.get(key)
+    if found is None:
+        raise StepError(
+            "expected a saved tensor to arrive in a compiled backward once, found that it is gone; "
+            "hooks of your own around saved tensors must hand back what they were given"
+        )
     if not found.again:
-        del _HOLLOWS[storage_identity(tensor.untyped_storage())]
+        del _HOLLOWS[key]
     return found.unpack
 
 

@@ -137,6 +137,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     value: weakref.ref[Content] | None = None
     packed: bool = False
     """Whether it has had its save point."""
+    save_point: int | None = None
+    """Which of the planned ones that was; None before it, and outside the plan."""
     waiting: tuple[weakref.ref[Claim], ...] = ()
     """Recipes that read this storage before it was packed: they claim its value when it comes."""
 

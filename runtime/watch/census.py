@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.tensors.storages import is_made_of_parts, parts_of
+from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
 from poochplan.torch_private.tensor_internals import storage_identity, without_modes, without_torch_function
 
 LEAST_BYTES = 4096
@@ -67,11 +67,9 @@ def live_tensors() -> Iterator[torch.Tensor]:
 def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:
     """The storages on that device of a tensor, whatever its class, or of what it is made of."""
     try:
-        parts = parts_of(tensor) if is_made_of_parts(tensor) else [tensor]
-        for part in parts:
-            if part.layout is torch.strided and not part.is_nested:
-                storage = part.untyped_storage()
-                if storage.device.type == device_type and storage.nbytes():
-                    yield storage
+        for part in parts_of(tensor) if is_made_of_parts(tensor) else [tensor]:
+            storage = memory_of(part) if part.device.type == device_type else None
+            if storage is not None and storage.device.type == device_type:
+                yield storage
     except (RuntimeError, NotImplementedError, AttributeError):
-        return  # a class without memory of its own, or one that is not ready yet
+        return  # a class that is not ready yet

@@ -51,10 +51,10 @@ def parse_rate(text: str | int | float, what: str = "rate") -> float:
 
 
 def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
-    """Bytes of a budget: ``"60%"`` of the in-core peak, a share such as ``0.6``, ``"8GiB"`` or bytes.
+    """Bytes of a budget, at least one: ``"60%"`` of the in-core peak, a share such as ``0.6``, ``"8GiB"`` or bytes.
 
     A bare number above 0 and up to 1 that is written with a decimal point is a share; everything else is bytes. Text of
-    a bare number up to 100 is refused: it was meant as a share.
+    a bare number up to 100 is refused: it was meant as a share. So is nothing at all.
 
     Raises
     ------
@@ -67,15 +67,21 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     if written.endswith("%"):
         share = _quantity(written[:-1], {"": 1})
         if share is not None and share > 0 and math.isfinite(share):
-            return int(in_core_peak_bytes * share / 100)
+            return max(1, int(in_core_peak_bytes * share / 100))
     elif re.fullmatch(r"(0?\.[0-9]+|1\.0*)", written):
         if float(written) > 0:
-            return int(in_core_peak_bytes * float(written))
+            return max(1, int(in_core_peak_bytes * float(written)))
     else:
         value = _quantity(written, _FACTORS)
         if value is not None and math.isfinite(value) and value >= 1:
             return int(value)
-    raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}")
+    more = "; a budget is more than nothing" if _quantity(written.removesuffix("%"), _FACTORS) == 0 else ""
+    raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}{more}")
+
+
+def share_of_peak(size_bytes: float, in_core_peak_bytes: int) -> float:
+    """The budget or peak as a share of the in-core peak; where that counts no bytes, of one byte."""
+    return size_bytes / max(1, in_core_peak_bytes)
 
 
 def _meant_as_share(written: str) -> str:

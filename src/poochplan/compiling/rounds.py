@@ -18,7 +18,7 @@ from poochplan.profiler.profiling import profile as profiled
 from poochplan.runtime.graphs.graph_backend import compile_in_place
 from poochplan.sessions import apply
 from poochplan.torch_private.compiler_internals import compile_module, forget_compiled
-from poochplan.units import format_bytes, parse_budget
+from poochplan.units import format_bytes, parse_budget, share_of_peak
 
 from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes, with_replays, without_replays
 from .options import given_to_backend, given_to_torch
@@ -166,7 +166,7 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
 
 
 def _infeasible(smallest_bytes: int, budget_bytes: int, in_core: Profile) -> InfeasibleError:
-    share = smallest_bytes / in_core.in_core_peak_bytes
+    share = share_of_peak(smallest_bytes, in_core.in_core_peak_bytes)
     return InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
         f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core peak); "

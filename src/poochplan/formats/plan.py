@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Peak, Seconds, Shape, Text
 from .display.shown_table import html_table
@@ -400,7 +400,7 @@ def _with_runtime_in_step(prediction: Prediction) -> Prediction:
 
 def _summary(plan: Plan) -> list[tuple[str, str]]:
     promised, solve = plan.prediction, plan.solve
-    share = f", {plan.budget_bytes / promised.in_core_peak_bytes:.0%} of in-core" if promised.in_core_peak_bytes else ""
+    share = f", {share_of_peak(plan.budget_bytes, promised.in_core_peak_bytes):.0%} of in-core"
     bound = "" if solve.gap is None else f", within {solve.gap:.2%} of the best there is"
     return [
         ("budget", f"{format_bytes(plan.budget_bytes)}{share}"),

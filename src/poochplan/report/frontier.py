@@ -14,7 +14,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP, smallest_budget
 from poochplan.planner.sweep_cells import SweepPoint
 from poochplan.planner.whatif import link_text
-from poochplan.units import format_bytes, format_rate, format_seconds
+from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 
 from .tables import overhead_text
 
@@ -86,7 +86,7 @@ def frontier_of(
 def frontier_frame(frontier: Frontier) -> pd.DataFrame:
     """One row per point, in the sweep's order; what there is no figure for is empty."""
     rows = [
-        {"budget_share": point.budget_bytes / frontier.in_core_peak_bytes} | point.columns()
+        {"budget_share": share_of_peak(point.budget_bytes, frontier.in_core_peak_bytes)} | point.columns()
         for point in frontier.points
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
@@ -120,7 +120,7 @@ def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: 
     ilp = next((point for point in fitting if point.policy == ILP), None)
     best = next((point for point in fitting if point.policy != ILP), None)
     of_ilp, of_best = (None if point is None else point.overhead for point in (ilp, best))
-    cells = [format_bytes(budget_bytes), f"{budget_bytes / frontier.in_core_peak_bytes:.1%}"]
+    cells = [format_bytes(budget_bytes), f"{share_of_peak(budget_bytes, frontier.in_core_peak_bytes):.1%}"]
     if has_ilp:
         cells.append(_overhead(of_ilp))
     if has_bound:

@@ -12,7 +12,7 @@ import numpy as np
 from poochplan.formats.files import write_atomic
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP
-from poochplan.units import format_bytes
+from poochplan.units import format_bytes, share_of_peak
 
 from .frontier import Frontier
 
@@ -76,7 +76,7 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
     shown = _apart(frontier.budgets, (last - first) * 0.085)
     axes.set_xticks(
         [size / factor for size in shown],
-        labels=[f"{size / factor:.3g}\n{size / frontier.in_core_peak_bytes:.0%}" for size in shown],
+        labels=[f"{size / factor:.3g}\n{share_of_peak(size, frontier.in_core_peak_bytes):.0%}" for size in shown],
     )
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -113,7 +113,7 @@ def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
     if not found:
         label += ": finds no plan"
     elif found[0].budget_bytes > _first_with_a_plan(frontier):
-        label += f" (from {found[0].budget_bytes / frontier.in_core_peak_bytes:.0%})"
+        label += f" (from {share_of_peak(found[0].budget_bytes, frontier.in_core_peak_bytes):.0%})"
     overheads = [np.nan if point.overhead is None else max(point.overhead, 0.0) for point in points]
     axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **_style(policy))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from poochplan.formats.plan import Departure, Plan
 from poochplan.formats.profile import Host
 from poochplan.formats.queries import OUTSIDE
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .inspection.run_record import RunRecord
 from .tables import Rows, arena_row, counted_text, overhead_text, peak_text, swapped_text
@@ -125,7 +125,7 @@ class RunSummary:
         in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
         where = "measured in turn with it" if self.in_core_step_s else "from the profile"
         pages = "; memory given back as it is freed" if plan.device == "cpu" else ""
-        share = plan.budget_bytes / prediction.in_core_peak_bytes
+        share = share_of_peak(plan.budget_bytes, prediction.in_core_peak_bytes)
         rows = {
             "in-core peak": format_bytes(prediction.in_core_peak_bytes),
             "budget": f"{format_bytes(plan.budget_bytes)} ({share:.0%} of the in-core peak)",

@@ -13,7 +13,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
+from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread, share_of_peak
 
 from .layer_table import decision_totals
 
@@ -110,7 +110,7 @@ def profile_rows(profile: Profile) -> Rows:
 def plan_rows(plan: Plan) -> Rows:
     """What ``pooch plan`` says first: the prediction, and how it was found."""
     prediction, solve = plan.prediction, plan.solve
-    share = plan.budget_bytes / prediction.in_core_peak_bytes
+    share = share_of_peak(plan.budget_bytes, prediction.in_core_peak_bytes)
     totals = decision_totals(plan)
     found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
     if solve.solver == "none":

@@ -14,7 +14,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.judge.streams import Lane
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .layer_table import simulate_plan
 from .memory import MemoryCurve, in_core_curve
@@ -219,7 +219,7 @@ def _mark_peak(axes: Axes, timeline: Timeline, scale_s: float, factor: int) -> N
 
 
 def _title(timeline: Timeline) -> str:
-    share = timeline.budget_bytes / timeline.in_core_memory.peak_bytes
+    share = share_of_peak(timeline.budget_bytes, timeline.in_core_memory.peak_bytes)
     title = (
         f"{timeline.workload} within {share:.0%} of its memory: predicted overhead {overhead_text(timeline.overhead)}"
     )

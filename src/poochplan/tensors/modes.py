@@ -27,6 +27,8 @@ from poochplan.torch_private.tensor_internals import (
     topmost_mode,
 )
 
+from .composites import held_to_their_way
+
 
 class ToggledMode(TorchDispatchMode):
     """A dispatch mode that is pushed and removed by calls, from inside hooks, in any order.
@@ -41,6 +43,7 @@ class ToggledMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        held_to_their_way()
         self._pushed = False
         self._muted = False
 

@@ -15,10 +15,12 @@ from poochplan.torch_private.tensor_internals import (
     FakeTensorMode,
     detached_alias,
     dispatch_keys,
+    is_zero,
     owned_buffers,
     owned_modules,
     owned_parameters,
     storage_identity,
+    wraps_another,
 )
 
 
@@ -79,23 +81,37 @@ def storage_key(tensor: torch.Tensor) -> int:
     return storage_identity(tensor.untyped_storage())
 
 
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage in whose bytes a strided tensor lies; None where there are no such bytes.
+
+    Zero tensors, functional ones and tensors of a class that wraps others tell a size and have no memory. Those of
+    ``torch.func`` have no storage at all. One of :class:`FakeMemory` stands for a tensor with memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        is_there = storage.nbytes() > 0 and (stands_for_memory(tensor) or storage.data_ptr() != 0)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return storage if is_there else None
+
+
 def has_storage(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether it is an ordinary strided tensor (no subclass, sparse or nested one) with memory on that device.
 
     One of :class:`FakeMemory` stands for such a tensor.
     """
-    return (
-        (type(tensor) in (torch.Tensor, torch.nn.Parameter) or stands_for_memory(tensor))
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.device.type == device_type
-        and tensor.untyped_storage().nbytes() > 0
-    )
+    is_ordinary = type(tensor) in _ORDINARY or stands_for_memory(tensor)
+    return is_ordinary and tensor.device.type == device_type and memory_of(tensor) is not None
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The ordinary tensors that a sparse, nested or wrapping one is made of; of every other one, itself."""
-    if isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if isinstance(tensor, FakeTensor) or type(tensor) in _ORDINARY:
         if tensor.is_nested:
             return [tensor.detach().values()]
         names = _PARTS.get(tensor.layout, ())
@@ -161,6 +177,8 @@ def _is_plain(tensor: torch.Tensor, device_type: str) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not is_zero(tensor)
+        and not wraps_another(tensor)
     )
 
 

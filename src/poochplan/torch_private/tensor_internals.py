@@ -42,6 +42,7 @@ __all__ = [
     "called_below_autograd",
     "clear_cublas_workspaces",
     "covers_itself_once",
+    "cudnn_takes_ctc_loss",
     "detached_alias",
     "dispatch_keys",
     "gpu_sleep",
@@ -51,6 +52,7 @@ __all__ = [
     "intercept_autograd",
     "is_composite",
     "is_made",
+    "is_zero",
     "last_sequence_number",
     "log_allocations",
     "memory_stats_calls",
@@ -74,6 +76,7 @@ __all__ = [
     "version_of",
     "without_modes",
     "without_torch_function",
+    "wraps_another",
 ]
 
 # --- Re-exported as they are -------------------------------------------------------------------------------------
@@ -137,12 +140,25 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "_overloadpacket", None)
 
 
+cudnn_takes_ctc_loss: Any = torch.ops.aten._use_cudnn_ctc_loss.Tensor
+"""Whether cuDNN computes that CTC loss; torch asks it where the tensors are on a GPU."""
+
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """A block in which asking a tensor of a subclass for its storage runs no code of that class."""
 
 dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_keys
 """The set of the tensor's dispatch keys, and by ``raw_repr()`` a number: tensors of one set differ in dtype, shape and
 memory only."""
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether it is one of the zero tensors that stand for a gradient of zeros: immutable, and without memory."""
+    return tensor._is_zerotensor()
+
+
+def wraps_another(tensor: torch.Tensor) -> bool:
+    """Whether it is of class ``Tensor`` and yet has another one's memory, as those of ``torch.func`` within a call."""
+    return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def covers_itself_once(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.queries import OUTSIDE
 from poochplan.report.layer_table import decision_totals
-from poochplan.units import format_bytes
+from poochplan.units import format_bytes, share_of_peak
 
 from .palette import DECISION_COLOURS, INK, LEFT, QUIET, byte_unit, legend, new_figure, quiet, shortened
 
@@ -50,7 +50,7 @@ def _title(plans: list[Plan]) -> str:
     if len(plans) > 1:
         return f"{plans[0].workload}: decisions by layer within {len(plans)} budgets"
     (plan,) = plans
-    share = plan.budget_bytes / plan.prediction.in_core_peak_bytes
+    share = share_of_peak(plan.budget_bytes, plan.prediction.in_core_peak_bytes)
     return f"{plan.workload} within {format_bytes(plan.budget_bytes)} ({share:.0%} of in-core): decisions by layer"
 
 
@@ -91,7 +91,7 @@ def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> N
     axes.set_xticks([place for _, place in named], labels=[shortened(layer, LONGEST_LABEL) for layer, _ in named])
     axes.set_xlim(0, total_bytes / factor)
     axes.set_ylim(-0.5, len(plans) - 0.5)
-    shares = [f"{plan.budget_bytes / plan.prediction.in_core_peak_bytes:.0%}" for plan in reversed(plans)]
+    shares = [f"{share_of_peak(plan.budget_bytes, plan.prediction.in_core_peak_bytes):.0%}" for plan in reversed(plans)]
     axes.set_yticks(range(len(plans)), labels=shares)
     quiet(axes, keep=())
     axes.tick_params(axis="x", length=2, labelsize=7.5, labelrotation=90)

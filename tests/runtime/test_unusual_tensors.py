@@ -1,0 +1,209 @@
+"""Tensors without memory of their own, or whose elements are not what lies there, in steps that follow a plan.
+
+Each is made and saved in the middle of a small network: zero tensors, conjugate and negative views, sparse, opaque and
+wrapping ones, and those that ``torch.func`` hands out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import poochplan
+from poochplan.formats.profile import Profile
+from poochplan.profiler.passes.pass_profiling import profile_pass
+from poochplan.runtime.watch.census import census, storages_of
+from poochplan.tensors.storages import has_storage, memory_of, plain_storage
+from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+WIDTH = 24
+
+
+def zero_gradient(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + hidden.sgn()
+
+
+def zero_tensor(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + hidden * torch._efficientzerotensor(hidden.shape)
+
+
+def conjugate(hidden: torch.Tensor) -> torch.Tensor:
+    found = torch.complex(hidden, hidden.tanh())
+    return (found.conj() * found.exp()).real
+
+
+def negative(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.complex(hidden, hidden.tanh()).conj().imag * hidden
+
+
+def coordinates(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(hidden.relu().to_sparse(), hidden.t()) @ hidden
+
+
+def compressed_rows(hidden: torch.Tensor) -> torch.Tensor:
+    rows = hidden.detach().relu().to_sparse_csr()
+    return torch.sparse.mm(rows, hidden.t()) @ hidden
+
+
+def opaque(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.to_mkldnn().relu().to_dense() * hidden
+
+
+def two_in_one(hidden: torch.Tensor) -> torch.Tensor:
+    both = TwoTensor(hidden, hidden.tanh())
+    scaled = both * both
+    return hidden + scaled.a + scaled.b
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+def subclass(hidden: torch.Tensor) -> torch.Tensor:
+    return (hidden.as_subclass(Named) * hidden.tanh()).as_subclass(torch.Tensor)
+
+
+def without_memory(hidden: torch.Tensor) -> torch.Tensor:
+    shape = torch.nn.functional.pad(torch.empty_like(hidden, device="meta"), (1, 1)).shape
+    return hidden * (shape[1] / WIDTH)
+
+
+def mapped(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: row.tanh() * row)(hidden)
+
+
+def functional(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.func.functionalize(lambda row: row.tanh().mul_(row))(hidden)  # type: ignore[no-any-return]
+
+
+LAYERS: list[Layer] = [
+    zero_gradient, zero_tensor, conjugate, negative, coordinates, compressed_rows, opaque, two_in_one, subclass,
+    without_memory, mapped, functional,
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.first(batch).sigmoid()).tanh())  # type: ignore[no-any-return]
+
+
+def made(layer: Layer) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    torch.manual_seed(0)
+    model, batch = Net(layer), torch.randn(16, WIDTH)
+    return model, lambda: model(batch).square().sum()
+
+
+def taken(layer: Layer, mode: Any = "run") -> Profile:
+    model, step = made(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of sparse layouts
+        iterations = None if mode == "fake" else 1
+        return poochplan.profile(step, model=model, iterations=iterations, link=LINK, mode=mode)
+
+
+def trained(layer: Layer, plan: poochplan.Plan | None = None) -> list[torch.Tensor]:
+    model, step = made(layer)
+    seen = []
+
+    def go() -> None:
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step().backward()
+            seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+    if plan is None:
+        go()
+        return seen
+    with poochplan.apply(plan, model, meter="always") as session:
+        go()
+    assert session.report().total.fallbacks == 0, session.report().total.fallback_reasons
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["run", "swap-all"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_step_with_them_is_profiled_and_its_gradients_under_plans_are_those_of_plain_steps(
+    layer: Layer, mode: str
+) -> None:
+    profile, plain = taken(layer, mode), trained(layer)
+    assert len(plain) == 12
+    for weights in ((0, 1, 0), (0, 0, 1)):
+        under = trained(layer, random_plan(profile, 0, weights))
+        assert all(map(torch.equal, plain, under)), weights
+
+
+@pytest.mark.parametrize("layer", [zero_gradient, conjugate, negative])
+def test_what_has_no_data_has_such_profiles_too(layer: Layer) -> None:
+    fake, real = taken(layer, "fake"), taken(layer)
+    assert fake.in_core_live_peak_bytes == real.in_core_live_peak_bytes
+
+
+class Signs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(-4.0, 4.0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.weight.sgn() * batch
+
+
+def test_a_gradient_that_is_a_zero_tensor_outlives_a_profile() -> None:
+    model, batch = Signs(), torch.ones(3, 8)
+    model(batch).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad._is_zerotensor()
+    poochplan.profile(lambda: model(batch).sum(), model=model, iterations=1, link=LINK)
+    assert model.weight.grad._is_zerotensor()
+
+
+def test_a_pass_over_a_sparse_input_is_profiled() -> None:
+    edges = (torch.rand(WIDTH, WIDTH) > 0.7).float().to_sparse()
+
+    class Edges(nn.Linear):
+        def forward(self, edges: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(edges, self.weight)
+
+    model = Edges(WIDTH, WIDTH)
+    found = profile_pass(lambda: model(edges), model=model)
+    assert found.static_bytes["input"] > 0
+
+
+def without_any() -> dict[str, torch.Tensor]:
+    """Tensors that promise memory and have none, or not as strided bytes of their own."""
+    found = {
+        "zero": torch._efficientzerotensor((3, 4)),
+        "functional": torch._to_functional_tensor(torch.ones(3)),
+        "coo": torch.eye(3).to_sparse(),
+        "opaque": torch.ones(3, 3).to_mkldnn(),
+        "meta": torch.ones(3, device="meta"),
+        "none": torch.ones(0),
+    }
+    torch.vmap(lambda row: found.update(mapped=row) or row)(torch.ones(2, 3))  # type: ignore[func-returns-value]
+    return found
+
+
+@pytest.mark.parametrize("kind", without_any())
+def test_a_tensor_without_memory_has_no_storage_to_read(kind: str) -> None:
+    tensor = without_any()[kind]
+    assert memory_of(tensor) is None or tensor.is_meta
+    assert not has_storage(tensor, "cpu")
+    assert plain_storage(tensor, "cpu") is None
+
+
+def test_a_census_counts_only_what_has_memory() -> None:
+    held = [torch._efficientzerotensor((4096,)), torch._to_functional_tensor(torch.ones(1)), torch.ones(4096)]
+    assert [len(list(storages_of(one, "cpu"))) for one in held] == [0, 0, 1]
+    assert all(storage.data_ptr() for storage in census("cpu").values())

@@ -1,0 +1,189 @@
+"""Profile and session take the same for one value: let go of and saved again, written meanwhile, seen by a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import poochplan
+from poochplan.formats.plan import Departure, Plan
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.run_report import Report
+from tests.runtime.nets import LINK
+from tests.runtime.random_plans import random_plan
+
+WIDTH = 64
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def watched(hidden: torch.Tensor) -> torch.Tensor:
+    """Saved for a figure that nobody takes the gradient of, and again twice."""
+    hidden.square().sum().item()
+    return hidden.square() + hidden.sin()
+
+
+def watched_by_parts(hidden: torch.Tensor) -> torch.Tensor:
+    """The same by another part of it, each time let go of."""
+    for part in hidden.chunk(4):
+        part.square().sum().item()
+    return hidden[1:].square().sum() + hidden.sin() + hidden.cos()
+
+
+def watched_and_written(hidden: torch.Tensor) -> torch.Tensor:
+    """What is saved again is another content of the same storage."""
+    hidden.square().sum().item()
+    hidden.mul_(0.5)
+    return hidden.square() + hidden.sin()
+
+
+LAYERS = [watched, watched_by_parts, watched_and_written]
+
+
+class Net(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.first, self.last, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), layer
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.first(batch).tanh() * 2)).square().mean()  # type: ignore[no-any-return]
+
+
+class Speech(nn.Module):
+    """Its lengths are tensors, which autograd saves only where ``ctc_loss`` meets a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 6)
+        self.loss = nn.CTCLoss(zero_infinity=True)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        labels = torch.randint(1, 6, (4, 5), generator=torch.Generator().manual_seed(1))
+        lengths = torch.full((4,), len(frames)), torch.tensor([5, 4, 3, 2], dtype=torch.int32)
+        return self.loss(self.last(self.first(frames).sigmoid().square()).log_softmax(-1), labels, *lengths)  # type: ignore[no-any-return]
+
+
+Make = Callable[[], tuple[nn.Module, torch.Tensor]]
+MAKES: dict[str, Make] = {layer.__name__: lambda layer=layer: (Net(layer), torch.randn(32, WIDTH)) for layer in LAYERS}  # type: ignore[misc]
+MAKES["ctc_loss"] = lambda: (Speech(), torch.randn(20, 4, 8))
+
+
+def fresh(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return MAKES[name]()
+
+
+def taken(name: str) -> Profile:
+    model, batch = fresh(name)
+    return poochplan.profile(lambda: model(batch), model=model, iterations=1, link=LINK)
+
+
+def steps(model: nn.Module, batch: torch.Tensor, count: int = 3) -> list[np.ndarray]:
+    """The gradients of each, kept where no meter counts them."""
+    seen = []
+    for _ in range(count):
+        model.zero_grad(set_to_none=True)
+        model(batch).backward()
+        seen += [p.grad.numpy().copy() for p in model.parameters() if p.grad is not None]
+    return seen
+
+
+def trained(name: str, plan: Plan, mode: TorchDispatchMode | None = None, meter: str = "always") -> Report:
+    """The report of steps under that plan, whose gradients are those of plain ones."""
+    plain = steps(*fresh(name))
+    model, batch = fresh(name)
+    with poochplan.apply(plan, model, meter=meter) as session:  # type: ignore[arg-type]
+        if mode is not None:
+            with mode:
+                seen = steps(model, batch)
+        else:
+            seen = steps(model, batch)
+    assert all(
+        torch.equal(torch.from_numpy(one), torch.from_numpy(other)) for one, other in zip(plain, seen, strict=True)
+    )
+    return session.report()
+
+
+@pytest.mark.parametrize("weights", [(0, 1, 0), (0, 0, 1), (1, 2, 2)], ids=["swap", "recompute", "all three"])
+@pytest.mark.parametrize("name", MAKES)
+def test_a_step_whose_profile_saw_it_follows_its_plan(name: str, weights: tuple[int, int, int]) -> None:
+    report = trained(name, random_plan(taken(name), 0, weights))
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("name", MAKES)
+def test_it_follows_what_was_solved_and_takes_no_more_than_was_predicted(name: str, share: float) -> None:
+    profile = taken(name)
+    smallest = smallest_budget(profile)
+    budget = smallest + int(share * (profile.in_core_peak_bytes - smallest))
+    plan = poochplan.plan(profile, budget, evaluations=50, arena="off")
+    report = trained(name, plan)
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+    assert report.last_step.peak_bytes is not None
+    assert report.last_step.peak_bytes <= plan.prediction.peak_bytes
+
+
+@pytest.mark.parametrize("look", [None, FlopCounterMode], ids=["nobody", "a FLOP counter"])
+@pytest.mark.parametrize("name", MAKES)
+def test_whether_somebody_looks_at_a_step_makes_no_difference_to_what_it_saves(
+    name: str, look: Callable[..., TorchDispatchMode] | None
+) -> None:
+    mode = None if look is None else look(display=False)
+    report = trained(name, random_plan(taken(name), 0, (0, 1, 0)), mode, meter="never")
+    assert report.total.fallbacks == 0, report.total.fallback_reasons
+
+
+def test_what_is_let_go_of_between_two_saves_can_still_be_moved() -> None:
+    profile = taken("watched")
+    planned = random_plan(profile, 0, (0, 1, 0))
+    (value,) = [index for index, one in enumerate(planned.values) if planned.handles.count(index) == 3]
+    assert planned.values[value].decision == "swap"
+    report = trained("watched", planned)
+    assert report.last_step.out_bytes >= planned.values[value].size_bytes
+
+
+class Pairs(nn.Module):
+    """A loss for each letter: the square of one of several values of one shape."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.weight, self.order = nn.Parameter(torch.ones(8)), order
+
+    def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        names = sorted(set(self.order))
+        values = dict(zip(names, [self.weight * batch for _ in names], strict=True))
+        return tuple(values[name].square().sum() for name in self.order)
+
+
+def left(planned: str, found: str, *, in_parts: bool = False) -> tuple[str, Departure]:
+    """What is said where a step of one order is run under the plan of another, with one backward or one for each."""
+    model, batch = Pairs(planned), torch.ones(8)
+    profile = poochplan.profile(lambda: sum(model(batch)), model=model, iterations=1, link=LINK)
+    model.order = found
+    with (
+        pytest.warns(RuntimeWarning, match="diverged") as caught,
+        poochplan.apply(random_plan(profile, 0, (1, 0, 0)), model) as session,
+    ):
+        losses = model(batch)
+        for loss in losses if in_parts else [sum(losses)]:
+            loss.backward(retain_graph=in_parts)
+    (departure,) = session.report().total.departures
+    return str(caught[0].message), departure
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "in_parts"),
+    [("aab", "aba", False), ("aba", "aab", False), ("abab", "abba", False), ("abc", "aabc", False), ("ab", "ab", True)],
+)
+def test_a_message_tells_values_of_one_shape_apart(planned: str, found: str, in_parts: bool) -> None:
+    message, departure = left(planned, found, in_parts=in_parts)
+    one, _, other = message.partition("planned ")[2].partition("; ")[0].partition(", found ")
+    assert one != other.partition(": ")[0]
+    assert departure.planned != departure.found
