@@ -73,14 +73,17 @@ class SpillFile:
         Path(path).unlink()
         self.size_bytes = 0
 
-    def write_ahead(self, size_bytes: int) -> None:
-        """Allocates the file and writes it once: the first write of a block costs ten times the later ones.
+    def write_ahead(self, size_bytes: int, first: int = 0) -> None:
+        """Allocates the file up to there and writes it once: the first write of a block costs ten times the later ones.
+
+        What lies before ``first`` is not touched: it may be somebody's.
 
         Raises
         ------
         OSError
             The disk is full; the file keeps what it got.
         """
+        self.size_bytes = max(self.size_bytes, first)
         zeros = memoryview(bytes(min(size_bytes, _WRITE_CHUNK_BYTES)))
         while self.size_bytes < size_bytes:
             wanted = min(len(zeros), size_bytes - self.size_bytes)
@@ -91,6 +94,7 @@ class SpillFile:
         with contextlib.suppress(OSError):
             if os.fstat(self.descriptor).st_size > size_bytes:
                 os.ftruncate(self.descriptor, size_bytes)
+                self.size_bytes = min(self.size_bytes, size_bytes)
 
     def close(self) -> None:
         """Gives the space back. Idempotent."""

@@ -185,14 +185,10 @@ class PlansFollower:
     def _make_room(self, way: Way) -> None:
         """The host tier is large enough for the plan."""
         engine = self.loop.engine
-        before_bytes = engine.host.planned_bytes
-        engine.host.grow([way.plan.instructions])
-        # Reserving writes the file from its end on, where values of earlier segments may lie.
-        if engine.host.planned_bytes > before_bytes and not engine.cursor.holds_values:
-            try:
-                engine.device.reserve_host(engine.host.planned_bytes)
-            except OSError as error:
-                self._teller.warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
+        try:
+            engine.make_room([way.plan.instructions])
+        except OSError as error:
+            self._teller.warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
 
     @property
     def _number(self) -> int:
