@@ -1,4 +1,4 @@
-"""The host tier of the CUDA device: pinned memory where a plan wants it, and pinned pages where a value first needs one.
+"""The host tier of the CUDA device: pinned where a plan wants it, and in pages where a value first needs one.
 
 A plan's bytes are one slab, of their exact size, where nothing was pinned before. Where a loop has swapped without a
 plan, its pages lie there already, and are used as they are; so is the slab of a smaller plan. Only what is missing is

@@ -219,7 +219,7 @@ class PlansFollower:
     def _study_anew(self, way: Way) -> None:
         if self.ranks is not None:
             return
-        self._known.drop(way.key)
+        self._known.leave(way.key)
         self.current = None if self.current is way else self.current
         self.loop.forget(way.key)
         self._teller.say("steps are not the planned ones any more: profiling again")
