@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-_CUDA, _CUDNN, _MKLDNN = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+_CUDA: Any = torch.backends.cuda
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
 _FLAGS: dict[str, Callable[[], object]] = {
     "autocast": lambda: "+".join(map(_autocast, ("cpu", "cuda"))),
     "autocast_cache": torch.is_autocast_cache_enabled,

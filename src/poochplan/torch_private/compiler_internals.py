@@ -58,7 +58,7 @@ def compiled_with(module: torch.nn.Module) -> str:
         told = getattr(module._compiled_call_impl, "get_compiler_config", None)
         cells = [cell.cell_contents for cell in getattr(told, "__closure__", None) or ()]
         found = next((one for one in cells if hasattr(one, "callback")), None)
-    backend = getattr(found, "callback", None)
+    backend: Any = getattr(found, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)

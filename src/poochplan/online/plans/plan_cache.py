@@ -176,7 +176,8 @@ def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def _calls(forward: object) -> list[str]:
     """What a replaced forward goes through: functions by name, and autocast with its settings."""
-    found, pending, seen = [], [forward], set()
+    found: list[str] = []
+    pending, seen = [forward], set[int]()
     while pending:
         one = pending.pop()
         if id(one) in seen or len(seen) > MOST_CALLS:
