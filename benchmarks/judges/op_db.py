@@ -1,9 +1,9 @@
 """Torch's database of operators: is a backward that is metered, swapped or studied the plain one, to the bit?
 
-Each sample of ``torch.testing._internal``'s ``op_db``, in each dtype that has a backward, is a step of its own: forward,
-and a backward from seeded gradients. It is run plain, twice, so that what does not repeat itself is known; in a session
-that meters each step and swaps what it saves (its plan is another step's); and under both watches of ``auto``'s study
-that look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
+Each sample of ``torch.testing._internal``'s ``op_db``, in each dtype that has a backward, is a step: forward, and a
+backward from seeded gradients. It runs plain, twice, so that what does not repeat itself is known; in a session that
+meters each step and swaps what it saves (its plan is another step's); and under both watches of ``auto``'s study that
+look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
 empty dispatch mode: what a session would change that had one on the stack.
 
     python -m benchmarks.judges.op_db -o benchmarks/results/op_db.json        # some minutes

@@ -34,6 +34,8 @@ class Key(NamedTuple):
     inputs: Signature
     gradients: bool
     """Whether gradients are there from the segments before."""
+    switches: str
+    """Autocast, precision and the like, as it begins: see :class:`~poochplan.tensors.switches.Switches`."""
 
     def is_beside(self, other: Key) -> bool:
         """Whether they differ in their inputs alone."""
@@ -204,7 +206,7 @@ def shape_of(segment: Segment) -> tuple[int, ...]:
 
 
 def _may_be(one: Key, other: Key) -> bool:
-    return (one.inputs, one.gradients) == (other.inputs, other.gradients)
+    return one[2:] == other[2:]  # they differ in their place alone
 
 
 UNUSED = "nothing of it is used by a backward"

@@ -29,6 +29,7 @@ from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.optimizer_steps import around_optimizer_steps
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
+from poochplan.tensors.switches import Switches
 
 from .lines import Key, Line, Lines
 from .study import study
@@ -120,6 +121,7 @@ class Loop:
             events=events,
         )
         self.attachment.around_region = self._around_region
+        self._switches = Switches(self.attachment.whole)
         self.scene = Scene(self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers)
 
     def __enter__(self) -> Loop:
@@ -154,7 +156,8 @@ class Loop:
         """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
         if segment.inputs is None and not segment.saves_next:
             return None
-        own = Key(self._after, segment.ordinal, segment.inputs or (), bool(segment.gradient_bytes))
+        has_gradients = bool(segment.gradient_bytes)
+        own = Key(self._after, segment.ordinal, segment.inputs or (), has_gradients, self._switches.now())
         self._key, key = own, self.lines.kind_of(own)
         known = self._follower.known(key)
         if isinstance(known, Watch):

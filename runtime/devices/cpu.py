@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from poochplan.tensors.storages import new_storage
 
-from .device import Event, Stream
+from .device import Event, Interval, Stream
 from .spill import SpillFile, choose_spill_dir
 
 CHUNK_BYTES = 1 << 20
@@ -233,12 +233,15 @@ class CpuDevice:
             stack.callback(self.inward.close)
             self._stack = stack.pop_all()
 
-    def reserve_host(self, size_bytes: int) -> None:
-        """Makes the file ``size_bytes`` long, every block written once; raises ``OSError`` when the disk is full."""
-        self.file.write_ahead(size_bytes)
+    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+        """Makes the file that long, every block from ``first`` on written once. Raises ``OSError`` when the disk is
+        full.
+        """
+        self.file.write_ahead(first + size_bytes, first)
 
-    def trim_host(self, size_bytes: int) -> None:
-        self.file.cut(size_bytes)
+    def trim_host(self, taken: Sequence[Interval]) -> None:
+        """Cuts the file behind the last of them; a file has no holes to give back."""
+        self.file.cut(max((behind for _, behind in taken), default=0))
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         return new_storage(size_bytes, self.where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from poochplan.tensors.storages import new_storage
 from poochplan.torch_private.compiler_internals import captures_graphs
 from poochplan.torch_private.tensor_internals import raw_stream, unseen_by_modes, without_modes
 
-from .device import Event, Stream
+from .device import Event, Interval, Stream
 from .pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near
 from .pinned_tier import Part, PinnedTier
 from .stopwatch import CudaStopwatch
@@ -153,14 +153,17 @@ class CudaDevice:
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         return new_storage(size_bytes, self.where)
 
-    def reserve_host(self, size_bytes: int) -> None:
-        """Allocates the slab at its exact size."""
-        self._host.reserve(size_bytes)
+    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+        """Pins what is not pinned of them, at its exact size."""
+        self._host.reserve(size_bytes, first)
 
-    def trim_host(self, size_bytes: int) -> None:
-        if self._host.behind_bytes:
-            self.synchronize()  # the values there are dead, but perhaps not their last copies
-            self._host.trim(size_bytes)
+    def trim_host(self, taken: Sequence[Interval]) -> None:
+        """Holds the calling thread where there is something to give back: the values there are dead, but perhaps not
+        their last copies.
+        """
+        if self._host.idle(taken):
+            self.synchronize()
+            self._host.trim(taken)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         compute = self.compute

@@ -6,6 +6,7 @@ the adversarial one of the tests, which runs every copy as late as its events al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,6 +15,9 @@ import torch
 from poochplan.runtime.run_report import MemoryPeaks
 
 from .stopwatch import Stopwatch
+
+Interval = tuple[int, int]
+"""Bytes of the host tier: the first one, and the one behind the last."""
 
 
 class Event(Protocol):
@@ -64,13 +68,17 @@ class Device(Protocol):
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         """A device storage of exactly ``size_bytes``, contents undefined; its own stream is the calling thread's."""
 
-    def reserve_host(self, size_bytes: int) -> None:
-        """Makes the host tier that large ahead of its use; raises ``OSError`` where that is not to be had."""
+    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+        """Makes the ``size_bytes`` of the host tier from ``first`` on ready ahead of their use.
 
-    def trim_host(self, size_bytes: int) -> None:
-        """Gives back what the host tier takes beyond its first ``size_bytes``, as far as that can be done.
+        No value lies there; copies of dead ones may still be queued. What lies elsewhere stays as it is. Raises
+        ``OSError`` where that is not to be had.
+        """
 
-        No value lies there any more; copies of dead ones may still be queued.
+    def trim_host(self, taken: Sequence[Interval]) -> None:
+        """Gives back what the host tier takes elsewhere, as far as that can be done.
+
+        No value lies elsewhere any more; copies of dead ones may still be queued.
         """
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:

@@ -1,17 +1,23 @@
-"""The host tier of the CUDA device: one pinned slab for what is planned, and pinned pages behind it for the rest.
+"""The host tier of the CUDA device: pinned where a plan wants it, and in pages where a value first needs one.
 
-Pages are all of one size and lie one behind the other, so whatever is placed behind the slab finds those that earlier
-values have left. A value may lie on several: it is copied in parts.
+A plan's bytes are one slab, of their exact size, where nothing was pinned before. Where a loop has swapped without a
+plan, its pages lie there already, and are used as they are; so is the slab of a smaller plan. Only what is missing is
+pinned. So nothing that a copy could still read or write is ever given back to make room for a plan.
+
+A value may lie on several pieces: it is copied in parts.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.units import format_bytes
+
+from .device import Interval
 
 PAGE_BYTES = 64 << 20
 SHARE_OF_AVAILABLE = 0.75
@@ -38,8 +44,16 @@ class Part(NamedTuple, Generic[M]):
     size_bytes: int
 
 
+class Piece(NamedTuple, Generic[M]):
+    """Bytes of the tier that are pinned together: from ``first`` to before ``behind``."""
+
+    first: int
+    behind: int
+    memory: M
+
+
 class PinnedTier(Generic[M]):
-    """Where each offset of the host tier lies. Pages are pinned when a value first needs them.
+    """Where each offset of the host tier lies. State: what is pinned, in order, and which bytes are ready for a plan.
 
     Parameters
     ----------
@@ -53,78 +67,116 @@ class PinnedTier(Generic[M]):
         self._pin = pin
         self._limit_bytes = limit_bytes
         self._page_bytes = page_bytes
-        self._slab: M | None = None
-        self._pages: dict[int, M] = {}
+        self._pieces: list[Piece[M]] = []
+        self._room: Interval = (0, 0)
 
     @property
-    def slab_bytes(self) -> int:
-        return self._slab.size_bytes if self._slab is not None else 0
+    def pinned_bytes(self) -> int:
+        """What all of it takes."""
+        return sum(piece.behind - piece.first for piece in self._pieces)
 
     @property
     def behind_bytes(self) -> int:
-        """What the pages take."""
-        return len(self._pages) * self._page_bytes
+        """What those pieces take that are not wholly a plan's."""
+        first, behind = self._room
+        return sum(one.behind - one.first for one in self._pieces if one.first < first or one.behind > behind)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Pins the slab at its exact size, once and before anything else. Raises ``OSError``; there is no slab then."""
-        assert self._slab is None, "the slab is pinned once"
-        assert not self._pages, "pages lie behind the slab"
-        if size_bytes > 0:
-            self._slab = self._pin(size_bytes)
+    def reserve(self, size_bytes: int, first: int = 0) -> None:
+        """Pins what is missing of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
+        for missing in list(self._missing(first, first + size_bytes)):
+            self._add(missing)
+        self._room = (first, first + size_bytes)
 
     def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
         """Where the ``size_bytes`` at ``offset`` lie, in order.
 
         Raises ``OSError`` where pages are missing that cannot be pinned, or that the limit does not allow.
         """
-        if self._slab is not None and 0 < size_bytes <= self._slab.size_bytes - offset:  # as planned
-            return [Part(self._slab, offset, size_bytes)]
-        pieces = list(self._pieces(offset, size_bytes))
-        missing = [page for page, _, _ in pieces if page >= 0 and page not in self._pages]
-        if missing:
-            self._add(missing)
-        return [Part(self._memory(page), start, count) for page, start, count in pieces]
+        index = self._index(offset)
+        if index >= 0:
+            piece = self._pieces[index]
+            if 0 < size_bytes <= piece.behind - offset:
+                return [Part(piece.memory, offset - piece.first, size_bytes)]
+        end = offset + size_bytes
+        if missing := list(self._missing(offset, end)):
+            self._add_pages(missing)
+        return list(self._parts(offset, end))
 
-    def _pieces(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(page, or -1 for the slab; first byte in it; bytes), in order."""
-        at, end = offset, offset + size_bytes
+    def _index(self, offset: int) -> int:
+        """Of the last piece that does not begin behind ``offset``; -1 if there is none."""
+        return bisect_right(self._pieces, offset, key=_first_of) - 1
+
+    def _parts(self, offset: int, end: int) -> Iterator[Part[M]]:
+        """Of bytes that are all pinned."""
+        at, index = offset, self._index(offset)
         while at < end:
-            if at < self.slab_bytes:
-                page, start, room = -1, at, self.slab_bytes - at
-            else:
-                page, start = divmod(at - self.slab_bytes, self._page_bytes)
-                room = self._page_bytes - start
-            count = min(room, end - at)
-            yield page, start, count
-            at += count
+            piece = self._pieces[index]
+            count = min(piece.behind, end) - at
+            yield Part(piece.memory, at - piece.first, count)
+            at, index = at + count, index + 1
 
-    def _memory(self, page: int) -> M:
-        if page >= 0:
-            return self._pages[page]
-        assert self._slab is not None
-        return self._slab
+    def _missing(self, first: int, behind: int) -> Iterator[Interval]:
+        """What of these bytes is not pinned."""
+        at = first
+        for piece in self._pieces[max(0, self._index(first)) :]:
+            if at < min(piece.first, behind):
+                yield at, min(piece.first, behind)
+            at = max(at, piece.behind)
+        if at < behind:
+            yield at, behind
 
-    def _add(self, missing: list[int]) -> None:
+    def _add_pages(self, missing: list[Interval]) -> None:
+        """Pins the pages that the missing bytes lie on."""
+        pages = [page for interval in missing for page in self._pages(*interval)]
         if self._limit_bytes is None:
             self._limit_bytes = int(SHARE_OF_AVAILABLE * available_bytes())
-        needed_bytes = self.behind_bytes + len(missing) * self._page_bytes
+        needed_bytes = self.behind_bytes + sum(behind - first for first, behind in pages)
         if needed_bytes > self._limit_bytes:
             raise OSError(
                 errno.ENOMEM,
                 f"pinned memory behind the planned is limited to {format_bytes(self._limit_bytes)}, needed "
                 f"{format_bytes(needed_bytes)}; free host memory, or raise host_limit_bytes of apply()",
             )
-        for page in missing:
-            self._pages[page] = self._pin(self._page_bytes)
+        for page in pages:
+            self._add(page)
 
-    def trim(self, size_bytes: int) -> None:
-        """Gives the pages back that lie wholly beyond the first ``size_bytes``; no copy of theirs may be under way."""
-        for page in [page for page in self._pages if self.slab_bytes + page * self._page_bytes >= size_bytes]:
-            self._pages.pop(page).free()
+    def _pages(self, first: int, behind: int) -> Iterator[Interval]:
+        """Those that missing bytes lie on: they lie one behind the other, from where the piece before ends on, and end
+        where the next one begins.
+        """
+        index = self._index(first)
+        start = self._pieces[index].behind if index >= 0 else 0
+        end = self._pieces[index + 1].first if index + 1 < len(self._pieces) else None
+        at = start + (first - start) // self._page_bytes * self._page_bytes
+        while at < behind:
+            page_end = at + self._page_bytes
+            yield at, page_end if end is None else min(page_end, end)
+            at = page_end
+
+    def _add(self, interval: Interval) -> None:
+        first, behind = interval
+        memory = self._pin(behind - first)
+        self._pieces.insert(self._index(first) + 1, Piece(first, behind, memory))
+
+    def idle(self, taken: Sequence[Interval]) -> list[Piece[M]]:
+        """The pieces that none of these intervals lies on."""
+        return [
+            piece
+            for piece in self._pieces
+            if not any(first < piece.behind and piece.first < behind for first, behind in taken)
+        ]
+
+    def trim(self, taken: Sequence[Interval]) -> None:
+        """Gives the pieces back that none of these intervals lies on; no copy of theirs may be under way."""
+        for piece in self.idle(taken):
+            self._pieces.remove(piece)
+            piece.memory.free()
 
     def free(self) -> None:
         """Gives everything back; no copy may be under way. Idempotent."""
-        self.trim(0)
-        if self._slab is not None:
-            self._slab.free()
-        self._slab = None
+        self.trim(())
+        self._room = (0, 0)
+
+
+def _first_of(piece: Piece[M]) -> int:
+    return piece.first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -75,22 +76,20 @@ class SpillFile:
         Path(path).unlink()
         self.size_bytes = 0
 
-    def write_ahead(self, size_bytes: int) -> None:
-        """Allocates the file and writes it once: the first write of a block costs ten times the later ones.
+    def write_ahead(self, size_bytes: int, first: int = 0) -> None:
+        """Allocates the file up to there and writes it once: the first write of a block costs ten times the later ones.
+
+        What lies before ``first`` is not touched: it may be somebody's.
 
         Raises
         ------
-        SpillError
-            The disk has not so much room; nothing is written.
         OSError
-            The disk has become full; the file keeps what it got.
+            The disk has not so much room, and nothing is written; or it has become full, and the file keeps what it got.
         """
+        self.size_bytes = max(self.size_bytes, first)
         free_bytes = shutil.disk_usage(self.directory).free
         if size_bytes - self.size_bytes > free_bytes:
-            raise SpillError(
-                f"spill directory {self.directory}: expected {format_bytes(size_bytes)} for what the plan swaps, found "
-                f"{format_bytes(free_bytes)} free; free space, or name another folder (spill_dir, --spill-dir)"
-            )
+            raise OSError(errno.ENOSPC, f"No space left on device: {format_bytes(free_bytes)} in {self.directory}")
         zeros = memoryview(bytes(min(size_bytes, _WRITE_CHUNK_BYTES)))
         while self.size_bytes < size_bytes:
             wanted = min(len(zeros), size_bytes - self.size_bytes)
@@ -101,6 +100,7 @@ class SpillFile:
         with contextlib.suppress(OSError):
             if os.fstat(self.descriptor).st_size > size_bytes:
                 os.ftruncate(self.descriptor, size_bytes)
+                self.size_bytes = min(self.size_bytes, size_bytes)
 
     def close(self) -> None:
         """Gives the space back. Idempotent."""

@@ -143,8 +143,18 @@ class Engine:
         self._on_segment_begin(segment)
         with self._lock:
             if self.host.step_begins():
-                self.device.trim_host(self.host.end_bytes)
+                self.device.trim_host(self.host.taken())
         self._choose(segment)
+
+    def make_room(self, alternatives: Sequence[Instructions]) -> None:
+        """From now on these may be followed too. Raises ``OSError`` where the host tier cannot be made that large:
+        values that do not fit are kept.
+        """
+        with self._lock:
+            room = self.host.grow(alternatives)
+            if room is not None:
+                first, behind = room
+                self.device.reserve_host(behind - first, first)
 
     def model_is_called(self, inputs: Callable[[], Signature], name: str = "") -> bool:
         """The model of that name is called, for the first time in this segment: true. ``inputs`` are asked for if it

@@ -1,31 +1,32 @@
-"""The host tier as places: where each value goes. Planned offsets first; what is not planned goes behind."""
+"""The host tier as places: where each value goes. Planned offsets first; what is not planned goes beside them."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from poochplan.formats.plan import Instructions
+from poochplan.runtime.devices.device import Interval
 
 from .intervals import Intervals
 from .saved_value import SavedValue
 
 QUIET_STEPS = 10
-"""After so many steps in a row that placed nothing behind the planned bytes, what was taken there is given back."""
+"""After so many steps in a row that placed nothing beside the planned bytes, what nobody is on there is given back."""
 
 
 class _Place(weakref.ref[SavedValue]):
-    """Where a value lies behind the planned bytes; nowhere yet when an interrupt comes before it is known."""
+    """Where a value lies beside the planned bytes; nowhere yet when an interrupt comes before it is known."""
 
     offset = -1
     size_bytes = 0
 
 
 class HostTier:
-    """State: who occupies each planned place, and who lies behind them. Large enough for any of the instructions.
+    """State: who occupies each planned place, and who lies beside them. Large enough for any of the instructions.
 
-    A place behind the planned bytes is free again when its value dies or could not be written, even while a copy of it
+    A place beside the planned bytes is free again when its value dies or could not be written, even while a copy of it
     is still queued. Whoever comes next is safe there:
 
     * Copies out run in order on one stream. So the next value's bytes are written after those of the dead one.
@@ -38,33 +39,56 @@ class HostTier:
 
     def __init__(self, alternatives: Sequence[Instructions]) -> None:
         self._followed: Instructions | None = None
-        self.planned_bytes = self._room_bytes = _planned_bytes(alternatives)
-        self._first = 0
-        """Where the planned places begin."""
+        self.planned_bytes = self._first = self._room_bytes = 0
+        """Where the planned places end and begin, and the bytes between."""
         self._occupants: dict[int, weakref.ref[SavedValue]] = {}
         self._of_others: list[weakref.ref[SavedValue]] = []
         """Who was placed by other instructions and may still be there: its places overlap with those of this one."""
-        self._behind = Intervals(self.planned_bytes)
+        self._taken = Intervals()
+        """The planned bytes are, and the places beside them."""
         self._places: dict[int, _Place] = {}
-        """Who lies behind the planned bytes, by offset."""
+        """Who lies beside the planned bytes, by offset."""
         self._died: deque[_Place] = deque()
-        self._placed_behind = False
+        self._placed_beside = False
         self._quiet_steps = 0
+        self.grow(alternatives)
 
-    @property
-    def end_bytes(self) -> int:
-        """Every value that is alive lies before this."""
+    def taken(self) -> list[Interval]:
+        """Every value that is alive lies on one of these; the planned bytes are one."""
         self._free_the_dead()
-        return self._behind.end_bytes if self._places else self.planned_bytes
+        room = [(self._first, self.planned_bytes)] if self._room_bytes else []
+        return room + [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
 
-    def grow(self, alternatives: Sequence[Instructions]) -> None:
-        """From now on these may be followed too. Where they need more room, their places are behind all others."""
+    def grow(self, alternatives: Sequence[Instructions]) -> Interval | None:
+        """From now on these may be followed too; where the planned bytes lie, if these need more of them.
+
+        Nobody is there then. Who was on those of before stays, in a place that is free again when it dies.
+        """
         room_bytes = _planned_bytes(alternatives)
-        if room_bytes > self._room_bytes:
-            self._free_the_dead()
-            self._first, self._room_bytes = self._behind.take(room_bytes), room_bytes
-            self.planned_bytes = self._first + room_bytes
-            self._followed = None
+        if room_bytes <= self._room_bytes:
+            return None
+        self._free_the_dead()
+        places = self._places | {place.offset: place for place in self._places_of_planned()}
+        taken = Intervals()
+        for place in places.values():
+            taken.take_at(place.offset, place.size_bytes)
+        first = taken.take(room_bytes)
+        self._followed, self._occupants, self._of_others = None, {}, []
+        self._taken, self._places = taken, places
+        self._first, self._room_bytes, self.planned_bytes = first, room_bytes, first + room_bytes
+        return first, first + room_bytes
+
+    def _places_of_planned(self) -> Iterator[_Place]:
+        """Of each value that is alive on the planned bytes, a place that it leaves when it dies."""
+        for reference in (*self._of_others, *self._occupants.values()):
+            value = reference()
+            if value is not None and value.host_offset >= 0:
+                yield self._place_at(value.host_offset, value)
+
+    def _place_at(self, offset: int, value: SavedValue) -> _Place:
+        place = _Place(value, self._died.append)
+        place.offset, place.size_bytes = offset, value.size_bytes
+        return place
 
     def follow(self, instructions: Instructions) -> None:
         """From now on values are placed by these."""
@@ -76,10 +100,10 @@ class HostTier:
         self._occupants = {}
 
     def step_begins(self) -> bool:
-        """Whether what lies behind ``end_bytes`` has not been needed for long, and is to be given back now."""
-        self._quiet_steps = 0 if self._placed_behind else self._quiet_steps + 1
-        self._placed_behind = False
-        return self._quiet_steps == QUIET_STEPS
+        """Whether what is not ``taken`` has not been needed for long, and is to be given back now."""
+        self._quiet_steps = 0 if self._placed_beside else self._quiet_steps + 1
+        self._placed_beside = False
+        return self._quiet_steps > 0 and self._quiet_steps % QUIET_STEPS == 0
 
     def place(self, value: SavedValue) -> int:
         """Byte offset for the value: its planned place unless somebody of an earlier step is still there."""
@@ -91,18 +115,16 @@ class HostTier:
             self._occupants[planned] = weakref.ref(value)
             return planned
         self._free_the_dead()
-        self._placed_behind = True
-        place = _Place(value, self._died.append)
-        place.size_bytes = value.size_bytes
-        place.offset = self._behind.take(value.size_bytes)
-        self._places[place.offset] = place
-        return place.offset
+        self._placed_beside = True
+        offset = self._taken.take(value.size_bytes)
+        self._places[offset] = self._place_at(offset, value)
+        return offset
 
     def give_up(self, offset: int) -> None:
         """The value that was placed at ``offset`` is dead, or could not be written and its copy has ended."""
         place = self._places.pop(offset, None)
         if place is not None:  # a planned place stays its value's
-            self._behind.give_back(offset, place.size_bytes)
+            self._taken.give_back(offset, place.size_bytes)
 
     def _free_the_dead(self) -> None:
         while self._died:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 from poochplan.formats.plan import host_aligned
 
@@ -34,6 +34,15 @@ class Intervals:
         behind = start + size_bytes
         self._holes[index : index + 1] = [(behind, end)] if behind < end else []
         return start
+
+    def take_at(self, start: int, size_bytes: int) -> None:
+        """The interval of that size at ``start``, which is free."""
+        end = start + _rounded(size_bytes)
+        index = bisect_right(self._holes, (start, _NO_END)) - 1
+        first, behind = self._holes[index]
+        assert first <= start, "another interval ends behind its start"
+        assert end <= behind, "another interval begins before its end"
+        self._holes[index : index + 1] = [hole for hole in ((first, start), (end, behind)) if hole[0] < hole[1]]
 
     def give_back(self, start: int, size_bytes: int) -> None:
         """The interval that was taken at ``start`` with this size is free again; holes that touch become one."""

@@ -316,7 +316,8 @@ def on_stand_in(*, cupy: bool = True) -> Iterator[Machine]:
             patch.setattr(torch._C, name, thing, raising=False)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", gpu.memory.empty_cache, raising=False)
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
-        patch.setattr("poochplan.profiler.trials.handle_cost.measured_on", lambda where, threads: None)
+        for name in ("handle_cost", "cost_cache"):
+            patch.setattr(f"poochplan.profiler.trials.{name}.measured_on", lambda where, threads: None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.current.number, raising=False)
         if cupy:
             patch.setitem(sys.modules, "cupy", cupy_module(gpu.host_memory, gpu.copy_asynchronously))

@@ -147,9 +147,42 @@ def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
     torch.cuda._sleep(1000)
     kept = copy_out(device, filled(device, 2), 4 * SIZE)
     copy_out(device, filled(device, 1), 4 * SIZE + PAGE_BYTES)
-    device.trim_host(4 * SIZE + PAGE_BYTES)
+    device.trim_host([(0, 4 * SIZE + PAGE_BYTES)])
     found = [] if device._host.behind_bytes == PAGE_BYTES else ["the last page was not given back"]
     kept.wait()
+    back = device.allocate(SIZE)
+    copy_in(device, back, 4 * SIZE).wait()
+    return [*found, *wrong_if_not(2, back)]
+
+
+def grown(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A larger plan's bytes are pinned while values lie on the slab and on pages, and copies of others are queued."""
+    torch.cuda._sleep(1000)
+    kept = [copy_out(device, filled(device, number), (2 + number) * SIZE) for number in (1, 2)]
+    dead = copy_out(device, filled(device, 3), 0)
+    pinned = set(gpu.host_memory.pinned)
+    device.reserve_host(PAGE_BYTES, 8 * SIZE)
+    found = [] if pinned < set(gpu.host_memory.pinned) else ["other memory than before is pinned"]
+    copy_out(device, filled(device, 4), 8 * SIZE + PAGE_BYTES - SIZE).wait()
+    for number, offset in ((1, 3 * SIZE), (2, 4 * SIZE), (4, 7 * SIZE + PAGE_BYTES)):
+        back = device.allocate(SIZE)
+        copy_in(device, back, offset).wait()
+        found += wrong_if_not(number, back)
+    for copy in (*kept, dead):
+        copy.wait()
+    return found
+
+
+def retired(gpu: Machine, device: CudaDevice) -> list[str]:
+    """The slab of a plan before is given back behind the last copy of it, and the one that is followed stays."""
+    device.reserve_host(4 * SIZE, 4 * SIZE)
+    torch.cuda._sleep(1000)
+    left = copy_out(device, filled(device, 1), 0)
+    kept = copy_out(device, filled(device, 2), 4 * SIZE)
+    device.trim_host([(4 * SIZE, 8 * SIZE)])
+    found = [] if device._host.pinned_bytes == 4 * SIZE else ["the slab before was not given back"]
+    for copy in (left, kept):
+        copy.wait()
     back = device.allocate(SIZE)
     copy_in(device, back, 4 * SIZE).wait()
     return [*found, *wrong_if_not(2, back)]
@@ -163,7 +196,7 @@ def left_open(gpu: Machine, device: CudaDevice) -> list[str]:
     for copy in copies:
         copy.wait()
     still = [f"{size_bytes} bytes are still pinned" for size_bytes in gpu.host_memory.pinned.values()]
-    return [*still, *(["a slab that was given back is still there"] if device._host.slab_bytes else [])]
+    return [*still, *(["a slab that was given back is still there"] if device._host.pinned_bytes else [])]
 
 
 def given_back(gpu: Machine, device: CudaDevice) -> list[str]:
@@ -193,6 +226,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     replayed_from_another_stream,
     replayed_in_vain,
     trimmed,
+    grown,
+    retired,
     left_open,
     given_back,
     capped,

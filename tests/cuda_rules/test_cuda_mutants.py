@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from poochplan.runtime.devices import cuda, pinned, pinned_tier, transfers
+from poochplan.runtime.devices.pinned_tier import PinnedTier
 from tests.cuda_rules.scenarios import complaints
-from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of
+from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of, rewritten
 
-MUTANTS = mutants_of(cuda, pinned, pinned_tier, transfers, calls=(*CUDA_WAITS, *GIVE_BACK))
+MUTANTS = [
+    *mutants_of(cuda, pinned, pinned_tier, transfers, calls=(*CUDA_WAITS, *GIVE_BACK)),
+    rewritten(PinnedTier, "reserve", "for missing", "self.trim(())\n    for missing"),
+    rewritten(PinnedTier, "reserve", "for missing", "self._pieces.clear()\n    for missing"),
+    rewritten(PinnedTier, "idle", "if not any(", "if any("),
+]
+"""Also with pages and slab given back early, or forgotten, for a larger plan; and with the wrong ones given back."""
 
 
 def test_nothing_is_wrong_with_the_device_as_it_is() -> None:

@@ -88,9 +88,9 @@ def test_pages_are_pinned_up_to_the_limit_used_again_and_given_back() -> None:
     refused = copy_out(device, storage, 2 * MIB)
     refused.wait()
     assert "is limited to 128 MiB, needed 192 MiB" in str(refused.error)
-    device.trim_host(MIB + 1)
+    device.trim_host([(0, MIB + 1)])
     assert device._host.behind_bytes == PAGE_BYTES
-    device.trim_host(MIB)
+    device.trim_host([(0, MIB)])
     assert device._host.behind_bytes == 0
     device.close()
 

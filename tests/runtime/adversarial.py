@@ -14,10 +14,13 @@ import contextlib
 import ctypes
 import errno
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from poochplan.runtime.devices.device import Interval
 
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
@@ -166,11 +169,18 @@ class AdversarialDevice:
         self._born[storage._cdata] = self.clock.now
         return storage
 
-    def reserve_host(self, size_bytes: int) -> None:
-        self.host_parts(0, size_bytes)
+    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+        """What was there is gone."""
+        for host, count in self.host_parts(first, size_bytes):
+            ctypes.memset(host, POISON, count)
 
-    def trim_host(self, size_bytes: int) -> None:
-        self._host = self._host[:size_bytes]
+    def trim_host(self, taken: Sequence[Interval]) -> None:
+        """What lies elsewhere is gone."""
+        kept = bytearray([POISON]) * max((behind for _, behind in taken), default=0)
+        for first, behind in taken:
+            there = self._host[first:behind]
+            kept[first : first + len(there)] = there
+        self._host = kept
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
         if self.outward.knows_compute_until < self.clock.now:

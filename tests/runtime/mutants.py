@@ -22,7 +22,7 @@ GIVE_BACK = ("free", "trim", "cudaHostUnregister")
 """Calls of these names give host memory back."""
 HELD = ("storage", "recipe")
 """Attributes that hold memory; ``= None`` lets it go. (A copy that was waited for holds none.)"""
-HELD_ON_THE_HOST = ("_owner", "_slab")
+HELD_ON_THE_HOST = ("_owner",)
 
 
 @dataclass(frozen=True)

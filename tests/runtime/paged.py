@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from poochplan.runtime.devices.device import Interval
 from poochplan.runtime.devices.pinned_tier import PinnedTier
 from tests.runtime.adversarial import POISON, AdversarialDevice, LazyJob, OpClock
 
@@ -47,12 +49,12 @@ class PagedDevice(AdversarialDevice):
             for part in self.tier.parts(offset, size_bytes)
         ]
 
-    def reserve_host(self, size_bytes: int) -> None:
-        self.tier.reserve(size_bytes)
+    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+        self.tier.reserve(size_bytes, first)
 
-    def trim_host(self, size_bytes: int) -> None:
+    def trim_host(self, taken: Sequence[Interval]) -> None:
         self.synchronize()
-        self.tier.trim(size_bytes)
+        self.tier.trim(taken)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Any:
         try:

@@ -170,7 +170,7 @@ def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(
         planned = session.engine.host.planned_bytes
         assert equal(expected, train(model, lengths, session.step))  # type: ignore[arg-type]
         steps = 1 if train is _train else 3
-        assert device.tier.slab_bytes == planned
+        assert device.taken[0].size_bytes == planned
         assert 0 < _host_bytes(session) - planned <= steps * (one_step - planned) + 10_000
         _train(model, (QUIET_STEPS + 2) * (PLANNED,), session.step)
         assert _host_bytes(session) == planned
@@ -208,7 +208,8 @@ def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkey
         monkeypatch.setattr(os, "pwrite", full)
         loss = model(_images(LONGEST)).square().mean()
         largest = max(value.size_bytes for value in swaps.values) * LONGEST // PLANNED
-        assert session.engine.host.end_bytes <= host_aligned(session.engine.host.planned_bytes) + host_aligned(largest)
+        host = session.engine.host
+        assert max(behind for _, behind in host.taken()) <= host_aligned(host.planned_bytes) + host_aligned(largest)
         del loss
 
 
@@ -232,12 +233,12 @@ def test_a_place_is_free_once_its_value_is_gone_or_was_given_up_and_only_once() 
     del first  # its place is the third's now
     assert kept() is None
     assert slab.place(_value(5000)) == 16384
-    assert slab.end_bytes == 16384
+    assert sorted(slab.taken()) == [(0, 5000), (8192, 13192)]
     del second
-    assert slab.end_bytes == 8192
+    assert slab.taken() == [(0, 5000)]
     assert slab.place(_value(100)) == 8192
     del third
-    assert slab.end_bytes == 0
+    assert slab.taken() == []
 
 
 @pytest.mark.cpu_device

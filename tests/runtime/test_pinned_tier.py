@@ -97,15 +97,58 @@ def test_trimming_gives_back_the_pages_wholly_beyond_and_freeing_everything_once
     taken: list[OrdinaryMemory] = []
     tier = _tier(taken)
     tier.parts(150, 400)
-    tier.trim(351)
+    tier.trim([(0, 351)])
     assert tier.behind_bytes == 300
-    tier.trim(350)
+    tier.trim([(0, 350)])
     assert tier.behind_bytes == 200
-    tier.trim(0)
+    tier.trim([(0, 150)])
     assert [memory.size_bytes for memory in taken] == [150]
     tier.free()
     tier.free()
     assert taken == []
+
+
+def test_a_plan_is_pinned_where_no_page_lies_yet_and_pages_stay_as_they_are() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken, slab_bytes=0)
+    tier.parts(120, 30)
+    pages = list(taken)
+    tier.reserve(330)
+    assert taken[: len(pages)] == pages
+    assert sorted(memory.size_bytes for memory in taken[len(pages) :]) == [100, 130]
+    assert tier.parts(120, 30)[0].memory is pages[0]
+    places = [(id(part.memory), part.offset) for at in range(600) for part in tier.parts(at, 1)]
+    assert len(set(places)) == 600
+
+
+def test_a_plans_bytes_may_begin_behind_others_and_what_lies_between_is_pinned_when_needed() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken)
+    tier.reserve(1000, 310)
+    assert tier.pinned_bytes == 1150
+    assert [part[1:] for part in tier.parts(100, 260)] == [(100, 50), (0, 100), (0, 60), (0, 50)]
+    assert tier.pinned_bytes == 1310
+    assert tier.behind_bytes == 310  # the old slab among them
+
+
+def test_pages_under_a_plan_do_not_count_against_the_limit() -> None:
+    tier = _tier([], limit_bytes=200, slab_bytes=0)
+    tier.parts(0, 200)
+    tier.reserve(200)
+    assert tier.behind_bytes == 0
+    tier.parts(200, 200)
+    assert tier.behind_bytes == 200
+
+
+def test_what_nobody_lies_on_is_given_back_wherever_it_is() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _tier(taken)
+    slab = taken[0]
+    tier.reserve(1000, 310)
+    tier.trim([(149, 150), (310, 1310)])
+    assert slab in taken
+    tier.trim([(310, 1310)])
+    assert [memory.size_bytes for memory in taken] == [1000]
 
 
 def test_a_limit_is_refused_where_the_disk_is_the_limit() -> None:

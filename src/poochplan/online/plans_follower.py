@@ -185,14 +185,10 @@ class PlansFollower:
     def _make_room(self, way: Way) -> None:
         """The host tier is large enough for the plan."""
         engine = self.loop.engine
-        before_bytes = engine.host.planned_bytes
-        engine.host.grow([way.plan.instructions])
-        # Reserving writes the file from its end on, where values of earlier segments may lie.
-        if engine.host.planned_bytes > before_bytes and not engine.cursor.holds_values:
-            try:
-                engine.device.reserve_host(engine.host.planned_bytes)
-            except OSError as error:
-                self._teller.warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
+        try:
+            engine.make_room([way.plan.instructions])
+        except OSError as error:
+            self._teller.warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
 
     @property
     def _number(self) -> int:
@@ -223,7 +219,7 @@ class PlansFollower:
     def _study_anew(self, way: Way) -> None:
         if self.ranks is not None:
             return
-        self._known.drop(way.key)
+        self._known.leave(way.key)
         self.current = None if self.current is way else self.current
         self.loop.forget(way.key)
         self._teller.say("steps are not the planned ones any more: profiling again")

@@ -22,6 +22,7 @@ __all__ = [
     "compile_with_inductor",
     "compiled_by_inductor",
     "compiled_graphs",
+    "compiled_with",
     "compiles_autograd",
     "counts_as_graph_pass",
     "counts_as_partitioner",
@@ -46,6 +47,23 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""
     wrapped = getattr(module, "_orig_mod", None) is not None
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiled_with(module: torch.nn.Module) -> str:
+    """By what and how a module is compiled, in words; empty for one that is not."""
+    if not is_compiled(module):
+        return ""
+    found: Any = getattr(module, "dynamo_ctx", None)
+    if found is None:  # ``module.compile()``: what it calls knows it by a function of its own
+        told = getattr(module._compiled_call_impl, "get_compiler_config", None)
+        cells = [cell.cell_contents for cell in getattr(told, "__closure__", None) or ()]
+        found = next((one for one in cells if hasattr(one, "callback")), None)
+    backend: Any = getattr(found, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)
+    options = sorted(map(str, getattr(backend, "config", {}).items()))
+    return f"{name} {options} dynamic={getattr(found, '_dynamic', None)}"
 
 
 def compile_module(module: torch.nn.Module, **options: Any) -> None:

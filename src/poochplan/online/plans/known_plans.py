@@ -178,11 +178,12 @@ class KnownPlans:
         if way is not None:
             self._dropped(way.plan)
 
-    def drop(self, key: Key) -> None:
-        """As :meth:`withdraw`; and what is kept for that kind is not right any more."""
+    def leave(self, key: Key) -> None:
+        """As :meth:`withdraw`. What is kept stays, for it may be right for another run; another one is looked for."""
         self.withdraw(key)
+        self._looked_up.discard(key)
         if self.cache is not None:
-            self.cache.drop(key)
+            self.cache.leave(key)
 
     def keep_profile(self, key: Key, profile: Profile) -> None:
         """The next run goes on from it."""
@@ -197,6 +198,9 @@ class KnownPlans:
         """Plans that nobody has followed yet, and which kinds are alike: it has nothing to compare them with."""
         for key, plan in self._done():
             self._keep(key, plan)
+        for key in self.ways:
+            if self.cache is not None:
+                self.cache.was_right(key)
         for key, like in alike:
             if like in self.ways and like in self.profiles and self.cache is not None:
                 self.cache.keep(key, self.profiles[like], self.ways[like].plan)

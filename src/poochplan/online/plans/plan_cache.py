@@ -3,55 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import hashlib
+import os
 import platform
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import torch
 
 from poochplan.errors import PoochError
-from poochplan.formats.files import encode_readable, write_cache
+from poochplan.formats.files import encode_readable, package_version, write_cache
+from poochplan.formats.plan import SCHEMA_VERSION as PLAN_VERSION
 from poochplan.formats.plan import Plan
+from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.model_check import model_signature
 from poochplan.runtime.serving import ArenaMode
-from poochplan.torch_private.compiler_internals import is_compiled
+from poochplan.torch_private.compiler_internals import compiled_with
 
-VERSION = 1
+VERSION = 2
 """Of the way that loops are profiled and planned; what another one has kept is made anew."""
+MOST_KEPT = 2
+"""So many are kept of one fingerprint: steps may differ in what it does not tell."""
+
+
+MOST_CALLS = 100
+"""So many functions and what they hold are looked at of one replaced forward."""
 
 
 class PlanCache:
     """What is wrong or missing there is no error: it is profiled and planned anew.
 
-    A fingerprint is of the code that defines the model's classes and of the program that runs (a plan's replays were
-    tried with that code), of model, its switches, inputs, place in the loop, device, threads, host, budget, arena,
-    whether the allocator tells what ops take, and the version of torch.
+    A fingerprint is of all that is known to change a step or its plan, before the first one has run:
+
+    * the code that defines the model's classes, and the program (a plan's replays were tried with that code);
+    * the model: its tensors, flags, compiled and wrapped calls;
+    * the kind of segment, with the switches of torch as it begins;
+    * device, threads, host, budget, arena, whether the allocator tells what ops take, and whether gradients are scaled;
+    * the versions of torch and of poochplan.
+
+    What does not fit all the same is left, and not deleted: it may be another run's.
     """
 
     def __init__(
         self, folder: Path, model: torch.nn.Module, where: torch.device, budget: str | int | float, arena: ArenaMode
     ) -> None:
-        self._folder = folder
-        machine = this_machine(where)
+        self._folder, self._where = folder, where
         self._model = model_signature(model)
-        self._common = (
-            *(self._model.fingerprint, code_digest(model), switches_digest(model)),
-            *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node()),
-            *(repr(budget), arena, where.type == "cpu" and step_scope() is not None, torch.__version__, VERSION),
+        digests = self._model.fingerprint, code_digest(model), switches_digest(model)
+        self._asked = (*digests, repr(budget), arena)
+        self._at: dict[Key, Path] = {}
+        """Where what is found and kept of a kind lies."""
+        self._left: set[Path] = set()
+
+    @functools.cached_property
+    def _process(self) -> tuple[object, ...]:
+        """As it is when the first segment begins: by then all that the loop uses is there."""
+        machine, tells = this_machine(self._where), self._where.type == "cpu" and step_scope() is not None
+        return (
+            *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node(), tells),
+            *(scales_gradients(), torch.__version__, package_version(), PROFILE_VERSION, PLAN_VERSION, VERSION),
         )
 
     def find(self, key: Key) -> tuple[Profile, Plan | None] | None:
         """Profile and plan for a kind of segment; the profile alone where the loop ended before its plan was made."""
-        folder = self._of(key)
-        with contextlib.suppress(PoochError):
-            if (folder / "profile.json").exists():
+        for folder in self._kept(key):
+            with contextlib.suppress(PoochError):
                 profile = Profile.load(folder / "profile.json")
-                if (profile.model, profile.inputs) == (self._model, key.inputs):
+                if folder not in self._left and (profile.model, profile.inputs) == (self._model, key.inputs):
+                    self._at[key] = folder
                     return profile, self._plan_of(folder, profile)
         return None
 
@@ -65,20 +92,51 @@ class PlanCache:
 
     def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
         """Writes them, the plan last, so that one that is found has its profile."""
-        folder = self._of(key)
+        if key not in self._at:
+            self._at[key] = self._free(key)
+        folder = self._at[key]
+        with contextlib.suppress(OSError):
+            (folder / "plan.json").unlink(missing_ok=True)
         write_cache(folder / "profile.json", encode_readable(profile))
         if plan is not None:
             write_cache(folder / "plan.json", encode_readable(plan))
 
-    def drop(self, key: Key) -> None:
-        """What is kept for that kind is not right any more."""
-        for name in ("plan.json", "profile.json"):
-            with contextlib.suppress(OSError):
-                (self._of(key) / name).unlink(missing_ok=True)
+    def leave(self, key: Key) -> None:
+        """What is kept for that kind is not what its segments do in this run; what is kept next lies elsewhere."""
+        folder = self._at.pop(key, None)
+        if folder is not None:
+            self._left.add(folder)
 
-    def _of(self, key: Key) -> Path:
-        text = "\n".join(map(str, (*self._common, *key)))
-        return self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    def was_right(self, key: Key) -> None:
+        """What is kept for that kind was followed to the end; the next run looks at it first."""
+        if key in self._at:
+            with contextlib.suppress(OSError):
+                os.utime(self._at[key] / "profile.json")
+
+    def _kept(self, key: Key) -> list[Path]:
+        """Folders of that kind, the one that was right last first."""
+        return sorted((one for one in self._folders(key) if _kept_at(one)), key=_kept_at, reverse=True)
+
+    def _free(self, key: Key) -> Path:
+        """Where something new is kept: where nothing is, else in place of what was right least recently."""
+        return min(self._folders(key), key=_kept_at)
+
+    def _folders(self, key: Key) -> list[Path]:
+        text = "\n".join(map(str, (*self._asked, *self._process, *key)))
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return [self._folder / (name if number == 0 else f"{name}-{number}") for number in range(MOST_KEPT)]
+
+
+def _kept_at(folder: Path) -> float:
+    """When something was kept there, or was right; 0 where nothing is."""
+    with contextlib.suppress(OSError):
+        return (folder / "profile.json").stat().st_mtime
+    return 0.0
+
+
+def scales_gradients() -> bool:
+    """Whether a gradient scaler is there that is switched on. By type and not by ``isinstance``: see the census."""
+    return any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in gc.get_objects())
 
 
 def code_digest(model: torch.nn.Module) -> str:
@@ -93,11 +151,50 @@ def code_digest(model: torch.nn.Module) -> str:
 
 
 def switches_digest(model: torch.nn.Module) -> str:
-    """Of what changes steps and no code: flags of modules, such as gradient checkpointing; replaced, compiled calls."""
+    """Of what changes steps and no code: plain attributes of modules and of their ``config``, such as gradient
+    checkpointing or a probability; replaced and compiled calls, and autocast that they are wrapped in.
+    """
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         own = vars(module)
-        flags = sorted((key, value) for key, value in own.items() if isinstance(value, bool) and key != "training")
-        forward = getattr(own.get("forward"), "__qualname__", "")
-        digest.update(repr((name, flags, forward, is_compiled(module))).encode())
+        config = own.get("config")
+        flags = [*_plain(own), *_plain(vars(config) if hasattr(config, "__dict__") else {}), module.extra_repr()]
+        digest.update(repr((name, type(module).__qualname__, flags, _calls(own.get("forward")))).encode())
+        digest.update(compiled_with(module).encode())
     return digest.hexdigest()[:16]
+
+
+def _plain(attributes: Mapping[str, object]) -> list[tuple[str, str]]:
+    """By name; without modes, and without numbers that libraries give their objects to tell them apart."""
+    kinds = (bool, float, str, torch.dtype)
+    return sorted(
+        (name, repr(one))
+        for name, one in attributes.items()
+        if name != "training" and (isinstance(one, kinds) or (isinstance(one, int) and not name.startswith("_")))
+    )
+
+
+def _calls(forward: object) -> list[str]:
+    """What a replaced forward goes through: functions by name, and autocast with its settings."""
+    found: list[str] = []
+    pending, seen = [forward], set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or len(seen) > MOST_CALLS:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.amp.autocast_mode.autocast):
+            found.append(f"autocast {one.device} {one.fast_dtype} {one._enabled}")
+        elif isinstance(one, MethodType):
+            pending.append(one.__func__)
+        elif isinstance(one, FunctionType) or hasattr(one, "__wrapped__"):
+            found.append(getattr(one, "__qualname__", type(one).__qualname__))
+            pending += [getattr(one, "__wrapped__", None), *_held_by(one)]
+    return found
+
+
+def _held_by(function: object) -> Iterator[object]:
+    """What the cells of a function hold."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # one that is empty yet
+            yield cell.cell_contents

@@ -1,0 +1,212 @@
+"""Runs of one script that differ in a switch: each finds its own plan again, and takes none of another's."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.online.plans.plan_cache import scales_gradients, switches_digest
+from poochplan.tensors.switches import Switches
+from tests.online.runs import TURNS, run_auto, run_plain
+from tests.online.trainings import Losses, Training, adam, autocast, batch, blocks, compiled_blocks, loss_of, plain
+from tests.runtime.nets import LINK
+
+QUICK: dict[str, Any] = {"time_limit_s": 0.5, "link": LINK, "quiet": True}
+Around = Callable[[], AbstractContextManager[None]]
+
+
+def in_single() -> Training:
+    return plain(blocks())
+
+
+def in_micro_batches() -> Training:
+    model = blocks()
+    optimizer, data = adam(model), [batch(), batch()]
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        losses = []
+        for part in data:
+            loss = loss_of(model, part)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        return losses
+
+    return Training(model, [optimizer], turn)
+
+
+@contextlib.contextmanager
+def precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+OTHERS: dict[str, tuple[Callable[[], Training], Around]] = {
+    "autocast": (autocast, contextlib.nullcontext),
+    "accumulation": (in_micro_batches, contextlib.nullcontext),
+    "compiled_parts": (compiled_blocks, contextlib.nullcontext),
+    "precision": (in_single, lambda: precision("high")),
+    "threads": (in_single, lambda: threads(2)),
+}
+
+
+def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4, budget: str = "60%") -> bool:
+    """Whether a run follows a plan from its first step on, to the last: nothing is studied, and no step leaves it."""
+    run = run_auto(make, budget, cache, turns)
+    assert run.equals(run_plain(make, turns))
+    assert run.session is not None
+    found = run.planned_at == 0 and not run.session.loop.lines and not run.session.total.fallbacks
+    del run
+    gc.collect()  # what this run has left is not to live beside the next one
+    return found
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_two_kinds_of_run_keep_their_plans_beside_each_other(other: str, tmp_path: Path) -> None:
+    make, around = OTHERS[other]
+    for turns in (TURNS, 4):
+        is_second = turns < TURNS
+        assert takes_its_own_plan(in_single, tmp_path, turns) is is_second
+        with around():
+            assert takes_its_own_plan(make, tmp_path, turns) is is_second
+
+
+def test_two_kinds_of_step_in_one_run_follow_their_own_plans(tmp_path: Path) -> None:
+    """One in single precision comes first; those in 16 bits do not follow its plan."""
+
+    def both() -> Training:
+        model = blocks()
+        optimizer, data = adam(model), batch()
+
+        def turn(number: int) -> Losses:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=number > 10 and number % 2 == 1):
+                loss = loss_of(model, data)
+            loss.backward()
+            optimizer.step()
+            return [loss.item()]
+
+        return Training(model, [optimizer], turn)
+
+    training = both()
+    with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK) as session:
+        for number in range(60):
+            training.turn(number)
+            if number in (12, 50):
+                session.wait_until_planned(120)
+        assert {key.switches.split()[0] for key in session.ways} == {"autocast=off+off", "autocast=bfloat16+off"}
+        assert session.total.fallbacks == 0
+    del training, session
+    gc.collect()
+    assert takes_its_own_plan(both, tmp_path, 16)
+
+
+def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Switches, "now", lambda _: "")
+    plans = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # steps leave the other run's plan
+        for make in (in_single, autocast):
+            takes_its_own_plan(make, tmp_path, 30)
+            plans.append({path: path.read_bytes() for path in sorted(tmp_path.rglob("*.json"))})
+        run = run_auto(in_single, "60%", tmp_path, 8)
+    assert run.session is not None
+    assert run.session.loop.lines == {}
+    assert run.session.total.fallbacks == 2
+    assert run.session.followed == 8
+    assert len(plans[0]) == 2
+    assert len(plans[1]) == 4
+    assert all(plans[1][path] == content for path, content in plans[0].items())
+
+
+# -- what a fingerprint tells ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: precision("medium"),
+        lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True),
+        lambda: torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ],
+)
+def test_each_switch_of_torch_tells_kinds_of_step_apart(around: Around) -> None:
+    switches = Switches(torch.nn.Linear(2, 2))
+    before = switches.now()
+    with around():
+        inside = switches.now()
+    assert inside != before == switches.now()
+
+
+def test_modes_and_frozen_parameters_tell_kinds_of_step_apart() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    switches = Switches(model)
+    found = [switches.now()]
+    model[1].eval()
+    found.append(switches.now())
+    model[1].bias.requires_grad_(False)
+    assert len({*found, switches.now()}) == 3
+
+
+def test_a_gradient_scaler_makes_another_run() -> None:
+    gc.collect()
+    assert not scales_gradients()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert not scales_gradients()
+    scaler = torch.amp.GradScaler("cpu")
+    assert scales_gradients()
+    del scaler
+
+
+def test_a_probability_a_backend_and_autocast_around_forward_make_another_model() -> None:
+    """As accelerate wraps a model's forward."""
+
+    def digest_of(change: Callable[[torch.nn.Module], object]) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+        change(model)
+        return switches_digest(model)
+
+    def wrapped(dtype: torch.dtype) -> Callable[[torch.nn.Module], object]:
+        return lambda model: setattr(model, "forward", torch.autocast("cpu", dtype)(model.forward))
+
+    changes: list[Callable[[torch.nn.Module], object]] = [
+        lambda _: None,
+        lambda model: setattr(model[1], "p", 0.2),
+        lambda model: model[0].compile(backend="eager"),
+        lambda model: model[0].compile(backend="aot_eager"),
+        lambda model: setattr(model, "0", torch.compile(model[0], backend="eager")),
+        wrapped(torch.bfloat16),
+        wrapped(torch.float16),
+    ]
+    first, second = ([digest_of(change) for change in changes] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == len(changes)

@@ -1,0 +1,174 @@
+"""Plans of several sizes in one session: each finds its room on the host, and nobody who is left over loses a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.formats.plan import Decision, Plan, host_aligned
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.engine.host_tier import HostTier
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.replays.tape import Tape
+from tests.runtime.adversarial import OpClock
+from tests.runtime.mutants import Mutant, rewritten
+from tests.runtime.nets import CASES, equal
+from tests.runtime.paged import PagedDevice
+from tests.runtime.switching import Gradients, follow, growing_plans, host_bytes, in_core, trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASE = CASES["residual"]
+ORDERS = {"larger": (0, 1, 2), "smaller": (2, 1, 0), "up_and_down": (0, 2, 1, 0, 2)}
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    return growing_plans(CASE)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_plans_of_any_sizes_follow_each_other_while_earlier_steps_wait_for_their_backward(
+    order: str, plans: list[Plan]
+) -> None:
+    chosen = [plans[index] for index in ORDERS[order]]
+    assert equal(in_core(CASE, chosen), trained(CASE, chosen))
+
+
+def on_pages(chosen: list[Plan]) -> tuple[list[Gradients], list[str]]:
+    """Gradients, and what went wrong, on the host tier of the CUDA device in ordinary memory."""
+    clock = OpClock()
+    device = PagedDevice(clock)
+    with clock:
+        found = trained(CASE, chosen, lambda: device)
+    return found, [*device.violations, *(f"{one.size_bytes} bytes were not given back" for one in device.taken)]
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("order", ORDERS)
+def test_they_do_on_pinned_slabs_and_pages(order: str, plans: list[Plan]) -> None:
+    chosen = [plans[index] for index in ORDERS[order]]
+    found, wrong = on_pages(chosen)
+    assert equal(in_core(CASE, chosen), found)
+    assert wrong == []
+
+
+def turn(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> None:
+    step().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.cpu_device
+def test_a_larger_plan_takes_over_what_is_pinned_and_no_more_than_its_bytes_are(plans: list[Plan]) -> None:
+    clock = OpClock()
+    device = PagedDevice(clock)
+    model, step, _ = CASE.fresh()
+    with clock, poochplan.apply(plans[0], model, device=lambda: device) as session:
+        turn(model, step)
+        for plan in plans[1:]:
+            before = list(device.taken)
+            follow(session, plan)
+            turn(model, step)
+            assert device.taken[: len(before)] == before
+            assert device.tier.pinned_bytes == host_bytes(plan)
+
+
+@pytest.mark.cpu_device
+def test_a_slab_that_nobody_is_on_any_more_is_given_back(plans: list[Plan]) -> None:
+    clock = OpClock()
+    device = PagedDevice(clock)
+    model, step, _ = CASE.fresh()
+    with clock, poochplan.apply(plans[0], model, device=lambda: device) as session:
+        left = step()
+        follow(session, plans[2])
+        session.step()
+        turn(model, step)
+        both = host_aligned(host_bytes(plans[0])) + host_bytes(plans[2])
+        assert host_bytes(plans[2]) < device.tier.pinned_bytes <= both
+        left.backward()
+        model.zero_grad(set_to_none=True)
+        del left
+        for _ in range(12):
+            session.step()
+            turn(model, step)
+        assert device.tier.pinned_bytes == host_bytes(plans[2])
+
+
+WITHOUT: list[Mutant] = [
+    rewritten(HostTier, "grow", "for place in places.values():", "for place in ():"),
+    rewritten(HostTier, "grow", " | {place.offset: place for place in self._places_of_planned()}", ""),
+    rewritten(HostTier, "grow", "self._places = taken, places", "self._places = taken, self._places"),
+    rewritten(HostTier, "taken", "for place in self._places.values()", "for place in ()"),
+    rewritten(HostTier, "place", "self._first if planned >= 0", "0 if planned >= 0"),
+]
+"""Who is left over has no place; is given back early; a plan's places are those of a slab before."""
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize("mutant", WITHOUT, ids=lambda mutant: mutant.label)
+def test_without_it_a_left_over_step_loses_bytes(mutant: Mutant, plans: list[Plan]) -> None:
+    chosen = [plans[index] for index in ORDERS["up_and_down"]]
+    expected = in_core(CASE, chosen)
+    with mutant.in_place():
+        try:
+            found, wrong = on_pages(chosen)
+        except Exception as error:
+            found, wrong = expected, [repr(error)]
+    assert wrong or not equal(expected, found)
+
+
+def file_grown_beside_values(folder: Path, plan: Plan) -> list[int]:
+    """What comes back of two values, full of ones and of twos: a plan's room is written ahead when the first one is in
+    the file, and the second one on its way there.
+    """
+    device, tier = CpuDevice(folder, throttle_bytes_per_s=1e6), HostTier([])
+    values = [_value(fill) for fill in (1, 2)]
+    for value in values:
+        assert value.storage is not None
+        value.host_offset = tier.place(value)
+        value.out_copy = copy_out(device, value.storage, value.host_offset)
+        if value is values[0]:
+            value.out_copy.wait()
+    room = tier.grow([plan.instructions])
+    assert room is not None
+    device.reserve_host(room[1] - room[0], room[0])
+    found = []
+    for value in values:
+        assert value.out_copy is not None
+        value.out_copy.wait()
+        device.trim_host(tier.taken())
+        back = torch.zeros(100_000, dtype=torch.uint8)
+        copy_in(device, back.untyped_storage(), value.host_offset).wait()
+        found += back.unique().tolist()
+    device.close()
+    return found
+
+
+def _value(fill: int) -> SavedValue:
+    tensor = torch.full((100_000,), fill, dtype=torch.uint8)
+    return SavedValue.of(Decision.SWAP, Tape("cpu").record_of(tensor), tensor, None)
+
+
+@pytest.mark.cpu_device
+def test_the_file_grows_beside_values_that_are_in_it_or_on_their_way(tmp_path: Path, plans: list[Plan]) -> None:
+    assert file_grown_beside_values(tmp_path, plans[2]) == [1, 2]
+
+
+@pytest.mark.cpu_device
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        rewritten(CpuDevice, "reserve_host", "(first + size_bytes, first)", "(first + size_bytes)"),
+        rewritten(CpuDevice, "trim_host", "max((behind for _, behind in taken), default=0)", "0"),
+    ],
+    ids=lambda mutant: mutant.label,
+)
+def test_a_file_that_is_written_ahead_or_cut_elsewhere_loses_them(
+    mutant: Mutant, tmp_path: Path, plans: list[Plan]
+) -> None:
+    with mutant.in_place():
+        assert file_grown_beside_values(tmp_path, plans[2]) != [1, 2]
