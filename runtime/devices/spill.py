@@ -84,7 +84,7 @@ class SpillFile:
         Raises
         ------
         OSError
-            The disk has not so much room, and nothing is written; or it has become full, and the file keeps what it got.
+            The disk has not so much room, and nothing is written; or it is full by now, and the file keeps what it got.
         """
         self.size_bytes = max(self.size_bytes, first)
         free_bytes = shutil.disk_usage(self.directory).free
