@@ -68,7 +68,7 @@ def test_served_from_an_arena_it_trains_bitwise_as_in_core(seed: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("seed", (63, 82, 85, *seeds(day=0, deep=50)))  # the first three once ended with an error
+@pytest.mark.parametrize("seed", [63, 82, 85, *seeds(day=0, deep=50)])  # the first three once ended with an error
 def test_recorded_in_short_windows_it_trains_bitwise_as_in_core(seed: int) -> None:
     assert windowed_trial(draw(seed)).problems == []
 
