@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import os
 import sys
 import time
@@ -252,6 +253,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     began_s = time.perf_counter()
+    gc.freeze()  # a session looks at all that the collector knows, and the database is much
     found = judged(given.every, given.only, modes=given.modes)
     for name, problems in found["problems"].items():
         for problem in problems:
