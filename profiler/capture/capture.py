@@ -37,6 +37,7 @@ from poochplan.torch_private.tensor_internals import in_backward, pytree, versio
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of
 from .lifetimes import Lifetimes
+from .nodes import Gradients, Stretches
 from .regions import Regions
 
 
@@ -66,8 +67,7 @@ class Capture(ToggledMode):
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
         self._workspace = self._new_workspace()
-        self._marks: list[tuple[CapturedOp, Any, Any]] = []
-        """Each op, between its two marks."""
+        self._marks: list[tuple[CapturedOp, Stretches]] = []
         self.regions = Regions(self, self._workspace)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
@@ -118,8 +118,8 @@ class Capture(ToggledMode):
 
     def _read_clock(self) -> None:
         self._clock.synchronize()
-        for op, begin, end in self._marks:
-            op.duration_s = self._clock.seconds(begin, end)
+        for op, stretches in self._marks:
+            op.duration_s = sum(self._clock.seconds(begin, end) for begin, end in stretches)
         self._marks.clear()
 
     def durations(self) -> Floats:
@@ -188,7 +188,7 @@ class Capture(ToggledMode):
         self._workspace.begin()
         begin = self._clock.begin()
         outputs = func(*args, **kwargs)
-        self._marks.append((op, begin, self._clock.end()))
+        self.took(op, [(begin, self._clock.end())])
         self._workspace.end(op)
         return outputs
 
@@ -206,6 +206,15 @@ class Capture(ToggledMode):
             if self.value_if_known(part) < 0:
                 self._workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
+
+    def arise(self, leaves: list[Any]) -> None:
+        """What is new among the leaves came up between the last op and the next, as sums of gradients do."""
+        for part in self.ordinary(leaves):
+            if self.value_if_known(part) < 0:
+                self._new_value(part, self.ops[-1].layer, len(self.ops) - 1)
+
+    def gradients_arrive(self, gradients: Gradients) -> None:
+        """A compiled backward is about to use these."""
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)
@@ -233,7 +242,11 @@ class Capture(ToggledMode):
         try:
             yield
         finally:
-            self._marks.append((op, begin, self._clock.end()))
+            self.took(op, [(begin, self._clock.end())])
+
+    def took(self, op: CapturedOp, stretches: Stretches) -> None:
+        """The op took what lies between these marks."""
+        self._marks.append((op, stretches))
 
     # -- points -----------------------------------------------------------------------------------------------
 
