@@ -207,11 +207,11 @@ class Capture(ToggledMode):
                 self._workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
-    def arise(self, leaves: list[Any]) -> None:
-        """What is new among the leaves came up between the last op and the next, as sums of gradients do."""
-        for part in self.ordinary(leaves):
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
+        """What is new came up behind that op, the last one by default, as sums of gradients do. No op bears it."""
+        for part in self.ordinary([tensor]):
             if self.value_if_known(part) < 0:
-                self._new_value(part, self.ops[-1].layer, len(self.ops) - 1)
+                self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
 
     def gradients_arrive(self, gradients: Gradients) -> None:
         """A compiled backward is about to use these."""

@@ -15,11 +15,13 @@ from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.untouched import bytes_of
 from poochplan.runtime.watch.census import census
-from poochplan.torch_private.tensor_internals import last_sequence_number, pytree
+from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
 
 from .captured import CapturedOp, shapes_of
 from .clock import Clock
+from .lifetimes import Lifetimes
 from .nodes import Gradients, NodeClock, NodeListener, Stretches, name_of
+from .sums import Sums
 
 
 class Noting(Protocol):
@@ -28,12 +30,13 @@ class Noting(Protocol):
     device_type: str
     tracker: LayerTracker
     ops: list[CapturedOp]
+    lifetimes: Lifetimes
 
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
     def value_of(self, tensor: torch.Tensor) -> int: ...
     def value_if_known(self, tensor: torch.Tensor) -> int: ...
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
-    def arise(self, leaves: list[Any]) -> None: ...
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
     def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
     def rounded_bytes(self, number: int) -> int: ...
 
@@ -55,13 +58,14 @@ class NodeOps(NodeListener):
         self._freed_bytes = 0
         self._first_block = self._nodes_before = 0
         self._ran_another = False
+        self._sums = Sums(capture.lifetimes)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         """What ``run()`` gives, a backward from the outputs."""
         self._has_run = False
         with self.told_of(outputs):
             results = run()
-            self.gradients_arrive(pytree.tree_leaves(results))
+            self.gradients_arrive([x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)])
         return results
 
     def leave(self) -> None:
@@ -71,21 +75,40 @@ class NodeOps(NodeListener):
             self._workspace.region_ends(self._op, Taker.BACKWARD_REGION)
             self._op = None
         self._clock.forget()
+        self._sums.clear()
         super().leave()
 
     def runs_another(self) -> None:
         """A backward begins within the node that runs."""
         self._ran_another = True
 
-    def gradients_arrive(self, gradients: Gradients) -> None:
-        """These are about to be used. What is new has come up since the op before, as where two were added up."""
+    def gradients_arrive(self, gradients: Gradients, node: Any = None) -> None:
+        """The node is about to use these. What is new is a sum of several, or of a hook between nodes."""
         self._clock.stops()
-        if self._has_run:
-            self._capture.arise(list(gradients))
+        for place, gradient in enumerate(gradients):
+            pending = self._sums.pop((node, place), None)
+            if gradient is None or not self._has_run:
+                continue
+            if pending is not None and pending.own is not None:
+                for part in self._capture.ordinary([gradient]):
+                    self._goes_on_in(part, pending.own)
+            self._capture.arise(gradient, -1 if pending is None else pending.made_behind)
         self._has_run = True
 
+    def _goes_on_in(self, sum_: torch.Tensor, own: torch.UntypedStorage) -> None:
+        if self._capture.value_if_known(sum_) < 0:
+            self._workspace.knows(sum_.untyped_storage())
+            self._capture.lifetimes.stands_in(sum_.untyped_storage(), own)
+
+    def passes_on(self, node: Any, gradients: Gradients) -> None:
+        for gradient, edge in zip(gradients, node.next_functions, strict=False):
+            parts = [] if gradient is None else self._capture.ordinary([gradient])
+            if gradient is not None and parts:
+                number = self._capture.value_if_known(parts[0])
+                self._sums.adds(edge, number, len(self._capture.ops) - 1, is_dense=is_dense(gradient))
+
     def node_begins(self, node: Any, gradients: Gradients) -> None:
-        self.gradients_arrive(gradients)
+        self.gradients_arrive(gradients, node)
         capture = self._capture
         op = self._op = CapturedOp(name_of(node), capture.tracker.layer_of(node), Phase.BACKWARD)
         op.opaque = True
@@ -103,7 +126,9 @@ class NodeOps(NodeListener):
         taken_bytes = self._region.end()
         self._workspace.region_ends(op, Taker.BACKWARD_REGION)
         capture = self._capture
-        capture.bear(op, [*gradients, *self._accumulated(node, op)], len(capture.ops))
+        leaf = getattr(node, "variable", None)
+        accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
+        capture.bear(op, [*gradients, accumulated], len(capture.ops))
         if self._ran_another or last_sequence_number() != self._nodes_before:
             capture.bear(op, self._left_behind(), len(capture.ops))
         op.shapes = shapes_of(gradients)
@@ -112,16 +137,6 @@ class NodeOps(NodeListener):
         capture.ops.append(op)
         capture.took(op, self._clock.stretches)
         self._clock.goes_on()
-
-    def _accumulated(self, node: Any, op: CapturedOp) -> list[torch.Tensor]:
-        """The gradient that the node has given to a leaf, which it may have added to what was there."""
-        leaf = getattr(node, "variable", None)
-        gradient = leaf.grad if isinstance(leaf, torch.Tensor) else None
-        if gradient is None:
-            return []
-        known = (self._capture.value_if_known(part) for part in self._capture.ordinary([gradient]))
-        op.writes = [value for value in known if value >= 0 and value not in op.inputs]
-        return [gradient]
 
     def _left_behind(self) -> list[torch.Tensor]:
         """What a forward has made that ran again within the node, as checkpoints have it, or a backward within it."""

@@ -33,6 +33,9 @@ class NodeListener:
     def node_ends(self, node: Any, gradients: Gradients) -> None:
         """It has run and gives these."""
 
+    def passes_on(self, node: Any, gradients: Gradients) -> None:
+        """The same, also of compiled nodes, whose begin and end others tell."""
+
     @property
     def is_inside(self) -> bool:
         """Whether a node runs."""
@@ -48,7 +51,9 @@ class NodeListener:
         self._is_on = True
         try:
             for node in nodes_behind(outputs):
-                if not is_compiled_backward(node):
+                if is_compiled_backward(node):
+                    handles.append(node.register_hook(lambda given, _, node=node: self.passes_on(node, given)))
+                else:
                     handles.append(node.register_prehook(partial(self._begins, node)))
                     handles.append(node.register_hook(partial(self._ends, node)))
             yield
@@ -70,6 +75,7 @@ class NodeListener:
         if self._node is node:
             self._node = None
             self.node_ends(node, gradients)
+            self.passes_on(node, gradients)
 
 
 def nodes_behind(outputs: Any) -> list[Any]:
