@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class LiveBytesMeter(ToggledMode):
         """What was live at the begin."""
         self.peak_bytes = 0
         self._region = CpuRegion()
-        self._in_region = False
+        self._in_region = self._in_backward = False
         self._live_before_bytes = 0
         self.at_peak: Any = None
         self.met: Callable[[torch.UntypedStorage], None] = lambda _: None
@@ -80,8 +80,20 @@ class LiveBytesMeter(ToggledMode):
 
         return metered
 
+    def around_backward(self, run: Callable[[], Any], leaves: Iterable[torch.Tensor]) -> Any:
+        """What ``run()`` gives, a backward that is metered as one region. The leaves have gradients afterwards."""
+        self.region_begins()
+        self._in_backward = True
+        try:
+            return run()
+        finally:
+            self._in_backward = False
+            self.region_ends([leaf.grad for leaf in leaves if leaf.is_leaf])
+
     def region_begins(self) -> None:
         """A compiled region, or its backward, runs from here."""
+        if self._in_backward:
+            return
         self._in_region, self._live_before_bytes = True, self.live_bytes
         if self._device_type == "cpu":
             self._region.begin()
@@ -93,6 +105,8 @@ class LiveBytesMeter(ToggledMode):
 
     def region_ends(self, leaves: list[Any]) -> None:
         """The region has returned ``leaves``."""
+        if self._in_backward:
+            return
         taken_bytes = self._region.end()
         self._in_region = False
         for leaf in leaves:

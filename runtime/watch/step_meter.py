@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -113,6 +114,18 @@ class StepMeter:
     def tells_every_step(self) -> bool:
         """Whether the compiled allocator tells what steps take, whose ops then need no mode."""
         return self._of_cpu is not None and self._of_cpu.has_allocator
+
+    def around_backward(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, a backward whose gradients are used: no mode looks on.
+
+        Where the allocator does not tell what it takes, it is metered as a compiled region is, as a whole.
+        """
+        if not self.mode.is_on or self._engine is None:
+            return run()
+        with self.mode.away():
+            if self.tells_every_step:
+                return run()
+            return self.mode.around_backward(run, own_tensors(self._engine.model))
 
     def step_is_over(self) -> None:
         """What runs from here on is not of the step. Idempotent."""

@@ -52,6 +52,9 @@ class Metered(Watch):
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return self._meter.mode.around_region(call) if self._meter.mode.is_on else call
 
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        return self._meter.around_backward(run)
+
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
         if self._meter.mode.is_on:
             self._meter.mode.saved(tensor)
