@@ -18,6 +18,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.allocations.strays import Stray
 from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
+from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.regions.arrivals import told_of_points
@@ -37,7 +38,6 @@ from poochplan.torch_private.tensor_internals import in_backward, pytree, versio
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of
 from .lifetimes import Lifetimes
-from .nodes import Gradients, Stretches
 from .regions import Regions
 
 

@@ -18,12 +18,12 @@ from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.backward.node_hooks import Gradients
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
 from .captured import CapturedOp
-from .nodes import Gradients
 
 
 class Noting(Protocol):

@@ -14,6 +14,7 @@ import torch
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.runtime.regions.arrivals import told_of_points
@@ -23,7 +24,6 @@ from poochplan.torch_private.tensor_internals import last_sequence_number
 
 from .captured import CapturedOp, Shapes, shapes_of
 from .clock import Clock, clock_of
-from .nodes import Gradients, NodeClock, NodeListener, Stretches, name_of
 
 
 @dataclass(frozen=True)

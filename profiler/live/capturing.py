@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.profiler.backward.node_hooks import Gradients
+from poochplan.profiler.backward.node_ops import NodeOps
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedValue
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
-from poochplan.profiler.capture.node_ops import NodeOps
-from poochplan.profiler.capture.nodes import Gradients
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.untouched import bytes_of
 from poochplan.runtime.drivers.swap_each import SwapEach

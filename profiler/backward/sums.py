@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .lifetimes import Lifetimes
+from poochplan.profiler.capture.lifetimes import Lifetimes
 
 Edge = tuple[Any, int]
 """The node that is given a gradient, and in which place."""
