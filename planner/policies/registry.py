@@ -63,7 +63,9 @@ class PolicyInput:
 
     @cached_property
     def op_kinds(self) -> tuple[str, ...]:
-        """Per op: its operator without namespace, overload and the underscore of in-place: ``convolution``, ``add``."""
+        """Per op: its operator without namespace, overload and the underscore of in-place: ``convolution``, ``add``; of
+        a node of autograd its name: ``convolutionbackward0``.
+        """
         return tuple(_kind_of(op.name) for op in self.profile.ops)
 
     @cached_property
@@ -232,7 +234,7 @@ def unknown_policy(name: str) -> UsageError:
 
 
 def _kind_of(name: str) -> str:
-    return name.removeprefix("aten.").split(".")[0].rstrip("_")
+    return name.removeprefix("aten.").removeprefix("autograd.").split(".")[0].rstrip("_").lower()
 
 
 def _is_floating(dtype: str) -> bool:

@@ -31,7 +31,8 @@ class Taker(Enum):
     FORWARD_PART = "part of a compiled forward, behind which others come"
     """The same."""
     BACKWARD_REGION = "backward of a compiled region"
-    """What dies in it was let go of at a tick before, although it is there when the region begins."""
+    """What dies in it was let go of at a tick before, although it is there when the region begins. A node of a backward
+    that only hooks look at takes what it takes likewise."""
     PART = "part of a compiled backward, behind which others come"
     """The same."""
 

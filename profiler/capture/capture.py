@@ -18,6 +18,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.allocations.strays import Stray
 from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
+from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.regions.arrivals import told_of_points
@@ -66,8 +67,7 @@ class Capture(ToggledMode):
         self.saved_values: set[int] = set()
         self._clock = clock_of(torch.device(device_type))
         self._workspace = self._new_workspace()
-        self._marks: list[tuple[CapturedOp, Any, Any]] = []
-        """Each op, between its two marks."""
+        self._marks: list[tuple[CapturedOp, Stretches]] = []
         self.regions = Regions(self, self._workspace)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
@@ -118,8 +118,8 @@ class Capture(ToggledMode):
 
     def _read_clock(self) -> None:
         self._clock.synchronize()
-        for op, begin, end in self._marks:
-            op.duration_s = self._clock.seconds(begin, end)
+        for op, stretches in self._marks:
+            op.duration_s = sum(self._clock.seconds(begin, end) for begin, end in stretches)
         self._marks.clear()
 
     def durations(self) -> Floats:
@@ -188,7 +188,7 @@ class Capture(ToggledMode):
         self._workspace.begin()
         begin = self._clock.begin()
         outputs = func(*args, **kwargs)
-        self._marks.append((op, begin, self._clock.end()))
+        self.took(op, [(begin, self._clock.end())])
         self._workspace.end(op)
         return outputs
 
@@ -206,6 +206,15 @@ class Capture(ToggledMode):
             if self.value_if_known(part) < 0:
                 self._workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
+
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
+        """What is new came up behind that op, the last one by default, as sums of gradients do. No op bears it."""
+        for part in self.ordinary([tensor]):
+            if self.value_if_known(part) < 0:
+                self._new_value(part, self.ops[behind].layer, range(len(self.ops))[behind])
+
+    def gradients_arrive(self, gradients: Gradients) -> None:
+        """A compiled backward is about to use these."""
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)
@@ -233,7 +242,11 @@ class Capture(ToggledMode):
         try:
             yield
         finally:
-            self._marks.append((op, begin, self._clock.end()))
+            self.took(op, [(begin, self._clock.end())])
+
+    def took(self, op: CapturedOp, stretches: Stretches) -> None:
+        """The op took what lies between these marks."""
+        self._marks.append((op, stretches))
 
     # -- points -----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class Lifetimes:
         self._by_key: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._stand_ins: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
+        """Each with the storage that it stands for, which lives as long."""
         self._live_copies: Counter[int] = Counter()
         """Storages of copies, by value."""
         self._live_handles: dict[int, int] = {}
@@ -54,6 +56,17 @@ class Lifetimes:
         self._by_key[value.key] = number
         self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
         return number
+
+    def storage_of(self, number: int) -> torch.UntypedStorage | None:
+        """The value's own, while it lives."""
+        reference = self._deaths.get(number)
+        return None if reference is None else reference()
+
+    def stands_in(self, storage: torch.UntypedStorage, own: torch.UntypedStorage) -> None:
+        """The value that lies in its ``own`` storage goes on in another one."""
+        key = storage_identity(storage)
+        self._by_key[key] = self._by_key[storage_identity(own)]
+        self._stand_ins[key] = weakref.ref(storage, lambda _: self._stand_in_died(key)), own
 
     def held(self) -> set[int]:
         """Values born in the step that something still holds: themselves, or autograd a handle."""
@@ -85,6 +98,10 @@ class Lifetimes:
         if self._by_key.get(value.key) == number:
             del self._by_key[value.key]
         self._perhaps_gone(number)
+
+    def _stand_in_died(self, key: int) -> None:
+        self._by_key.pop(key, None)
+        self._stand_ins.pop(key, None)
 
     def _copy_died(self, key: int, number: int) -> None:
         self._by_key.pop(key, None)

@@ -18,6 +18,7 @@ from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.backward.node_hooks import Gradients
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
@@ -33,6 +34,7 @@ class Noting(Protocol):
     ops: list[CapturedOp]
 
     def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
+    def gradients_arrive(self, gradients: Gradients) -> None: ...
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
     def value_of(self, tensor: torch.Tensor) -> int: ...
     def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
@@ -192,7 +194,8 @@ class Regions:
             raise
         self._part_begins(op.layer)
 
-    def _backward_begins(self, path: str) -> None:
+    def _backward_begins(self, path: str, gradients: list[torch.Tensor]) -> None:
+        self._capture.gradients_arrive(gradients)
         self._parts.clear()
         self._part_begins(path)
 

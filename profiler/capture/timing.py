@@ -14,6 +14,7 @@ import torch
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_regions import around_backward
 from poochplan.runtime.regions.arrivals import told_of_points
@@ -60,7 +61,8 @@ class OpTimer(ToggledMode):
         self.phase = Phase.FORWARD
         self._clock = clock
         self._tracker = tracker
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: list[Stretches] = []
+        self._nodes = _NodeTimes(clock, self._node_ran)
         self._part_began: Any = None
         self._in_compiled_backward = False
         self._forward_path: str | None = None
@@ -83,6 +85,8 @@ class OpTimer(ToggledMode):
         """What is to be called in the place of a compiled callable."""
 
         def region(*args: Any, **kwargs: Any) -> Any:
+            if self._nodes.is_inside:
+                return call(*args, **kwargs)
             node_before = last_sequence_number()
             outer, self._forward_path = self._forward_path, "" if self.phase is Phase.BACKWARD else path
             self._part_began = self._clock.begin()
@@ -97,11 +101,29 @@ class OpTimer(ToggledMode):
 
         return region
 
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
+        with self.away(), self._nodes.told_of(outputs):
+            return run()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A block that is no node's."""
+        return self._nodes.clock.paused()
+
+    def switch_off(self) -> None:
+        super().switch_off()
+        self._nodes.leave()
+
+    def _node_ran(self, name: str, shapes: Shapes, stretches: Stretches) -> None:
+        self._marks.append(stretches)
+        self.ops.append(DispatchedOp(name, "", shapes))
+
     def _part_ends(self, path: str) -> None:
-        self._marks.append((self._part_began, self._clock.end()))
+        self._marks.append([(self._part_began, self._clock.end())])
         self.ops.append(DispatchedOp(COMPILED_REGION, path, ()))
 
-    def _compiled_backward_begins(self) -> None:
+    def _compiled_backward_begins(self, _: list[torch.Tensor]) -> None:
+        self._nodes.clock.stops()
         self._part_began, self._in_compiled_backward = self._clock.begin(), True
 
     def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
@@ -126,13 +148,35 @@ class OpTimer(ToggledMode):
     def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin = self._clock.begin()
         outputs = call(*args, **kwargs)
-        self._marks.append((begin, self._clock.end()))
+        self._marks.append([(begin, self._clock.end())])
         return outputs
 
     def durations_s(self) -> list[float]:
         """Seconds of each op so far."""
         self._clock.synchronize()
-        return [self._clock.seconds(begin, end) for begin, end in self._marks]
+        return [sum(self._clock.seconds(*stretch) for stretch in stretches) for stretches in self._marks]
+
+
+class _NodeTimes(NodeListener):
+    """Tells name, shapes of gradients and time of each node."""
+
+    def __init__(self, clock: Clock, told: Callable[[str, Shapes, Stretches], None]) -> None:
+        super().__init__()
+        self.clock = NodeClock(clock)
+        self._told = told
+
+    def node_begins(self, node: Any, gradients: Gradients) -> None:
+        self.clock.stops()
+        self.clock.begins()
+
+    def node_ends(self, node: Any, gradients: Gradients) -> None:
+        self.clock.stops()
+        self._told(name_of(node), shapes_of(gradients), self.clock.stretches)
+        self.clock.goes_on()
+
+    def leave(self) -> None:
+        self.clock.forget()
+        super().leave()
 
 
 class OpRuns:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.profiler.backward.node_hooks import Gradients
+from poochplan.profiler.backward.node_ops import NodeOps
 from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.captured import CapturedValue
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -30,12 +33,50 @@ NAMED = 100
 
 
 class EngineCapture(Capture):
-    """A capture of what the runtime's engine moves. State: the value that each of the engine's stands for."""
+    """A capture of what the runtime's engine moves, of a backward whose gradients are used.
 
-    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
-        super().__init__(device_type, tracker, static)
+    State: the value that each of the engine's stands for.
+    """
+
+    def __init__(self, model: torch.nn.Module, device_type: str) -> None:
+        super().__init__(device_type, LayerTracker(), static_keys(model, device_type))
+        self._model = model
+        self.nodes = NodeOps(self, self._workspace, self._clock, self._gradients)
+        self.checkpointed = self.tracker.ran_again
         self._numbers: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[SavedValue]] = {}
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
+        with self.away():
+            return self.nodes.observed(outputs, run)
+
+    def switch_off(self) -> None:
+        super().switch_off()
+        self.nodes.leave()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A block in which values are moved: nothing in it is the step's."""
+        with self.nodes.set_aside(), self.regions.set_aside(), self.paused():
+            yield
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+        if not self.nodes.is_inside:
+            return self.regions.around(path, call)
+        self.look_for_checkpoint(path)
+        return call
+
+    def gradients_arrive(self, gradients: Gradients) -> None:
+        self.nodes.gradients_arrive(gradients)
+
+    def _gone(self, value: CapturedValue) -> None:
+        super()._gone(value)
+        self.nodes.freed(value.size_bytes)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
 
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
         """The engine has given that handle for a tensor."""
@@ -53,8 +94,10 @@ class EngineCapture(Capture):
     def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
         """Backward is about to read the value there."""
         number = self._numbers.get(id(value))
-        if number is not None and not self.lifetimes.is_known(storage):
-            self.lifetimes.is_copied_to(storage, number)
+        if number is not None:
+            self.nodes.reads(number)
+            if not self.lifetimes.is_known(storage):
+                self.lifetimes.is_copied_to(storage, number)
 
     def _ended(self, key: int) -> None:
         del self._ends[key]
@@ -66,8 +109,7 @@ class Capturing(Watch):
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene, SwapEach(at_once=True))
-        model, kind = scene.model, scene.where.type
-        self.capture = EngineCapture(kind, LayerTracker(), static_keys(model, kind))
+        self.capture = EngineCapture(scene.model, scene.where.type)
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
@@ -105,10 +147,16 @@ class Capturing(Watch):
             self.kinds.note_gradients(self.scene.model)
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.capture.regions.around(path, call)
+        return self.capture.around_region(path, call)
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        return self.capture.observed(outputs, run)
+
+    def runs_another(self) -> None:
+        self.capture.nodes.runs_another()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        with self.capture.paused(), self.capture.regions.set_aside():
+        with self.capture.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -124,7 +172,7 @@ class Capturing(Watch):
             return unpack(handle)
         if not handle.used:
             self.capture.used(handle.ordinal)
-        with self.capture.paused(), self.capture.regions.set_aside():
+        with self.capture.set_aside():
             tensor = unpack(handle)
         self.capture.is_back(value, tensor.untyped_storage())
         return tensor

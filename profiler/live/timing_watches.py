@@ -139,3 +139,10 @@ class OpTiming(PhaseTiming):
 
     def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return self.timer.region(path, call)
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        return self.timer.observed(outputs, run)
+
+    def _aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
+        with self.timer.paused():
+            return super()._aside(hook, argument)

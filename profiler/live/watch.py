@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ class Watch:
         self.foreseen_bytes = 0
         """How much more that will be one day, as far as optimizers say."""
         self.phase = Phase.FORWARD
-        self._depth = 0
+        self._thread = threading.get_ident()
+        self._is_in_backward = False
         self._stack = contextlib.ExitStack()
 
     def begin(self, segment: Segment) -> None:
@@ -100,22 +103,39 @@ class Watch:
         """Backward asks for a tensor."""
         return unpack(handle)
 
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, the user's backward from these outputs. Its gradients are used: no mode of ours may be
+        on the stack meanwhile.
+        """
+        return run()
+
+    def runs_another(self) -> None:
+        """A backward begins within a backward."""
+
     def end(self, *, stepped: bool) -> None:
         """The segment has ended, ``stepped`` with a step of the optimizer: instruments are taken off. Idempotent."""
         self._stack.close()
 
     def _backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def seen(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_the_compilers(outputs):
-                return run(outputs, *args, **kwargs)
-            if not self._depth:
-                self.enter(Phase.BACKWARD)
-            self._depth += 1
+            ran = partial(run, outputs, *args, **kwargs)
+            if threading.get_ident() != self._thread or is_the_compilers(outputs):
+                return ran()
+            if self._is_in_backward:
+                self.runs_another()
+                return ran()
+            self._is_in_backward = True
+            self.enter(Phase.BACKWARD)
             try:
-                return run(outputs, *args, **kwargs)
+                return self.observed(outputs, ran)
+            except BaseException:
+                self.why_not = BACKWARD_RAISED
+                raise
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.enter(Phase.OPTIMIZER)
+                self._is_in_backward = False
+                self.enter(Phase.OPTIMIZER)
 
         return seen
+
+
+BACKWARD_RAISED = "its backward raised"

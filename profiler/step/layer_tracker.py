@@ -9,16 +9,21 @@ from typing import Any
 import torch
 
 from poochplan.tensors.modes import compiled_modules, inside
-from poochplan.torch_private.tensor_internals import backward_node, last_sequence_number, sequence_number
+from poochplan.torch_private.tensor_internals import backward_node, in_backward, last_sequence_number, sequence_number
 
 
 class LayerTracker:
-    """State: the stack of running modules, and the layer of each autograd node by its sequence number."""
+    """State: the stack of running modules, and the layer of each autograd node by its sequence number.
+
+    ``ran_again`` has the outermost modules whose forward ran in backward, in order, as checkpoints have it. Autograd
+    shuts itself off there: where it is on, it is no module that only a backward calls.
+    """
 
     def __init__(self) -> None:
         self._running: list[str] = []
         self._layer_of_node: dict[int, str] = {}
         self._last_backward_layer = ""
+        self.ran_again: dict[str, None] = {}
 
     @contextlib.contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[LayerTracker]:
@@ -40,6 +45,10 @@ class LayerTracker:
             layer = self._running[-1] if self._running else ""
             self._layer_of_node[last_sequence_number()] = layer
             return layer
+        return self.layer_of(node)
+
+    def layer_of(self, node: Any) -> str:
+        """Path of the module that a node of backward differentiates."""
         # AccumulateGrad has no sequence number of its own: it belongs to the node before it.
         self._last_backward_layer = self._layer_of_node.get(sequence_number(node), self._last_backward_layer)
         return self._last_backward_layer
@@ -54,6 +63,8 @@ class LayerTracker:
 
     def _enter(self, name: str) -> Any:
         def hook(module: torch.nn.Module, args: Any) -> None:
+            if not self._running and in_backward() and torch.is_grad_enabled():
+                self.ran_again[name] = None
             self._running.append(name)
 
         return hook

@@ -7,7 +7,7 @@ measured at the allocator: on the CPU by what it tells a profiler, event by even
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,15 +109,23 @@ def changes(events: list[Event]) -> Iterator[int]:
 
 
 def around_backward(
-    outputs: Any, node_before: int, begins: Callable[[], Any], ends: Callable[[list[torch.Tensor]], Any]
+    outputs: Any,
+    node_before: int,
+    begins: Callable[[list[torch.Tensor]], Any],
+    ends: Callable[[list[torch.Tensor]], Any],
 ) -> None:
-    """Has ``begins()`` and ``ends(gradients)`` called around each backward of what a region has just compiled.
+    """Has ``begins(gradients)`` called before each backward of what a region has just compiled, with those it is given,
+    and ``ends(gradients)`` behind it, with those it gives.
 
     ``outputs`` are the region's; ``node_before`` is the number of the last autograd node that was made before it.
     """
     for node in _compiled_nodes(outputs, node_before):
-        node.register_prehook(lambda _: begins())
-        node.register_hook(lambda gradients, _: ends([x for x in gradients if isinstance(x, torch.Tensor)]))
+        node.register_prehook(lambda gradients: begins(_there(gradients)))
+        node.register_hook(lambda gradients, _: ends(_there(gradients)))
+
+
+def _there(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _compiled_nodes(outputs: Any, node_before: int) -> list[Any]:

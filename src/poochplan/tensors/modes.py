@@ -46,6 +46,7 @@ class ToggledMode(TorchDispatchMode):
         held_to_their_way()
         self._pushed = False
         self._muted = False
+        self._comes_back = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -68,7 +69,7 @@ class ToggledMode(TorchDispatchMode):
 
     def switch_on(self) -> None:
         """Puts the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
-        self._muted = False
+        self._muted = self._comes_back = False
         if not self._pushed or self not in mode_stack():
             self._pushed = True
             above = _users_modes()
@@ -78,6 +79,7 @@ class ToggledMode(TorchDispatchMode):
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
+        self._comes_back = False
         if not self._pushed:
             return
         stack = mode_stack()
@@ -91,13 +93,16 @@ class ToggledMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Off for the length of a block, then as it was."""
-        was_on = self.is_on
+        """Off for the length of a block, then as it was, unless it was switched off meanwhile."""
+        if not self.is_on:
+            yield
+            return
         self.switch_off()
+        self._comes_back = True
         try:
             yield
         finally:
-            if was_on:
+            if self._comes_back:
                 self.switch_on()
 
 

@@ -1,0 +1,163 @@
+"""NodeOps: the nodes of a backward as ops of a capture, one each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from poochplan.formats.profile import Phase
+from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.allocations.op_blocks import Taker
+from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.capture.captured import CapturedOp, shapes_of
+from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.capture.lifetimes import Lifetimes
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.trials.untouched import bytes_of
+from poochplan.runtime.watch.census import census
+from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
+
+from .node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
+from .sums import Sums
+
+
+class Noting(Protocol):
+    """What nodes tell a capture, and ask of it."""
+
+    device_type: str
+    tracker: LayerTracker
+    ops: list[CapturedOp]
+    lifetimes: Lifetimes
+
+    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
+    def value_of(self, tensor: torch.Tensor) -> int: ...
+    def value_if_known(self, tensor: torch.Tensor) -> int: ...
+    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
+    def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
+    def rounded_bytes(self, number: int) -> int: ...
+
+
+class NodeOps(NodeListener):
+    """State: the op of the node that runs, and whether one has run in this backward.
+
+    ``gradients`` gives those that the model's parameters have now.
+    """
+
+    def __init__(
+        self, capture: Noting, workspace: Workspace, clock: Clock, gradients: Callable[[], list[torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self._capture, self._workspace, self._gradients = capture, workspace, gradients
+        self._region, self._clock = workspace.region(), NodeClock(clock)
+        self._op: CapturedOp | None = None
+        self._has_run = False
+        self._freed_bytes = 0
+        self._first_block = self._nodes_before = 0
+        self._ran_another = False
+        self._sums = Sums(capture.lifetimes)
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, a backward from the outputs."""
+        self._has_run = False
+        with self.told_of(outputs):
+            results = run()
+            self.gradients_arrive([x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)])
+        return results
+
+    def leave(self) -> None:
+        """Also in the middle of a node, as where it raises: then it is no op."""
+        if self._op is not None:
+            self._region.end()
+            self._workspace.region_ends(self._op, Taker.BACKWARD_REGION)
+            self._op = None
+        self._clock.forget()
+        self._sums.clear()
+        super().leave()
+
+    def runs_another(self) -> None:
+        """A backward begins within the node that runs."""
+        self._ran_another = True
+
+    def gradients_arrive(self, gradients: Gradients, node: Any = None) -> None:
+        """The node is about to use these. What is new is a sum of several, or of a hook between nodes."""
+        self._clock.stops()
+        for place, gradient in enumerate(gradients):
+            pending = self._sums.pop((node, place), None)
+            if gradient is None or not self._has_run:
+                continue
+            if pending is not None and pending.own is not None:
+                for part in self._capture.ordinary([gradient]):
+                    self._goes_on_in(part, pending.own)
+            self._capture.arise(gradient, -1 if pending is None else pending.made_behind)
+        self._has_run = True
+
+    def _goes_on_in(self, sum_: torch.Tensor, own: torch.UntypedStorage) -> None:
+        if self._capture.value_if_known(sum_) < 0:
+            self._workspace.knows(sum_.untyped_storage())
+            self._capture.lifetimes.stands_in(sum_.untyped_storage(), own)
+
+    def passes_on(self, node: Any, gradients: Gradients) -> None:
+        for gradient, edge in zip(gradients, node.next_functions, strict=False):
+            parts = [] if gradient is None else self._capture.ordinary([gradient])
+            if gradient is not None and parts:
+                number = self._capture.value_if_known(parts[0])
+                self._sums.adds(edge, number, len(self._capture.ops) - 1, is_dense=is_dense(gradient))
+
+    def node_begins(self, node: Any, gradients: Gradients) -> None:
+        self.gradients_arrive(gradients, node)
+        capture = self._capture
+        op = self._op = CapturedOp(name_of(node), capture.tracker.layer_of(node), Phase.BACKWARD)
+        op.opaque = True
+        op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(list(gradients)))))
+        self._ran_another, self._nodes_before = False, last_sequence_number()
+        self._freed_bytes, self._first_block = 0, self._workspace.next_block()
+        self._workspace.region_begins()
+        self._region.begin()
+        self._clock.begins()
+
+    def node_ends(self, node: Any, gradients: Gradients) -> None:
+        self._clock.stops()
+        op, self._op = self._op, None
+        assert op is not None, "a node ends that has not begun"
+        taken_bytes = self._region.end()
+        self._workspace.region_ends(op, Taker.BACKWARD_REGION)
+        capture = self._capture
+        leaf = getattr(node, "variable", None)
+        accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
+        capture.bear(op, [*gradients, accumulated], len(capture.ops))
+        if self._ran_another or last_sequence_number() != self._nodes_before:
+            capture.bear(op, self._left_behind(), len(capture.ops))
+        op.shapes = shapes_of(gradients)
+        if taken_bytes is not None:
+            op.workspace_bytes = max(0, taken_bytes - sum(map(capture.rounded_bytes, op.outputs)) + self._freed_bytes)
+        capture.ops.append(op)
+        capture.took(op, self._clock.stretches)
+        self._clock.goes_on()
+
+    def _left_behind(self) -> list[torch.Tensor]:
+        """What a forward has made that ran again within the node, as checkpoints have it, or a backward within it."""
+        there = census(self._capture.device_type, 1).values()
+        made = [one for one in there if self._workspace.block_of(one) >= self._first_block]
+        return [*map(bytes_of, made), *self._gradients()]
+
+    def reads(self, number: int) -> None:
+        """Backward unpacks what was saved of that value."""
+        if self._op is not None and number not in self._op.inputs:
+            self._op.inputs.append(number)
+
+    def freed(self, size_bytes: int) -> None:
+        """The last hold of a value has ended."""
+        if self._op is not None:
+            self._freed_bytes += rounded_up(size_bytes)
+            self._region.freed(size_bytes)
+            self._workspace.freed(size_bytes)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A block that is none of the node's."""
+        with self._clock.paused(), self._region.set_aside():
+            yield

@@ -1,0 +1,242 @@
+"""More trainings: backwards of many kinds, whose gradients depend on how they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .trainings import CLASSES, WIDTH, Losses, Training, adam, batch, blocks, loss_of, plain
+
+Parts = tuple[torch.Tensor, torch.Tensor]
+
+
+def noisy_or(hidden: int = 0, width: int = 64, rows: int = 256) -> Training:
+    """Torch computes the gradient of ``prod(dim=)`` by another formula under a dispatch mode."""
+    layers = [layer for _ in range(hidden) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), *layers, nn.Linear(width, 16), nn.Sigmoid())
+    optimizer, numbers = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        loss = (1 - model(torch.randn(rows, WIDTH, generator=numbers))).prod(dim=1).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear(rows).sigmoid()
+
+
+class Branching(nn.Module):
+    """Gradients of three branches are added up, one of them strided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.second = nn.ModuleList(Gate() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            flipped = second(rows.t().contiguous().t())
+            rows = rows + first(rows).tanh() + flipped * rows
+        return self.head(rows)
+
+
+def branches() -> Training:
+    return plain(Branching())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.before, self.inner, self.rest = nn.Linear(WIDTH, WIDTH), blocks(3), nn.Sequential(blocks(4))
+        self.after = nn.Linear(CLASSES, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = checkpoint(self.inner, self.before(rows), use_reentrant=self.reentrant)
+        return self.rest(self.after(rows))
+
+
+class Halves(torch.autograd.Function):
+    """Two outputs, of which one is not used: its gradient is none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, scale: float) -> Parts:
+        ctx.save_for_backward(rows)
+        ctx.set_materialize_grads(False)
+        return rows * scale, rows.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        assert first is None
+        assert second is not None
+        kept = 1 - rows.tanh().square()
+        return second * kept, None
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = blocks(3), nn.Sequential(nn.Linear(CLASSES, WIDTH), blocks(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.second(Halves.apply(self.first(rows), 0.5)[1])
+
+
+class Stumbling(torch.autograd.Function):
+    """Its backward raises where ``is_next``."""
+
+    is_next = False
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Stumbling.is_next:
+            raise ValueError("in the middle of backward")
+        return gradient
+
+
+class Stone(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return Stumbling.apply(rows)
+
+
+def raising_in_backward() -> Training:
+    """In turns in which ops are captured, timed and planned for."""
+    training = plain(nn.Sequential(blocks(3), Stone(), nn.Linear(CLASSES, WIDTH), blocks(3)))
+    inner = training.turn
+
+    def turn(number: int) -> Losses:
+        if number in (1, 6, 9):
+            Stumbling.is_next = True
+            try:
+                inner(number)
+            except ValueError:
+                return []
+            finally:
+                Stumbling.is_next = False
+        return inner(number)
+
+    training.turn = turn
+    return training
+
+
+def gradients_taken() -> Training:
+    """By ``autograd.grad``, of which no node accumulates."""
+    model = blocks()
+    optimizer, data, parameters = adam(model), batch(), list(model.parameters())
+
+    def turn(_: int) -> Losses:
+        loss = loss_of(model, data)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        return [loss.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def two_losses_of_one_graph() -> Training:
+    model = blocks()
+    optimizer, data = adam(model), batch()
+
+    def turn(_: int) -> Losses:
+        optimizer.zero_grad()
+        scores = model(data[0])
+        first, second = nn.functional.cross_entropy(scores, data[1]), scores.square().mean()
+        first.backward(retain_graph=True)
+        second.backward()
+        optimizer.step()
+        return [first.item(), second.item()]
+
+    return Training(model, [optimizer], turn)
+
+
+def hooked() -> Training:
+    """Gradients are changed by hooks of tensors and of nodes."""
+    model = blocks()
+    training, numbers = plain(model), [0]
+
+    def scaled(gradient: torch.Tensor) -> torch.Tensor:
+        numbers[0] += 1
+        return gradient * 0.5
+
+    def on_output(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(scaled)
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(lambda gradients, _: tuple(one if one is None else one * 2 for one in gradients))
+
+    for block in list(model)[1:4]:
+        block.register_forward_hook(on_output)
+    for parameter in model.parameters():
+        parameter.register_hook(scaled)
+    return training
+
+
+def optimizer_in_backward() -> Training:
+    """Each parameter is stepped where its gradient is there."""
+    model, data = blocks(), batch()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+    def turn(_: int) -> Losses:
+        loss = loss_of(model, data)
+        loss.backward()
+        return [loss.item()]
+
+    return Training(model, list(optimizers.values()), turn)
+
+
+def compiled_beside_branches() -> Training:
+    model = Branching()
+    for gate in model.second:
+        gate.compile(backend="aot_eager")
+    return plain(model)
+
+
+def compiled_in_checkpoint() -> Training:
+    model = Checkpointed(reentrant=False)
+    model.inner = nn.Sequential(*(Gate() for _ in range(3)), nn.Linear(WIDTH, CLASSES))
+    for gate in list(model.inner)[:2]:
+        gate.compile(backend="aot_eager")
+    return plain(model)
+
+
+BACKWARDS: dict[str, Callable[[], Training]] = {
+    "noisy_or": noisy_or,
+    "branches": branches,
+    "checkpoint": lambda: plain(Checkpointed(reentrant=False)),
+    "reentrant_checkpoint": lambda: plain(Checkpointed(reentrant=True)),
+    "custom_function": lambda: plain(Custom()),
+    "raising_in_backward": raising_in_backward,
+    "gradients_taken": gradients_taken,
+    "two_losses_of_one_graph": two_losses_of_one_graph,
+    "hooked": hooked,
+    "optimizer_in_backward": optimizer_in_backward,
+    "compiled_beside_branches": compiled_beside_branches,
+    "compiled_in_checkpoint": compiled_in_checkpoint,
+}
