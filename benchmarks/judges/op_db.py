@@ -6,9 +6,9 @@ meters each step and swaps what it saves (its plan is another step's); and under
 look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
 empty dispatch mode: what a session would change that had one on the stack.
 
-    python -m benchmarks.judges.op_db -o benchmarks/results/op_db.json        # some minutes
-    python -m benchmarks.judges.op_db --every 50                              # each fiftieth sample
-    python -m benchmarks.judges.op_db --modes --only prod masked.prod
+    python -m benchmarks.judges.op_db -o benchmarks/results/op_db.json
+    python -m benchmarks.judges.op_db --most 1000 --only prod masked.prod linalg.lstsq
+    python -m benchmarks.judges.op_db --modes --only prod masked.prod linalg.lstsq
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from poochplan.profiler.live.timing_watches import OpTiming
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.drivers.swap_each import SwapEach
-from poochplan.torch_private.tensor_internals import pytree, without_modes
+from poochplan.torch_private.tensor_internals import pytree
 
 SEED, MOST_NUMBERS = 0, 1 << 16
 Bits = list[bytes]
@@ -113,9 +113,8 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
-def samples(every: int, only: list[str]) -> Iterator[Sample]:
-    """All samples with a backward, in order; of them each ``every``-th."""
-    number = 0
+def samples(most: int, only: list[str]) -> Iterator[Sample]:
+    """Of each operator and dtype with a backward at most so many samples, from all over its list."""
     for info in op_db:
         if only and info.name not in only:
             continue
@@ -127,10 +126,9 @@ def samples(every: int, only: list[str]) -> Iterator[Sample]:
             except Exception as error:  # of the database, not of ours
                 print(f"{name} {dtype}: no samples ({type(error).__name__})", file=sys.stderr)
                 continue
-            for index, sample in enumerate(drawn):
-                number += 1
-                if number % every == 0 and _numbers(sample) <= MOST_NUMBERS:
-                    yield Sample(f"{name}[{index}] {str(dtype).removeprefix('torch.')}", info.op, sample, dtype)
+            small = [number for number, sample in enumerate(drawn) if _numbers(sample) <= MOST_NUMBERS]
+            for number in small[:: -(-len(small) // most) or 1]:
+                yield Sample(f"{name}[{number}] {str(dtype).removeprefix('torch.')}", info.op, drawn[number], dtype)
 
 
 def _numbers(sample: Any) -> int:
@@ -203,41 +201,42 @@ def looked_on() -> Iterator[nn.Module]:
         yield Operator()
 
 
-def plain(sample: Sample) -> Bits:
-    """Nothing looks on, also where a judge is entered."""
-    with without_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        return sample.step(Operator())
-
-
-def judged(every: int, only: list[str], *, modes: bool) -> dict[str, Any]:
+def judged(tried: list[Sample], *, modes: bool) -> dict[str, Any]:
     """How many samples were tried, and which differ, by judge."""
     judges = {"metered": metered, "captured": lambda: studied(Capturing), "timed": lambda: studied(_timed)}
     if modes:
         judges = {"under an empty mode": looked_on}
     counts, problems = Counter[str](), dict[str, list[str]]((name, []) for name in judges)
-
+    wanted = dict(_plain(tried, counts))
     for name, judge in judges.items():
         with judge() as model:
-            for sample in samples(every, only):
-                try:
-                    wanted, again = plain(sample), plain(sample)
-                except NoBackward:
-                    counts["without a backward"] += name == next(iter(judges))
-                    continue
-                except Exception:  # torch's own, without us
-                    counts["fails plain"] += name == next(iter(judges))
-                    continue
-                if wanted != again:
-                    counts["does not repeat itself"] += name == next(iter(judges))
-                    continue
+            for sample, bits in wanted.items():
                 counts[name] += 1
                 try:
-                    if sample.step(model) != wanted:
+                    if sample.step(model) != bits:
                         problems[name].append(f"{sample.name}: other bits")
                 except Exception as error:
                     problems[name].append(f"{sample.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
         print(f"{name}: {counts[name]} samples, {len(problems[name])} problems", flush=True)
     return {"counts": dict(counts), "problems": problems}
+
+
+def _plain(tried: list[Sample], counts: Counter[str]) -> Iterator[tuple[Sample, Bits]]:
+    """The bits of those that have a backward and repeat themselves."""
+    model = Operator()
+    for sample in tried:
+        try:
+            bits, again = sample.step(model), sample.step(model)
+        except NoBackward:
+            counts["without a backward"] += 1
+            continue
+        except Exception:  # torch's own, without us
+            counts["fails plain"] += 1
+            continue
+        if bits == again:
+            yield sample, bits
+        else:
+            counts["does not repeat itself"] += 1
 
 
 def _timed(scene: Any) -> Watch:
@@ -246,15 +245,16 @@ def _timed(scene: Any) -> Watch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="only each so-manieth sample")
+    parser.add_argument("--most", type=int, default=3, help="samples of each operator and dtype")
     parser.add_argument("--only", nargs="*", default=[], metavar="OP")
     parser.add_argument("--modes", action="store_true", help="ask it of an empty dispatch mode alone")
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     began_s = time.perf_counter()
-    gc.freeze()  # a session looks at all that the collector knows, and the database is much
-    found = judged(given.every, given.only, modes=given.modes)
+    tried = list(samples(given.most, given.only))
+    gc.freeze()  # a session looks at all that the collector knows, and these are many
+    found = judged(tried, modes=given.modes)
     for name, problems in found["problems"].items():
         for problem in problems:
             print(f"{name}: {problem}")

@@ -16,6 +16,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
 from poochplan.torch_private.tensor_internals import storage_identity, without_modes, without_torch_function
 
+DataParallel = torch.nn.parallel.DistributedDataParallel
 LEAST_BYTES = 4096
 """What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""
 
@@ -73,3 +74,20 @@ def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.Untype
                 yield storage
     except (RuntimeError, NotImplementedError, AttributeError):
         return  # a class that is not ready yet
+
+
+def wrapper_of(model: torch.nn.Module) -> DataParallel | None:
+    """The model for data-parallel training that is this one, or that has been put around it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if isinstance(model, DataParallel):
+        return model
+    return next((one for one in gc.get_objects() if type(one) is DataParallel and one.module is model), None)
+
+
+def bucket_bytes(model: torch.nn.Module) -> int:
+    """What its buckets take: as much as the gradients, where these do not lie in them."""
+    wrapper = wrapper_of(model)
+    if wrapper is None or wrapper.gradient_as_bucket_view:
+        return 0
+    return sum(rounded_up(one.nbytes) for one in wrapper.parameters() if one.requires_grad)

@@ -18,8 +18,7 @@ from poochplan.torch_private.tensor_internals import (
     without_torch_function,
 )
 
-from .buckets import bucket_bytes
-from .census import LEAST_BYTES, census, storages_of
+from .census import LEAST_BYTES, bucket_bytes, census, storages_of
 from .referrers import name_of
 
 MOST = 8

@@ -13,12 +13,11 @@ from poochplan.formats.profile import Memory
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import AllocatedPeak
-from poochplan.runtime.metering.logged import LoggedPeak
+from poochplan.runtime.metering.logged_peak import LoggedPeak
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
-from .buckets import bucket_bytes
-from .census import LEAST_BYTES, Storages, census
+from .census import LEAST_BYTES, Storages, bucket_bytes, census
 from .growth import state_of_optimizers
 
 When = Literal["first-steps", "always", "never"]

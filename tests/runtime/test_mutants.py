@@ -15,7 +15,7 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine import mechanism, saved_value
-from poochplan.runtime.session import Session
+from poochplan.runtime.metering.allocated import joined_count
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.mutants import Mutant, mutants_of
 from tests.runtime.nets import CASES, Case, Gated, Residual, equal
@@ -99,8 +99,8 @@ class Judge:
         """What a replay needs goes once the value is back."""
         model, step, _ = Case(_gated).fresh()
         live: list[int] = []
-        with poochplan.apply(self.gate_early, model, device=lambda: device) as session:
-            _note_live_bytes(model, session, live)
+        with poochplan.apply(self.gate_early, model, device=lambda: device):
+            _note_live_bytes(model, live)
             step().backward()
         return self._other_bytes("claimed", [live])
 
@@ -123,9 +123,9 @@ class Judge:
             model(batch).square().sum().backward()
         else:
             assert plan is not None
-            with poochplan.apply(plan, model, device=lambda: device) as session:
+            with poochplan.apply(plan, model, device=lambda: device):
                 if live is not None:
-                    _note_live_bytes(model, session, live)
+                    _note_live_bytes(model, live)
                 model(batch).square().sum().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -179,11 +179,14 @@ class Judge:
         return [] if equal([self.reference], [self._gradients(device, self.plans[1])]) else ["gradients differ"]
 
 
-def _note_live_bytes(model: torch.nn.Module, session: Session, live: list[int]) -> None:
-    """Since the step began: what lives beside it is not of the session."""
-    meter = session._meter.mode
+def _note_live_bytes(model: torch.nn.Module, live: list[int]) -> None:
+    """Since forward began: what lives beside it is not of the session."""
+    count = joined_count()
+    assert count is not None
+    began_bytes = [0]
+    model.register_forward_pre_hook(lambda *_: began_bytes.__setitem__(0, count.live_bytes))
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: live.append(meter.live_bytes - meter.began_bytes))
+        parameter.register_post_accumulate_grad_hook(lambda _: live.append(count.live_bytes - began_bytes[0]))
 
 
 def _fetched_early(plan: Plan) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from poochplan.runtime.watch.buckets import wrapper_of
+from poochplan.runtime.watch.census import wrapper_of
 from poochplan.torch_private.compiler_internals import is_compiled
 
 
