@@ -17,7 +17,7 @@ BELOW = {
     "profiler": {"planner", "runtime", "formats", "tensors", "torch_private", "errors", "units"},
 }
 """What each room may import, beside itself. All other modules may import any of these, and each other."""
-MOST_FILES = 9
+MOST_FILES = 15
 
 
 @pytest.mark.parametrize("room", BELOW)

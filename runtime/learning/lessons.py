@@ -13,7 +13,7 @@ from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.allocator.allocation_log import Table
 from poochplan.runtime.allocator.arena import Fates, Places
-from poochplan.runtime.allocator.observed import observed_blocks
+from poochplan.runtime.allocator.observed import ObservedBlock, observed_blocks
 
 MOST_LAID_OUT = 3
 """So many times what a kind of step takes is laid out."""
@@ -113,8 +113,9 @@ class Lesson:
         least_bytes = self.plan.layout.least_bytes
         observed = observed_blocks(events, least_bytes)
         spans = [(block.start, block.end, block.size_bytes) for block in observed if block.end]
-        offsets, arena_bytes = pack(spans, self.room_bytes)
-        self.larger_bytes = max(0, arena_bytes - self.room_bytes)
+        room_bytes = self.room_bytes - self._more_outside(observed)
+        offsets, arena_bytes = pack(spans, max(0, room_bytes))
+        self.larger_bytes = max(0, arena_bytes - room_bytes)
         if self.larger_bytes:
             return None
         found = iter(offsets)
@@ -124,6 +125,12 @@ class Lesson:
             points=np.array([block.point for block in observed], dtype=np.int64),
         )
         return Learned(arena_bytes, least_bytes, places)
+
+    def _more_outside(self, observed: list[ObservedBlock]) -> int:
+        """How much more outlives this step than was planned: gradients do where the next forward is none of a step."""
+        assert self.plan.layout is not None
+        planned_bytes = sum(one.size_bytes for one in self.plan.layout.places if one.offset == OUTSIDE)
+        return max(0, sum(one.size_bytes for one in observed if not one.end) - planned_bytes)
 
 
 def misses(fates: Fates) -> int:

@@ -217,7 +217,7 @@ class StepMeter:
         return found | own
 
     def _own(self, engine: Engine) -> Storages:
-        own = own_tensors(engine.model)
+        own = list(own_tensors(engine.model))
         tensors = [one for tensor in own for one in (tensor, tensor.grad if tensor.is_leaf else None)]
         tensors += state_of_optimizers(own)
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.errors import InputFileError, PoochError, SpillError, UsageError
+from poochplan.errors import InputFileError, PoochError, UsageError
 from poochplan.formats.files import cache_folder, write_cache
 from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import Departure, Plan, PointActions
@@ -175,7 +175,7 @@ def swapped(given: Plan) -> int:
     return next(index for index, value in enumerate(given.values) if value.decision == "swap")
 
 
-def test_a_plan_that_swaps_more_than_the_disk_has_is_refused_before_anything_is_written(
+def test_of_a_plan_that_swaps_more_than_the_disk_has_nothing_is_written_ahead_and_a_line_says_so(
     whole: Plan, tmp_path: Path
 ) -> None:
     values, place = list(whole.values), swapped(whole)
@@ -187,7 +187,7 @@ def test_a_plan_that_swaps_more_than_the_disk_has_is_refused_before_anything_is_
     prediction = msgspec.structs.replace(whole.prediction, step_s=1e6)
     huge = changed(tmp_path / "plan.json", whole, values=kept, schedule=(), prediction=prediction)
     before = shutil.disk_usage(tmp_path).free
-    with pytest.raises(SpillError, match=r"expected 128 TiB for what the plan swaps, found .* free; free space"):
+    with pytest.warns(RuntimeWarning, match=r"cannot hold the planned \d+ bytes \(No space left .*values .* are kept"):
         gradients(Plan.load(huge))
     assert before - shutil.disk_usage(tmp_path).free < 1 << 30
 
@@ -196,7 +196,7 @@ def test_a_spill_file_grows_by_no_more_than_is_free(tmp_path: Path, monkeypatch:
     file, usage = SpillFile(tmp_path), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     file.write_ahead(1 << 20)
-    with pytest.raises(SpillError, match=r"expected 3.00 MiB for what the plan swaps, found 1.00 MiB free"):
+    with pytest.raises(OSError, match=r"No space left on device: 1.00 MiB in "):
         file.write_ahead(3 << 20)
     assert os.fstat(file.descriptor).st_size == 1 << 20
     file.write_ahead(2 << 20)
