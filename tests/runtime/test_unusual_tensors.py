@@ -84,9 +84,20 @@ def functional(hidden: torch.Tensor) -> torch.Tensor:
     return torch.func.functionalize(lambda row: row.tanh().mul_(row))(hidden)  # type: ignore[no-any-return]
 
 
+def noisy(hidden: torch.Tensor) -> torch.Tensor:
+    """It saves a noise that its kernel has not drawn yet."""
+    return nn.functional.rrelu(hidden, training=True) + nn.functional.rrelu_(hidden * 2, training=True)
+
+
+def pseudo_inverse(hidden: torch.Tensor) -> torch.Tensor:
+    """Its kernel conjugates inside, which under a mode had no effect."""
+    square = torch.complex(hidden, hidden.flip(-1))[: hidden.shape[-1]]
+    return torch.linalg.pinv(square).real.sum(0) + hidden
+
+
 LAYERS: list[Layer] = [
     zero_gradient, zero_tensor, conjugate, negative, coordinates, compressed_rows, opaque, two_in_one, subclass,
-    without_memory, mapped, functional,
+    without_memory, mapped, functional, noisy, pseudo_inverse,
 ]  # fmt: skip
 
 
@@ -117,6 +128,7 @@ def taken(layer: Layer, mode: Any = "run") -> Profile:
 def trained(layer: Layer, plan: poochplan.Plan | None = None) -> list[torch.Tensor]:
     model, step = made(layer)
     seen = []
+    torch.manual_seed(1)
 
     def go() -> None:
         for _ in range(3):

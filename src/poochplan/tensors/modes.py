@@ -25,6 +25,7 @@ from poochplan.torch_private.tensor_internals import (
     mode_count,
     mode_stack,
     topmost_mode,
+    with_lazy_views,
 )
 
 from .composites import held_to_their_way
@@ -51,7 +52,8 @@ class ToggledMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in vars(cls):
-            setattr(cls, "__torch_dispatch__", dispatch_hidden_from_compiler(vars(cls)["__torch_dispatch__"]))  # noqa: B010
+            method = with_lazy_views(dispatch_hidden_from_compiler(vars(cls)["__torch_dispatch__"]))
+            setattr(cls, "__torch_dispatch__", method)  # noqa: B010
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

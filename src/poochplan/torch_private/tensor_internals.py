@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -74,6 +75,7 @@ __all__ = [
     "topmost_mode",
     "unseen_by_modes",
     "version_of",
+    "with_lazy_views",
     "without_modes",
     "without_torch_function",
     "wraps_another",
@@ -168,6 +170,8 @@ def covers_itself_once(tensor: torch.Tensor) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie next to each other, in whatever order, and none lies on another."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
@@ -206,6 +210,32 @@ def called_below_autograd() -> bool:
 _COUNTS_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _as_on_entry: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+def with_lazy_views(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``__torch_dispatch__`` of a mode, as it is to be called: kernels below it may use lazy views.
+
+    Torch calls a mode with what resolves conjugate, negative and zero views switched off for the thread. A kernel that
+    conjugates inside then gives other numbers than without a mode, as that of ``linalg.pinv`` does.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _is_excluded(_LAZY_VIEWS[0]):
+            return method(*args, **kwargs)
+        for key in _LAZY_VIEWS:
+            _set_excluded(key, False)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            for key in _LAZY_VIEWS:
+                _set_excluded(key, True)
+
+    return run
+
+
+_LAZY_VIEWS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 # --- Autograd -------------------------------------------------------------------------------------------------------
