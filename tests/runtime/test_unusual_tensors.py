@@ -92,7 +92,7 @@ def noisy(hidden: torch.Tensor) -> torch.Tensor:
 def pseudo_inverse(hidden: torch.Tensor) -> torch.Tensor:
     """Its kernel conjugates inside, which under a mode had no effect."""
     square = torch.complex(hidden, hidden.flip(-1))[: hidden.shape[-1]]
-    return torch.linalg.pinv(square).real.sum(0) + hidden
+    return torch.linalg.pinv(square).real.sum(1) + hidden
 
 
 LAYERS: list[Layer] = [
