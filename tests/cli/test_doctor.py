@@ -43,12 +43,20 @@ def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, workloads: Path) -> N
         "spill disk",
         "noise",
         "model",
+        "under a mode",
     ):
         assert re.search(rf"^(ok|warning|missing) +{name} +\S", result.out, re.MULTILINE), name
     data = json.loads(pooch("doctor", "--json").out)
     assert sum(data["counts"].values()) == len(data["findings"])
     assert all(one["advice"] for one in data["findings"] if one["status"] != "ok")
     assert "model" not in {one["name"] for one in data["findings"]}
+
+
+def test_operators_that_compute_otherwise_under_a_mode_are_named() -> None:
+    model = nn.Linear(4, 4)
+    step = lambda: model(torch.ones(2, 4)).sigmoid().prod(dim=1).mean()  # noqa: E731
+    found = {one.name: one.found for one in workload_findings(poochplan.Workload(model, step))}
+    assert found["under a mode"].startswith("autograd.ProdBackward1: torch has another formula")
 
 
 def test_without_a_disk_to_spill_to_it_ends_with_code_1(pooch: Pooch, tmp_path: Path) -> None:

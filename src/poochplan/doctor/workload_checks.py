@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from poochplan.profiler.assembly.notes import model_notes
+from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.real import Runner
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import compiled_modules
+from poochplan.torch_private.tensor_internals import intercept_autograd
 from poochplan.units import format_bytes
 from poochplan.workload import Workload
 
@@ -32,9 +34,11 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
     yield Finding(name="model", status=Status.OK, found=found)
     yield training(model)
     yield compiled_parts(model)
-    with CheckpointCalls() as calls:
+    nodes: set[str] = set()
+    with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
         needed_bytes = None if where.type != "cpu" else _needed_bytes(workload, where)
     yield checkpointing(model, calls.count)
+    yield other_formulas(nodes)
     yield optimizer(workload.optimizer)
     if where.type == "cpu":
         yield memory(needed_bytes, available_bytes())
@@ -79,6 +83,31 @@ def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
         f"on, {where}",
         "switch it off: a plan recomputes what is worth it, and decides nothing about what is checkpointed already",
     )
+
+
+OTHER_FORMULAS = ("Prod", "LinalgLstsq", "LinalgPinv")
+"""Of torch's database of operators, those whose results or gradients have other bits where a dispatch mode looks on."""
+
+
+def other_formulas(nodes: Collection[str]) -> Finding:
+    """Which of the step's ``nodes`` compute by other formulas under a dispatch mode. No session has one there."""
+    found = sorted(one for one in nodes if one.removeprefix("autograd.").startswith(OTHER_FORMULAS))
+    return Finding(
+        name="under a mode",
+        status=Status.OK,
+        found=f"{', '.join(found)}: torch has another formula where a dispatch mode of yours looks on, as a FLOP "
+        "counter does; sessions have none there"
+        if found
+        else "no operator of the step is known to have other bits where a dispatch mode looks on",
+    )
+
+
+def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
+    def noted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nodes.update(map(name_of, nodes_behind(outputs)))
+        return run(outputs, *args, **kwargs)
+
+    return noted
 
 
 def optimizer(found: torch.optim.Optimizer | None) -> Finding:

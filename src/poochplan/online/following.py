@@ -17,7 +17,7 @@ from poochplan.runtime.watch.growth import Growth
 from poochplan.runtime.watch.step_meter import EVERY, Moment, StepMeter
 
 ALWAYS = 2
-"""The first segments that follow a plan are metered by their ops, and then one in ``EVERY`` from a census on."""
+"""The first segments that follow a plan are metered from a census on, and then one in ``EVERY``."""
 
 
 class Metered(Watch):
