@@ -280,7 +280,7 @@ def _profile_real(
         del capture, draft
         stack.close()
         say("verifying replays")
-        verified = verify(unverified, model, runner.bare_step, options.spill_dir)
+        verified = verify(unverified, model, runner.bare_step, options.spill_dir, runner.optimizer)
         if chosen == "swap-all":
             return verified
         later: list[PhaseSeconds] = []

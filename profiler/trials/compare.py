@@ -20,22 +20,28 @@ import torch
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
+from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.planned import Always
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.handle import Handle
+from poochplan.tensors.storages import has_storage
+from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
 from .parts import parts_of
 from .plans import instructions_for, under
 from .swap_all import HostStore
-from .verify_replays import Verify
+from .untouched import bytes_of
+from .verify_replays import PIECE_BYTES, Verify
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
 """Steps until one follows the profile."""
 DIFFERS = "its replay gave other bits when it was tried"
+RECORDED = "its step saves other bits where a mode records it"
 UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
 
 
@@ -44,16 +50,85 @@ def verify(
     model: torch.nn.Module,
     one_step: Callable[[], Any],
     spill_dir: str | Path | None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Profile:
-    """The profile with ``unreplayable`` set on every value whose replay was tried and failed, by steps run now."""
+    """The profile with ``unreplayable`` set on every value whose replay was tried and failed, by steps run now.
+
+    Replays are compared with what a recorded step has saved, and that, where the step repeats itself, with what one has
+    saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits.
+    """
     where = model_device(model, profile.device.kind)
-    trials = verification(profile)
+    with preserved(model, optimizer):
+        plain = _saved(profile, where, model, one_step, spill_dir)
+    trials, is_first = verification(profile), True
     try:
         trial = next(trials)
         while True:
-            trial = trials.send(_tried(trial, where, model, one_step, spill_dir))
+            found = list[int]()
+            tried = _tried(trial, where, model, one_step, spill_dir, found if is_first else None)
+            if is_first and found != plain and _repeats_itself(profile, where, model, one_step, spill_dir, optimizer):
+                return without_replays(profile, RECORDED)
+            trial, is_first = trials.send(tried), False
     except StopIteration as verified:
         return cast(Profile, verified.value)
+
+
+def _repeats_itself(
+    profile: Profile,
+    where: torch.device,
+    model: torch.nn.Module,
+    one_step: Callable[[], Any],
+    spill_dir: str | Path | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> bool:
+    """Whether two steps from one state save the same bits, where nothing looks on."""
+    found = []
+    for _ in range(2):
+        with preserved(model, optimizer):
+            found.append(_saved(profile, where, model, one_step, spill_dir))
+    return found[0] == found[1]
+
+
+def _saved(
+    profile: Profile,
+    where: torch.device,
+    model: torch.nn.Module,
+    one_step: Callable[[], Any],
+    spill_dir: str | Path | None,
+) -> list[int]:
+    """A sum over each tensor that a step saves which no mode sees. Memory is about what verification takes."""
+    rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP
+    every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
+    instructions = msgspec.structs.replace(instructions_for(profile, every), record_from_start=False)
+    driver, found = Follow(Course.of(instructions), SwapEach()), list[int]()
+    with closing(open_device(where, spill_dir)) as device:
+        engine = Engine(Always(lambda: driver), device, model)
+        _run(engine, model, one_step, found)
+    return found
+
+
+def _run(engine: Engine, model: torch.nn.Module, one_step: Callable[[], Any], sums: list[int] | None) -> None:
+    """One step of the engine's; ``sums`` takes one over each tensor that it saves."""
+
+    def pack(tensor: torch.Tensor) -> Handle:
+        if sums is not None and not in_backward():
+            sums.append(_sum(tensor))
+        return engine.pack(tensor)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with under(engine, model, pack, engine.unpack):
+            one_step()
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Over what lies in its storage, as numbers of four bytes; 0 where it has none, or is a part of a larger one."""
+    if not has_storage(tensor, tensor.device.type) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
+        return 0
+    with without_modes(), torch.no_grad():
+        pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum is of numbers of eight bytes
+        words = [one[: len(one) // 4 * 4].view(torch.int32) for one in pieces]
+        return sum(int(one.sum(dtype=torch.int64)) for one in (*words, pieces[-1][len(words[-1]) * 4 :]))
 
 
 def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instructions, Verify, Profile]:
@@ -116,17 +191,15 @@ def _tried(
     model: torch.nn.Module,
     one_step: Callable[[], Any],
     spill_dir: str | Path | None,
+    sums: list[int] | None,
 ) -> Verify:
-    """What one step has told."""
+    """What one step has told; see :func:`_run`."""
     with contextlib.ExitStack() as stack:
         device = open_device(where, spill_dir)
         stack.callback(device.close)
         verify = verifying(instructions, model, lambda: stack.enter_context(closing(HostStore(where, spill_dir))))
         engine = Engine(Always(lambda: verify), device, model, rebuild=verify.rebuild)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RuntimeWarning)
-        stack.enter_context(under(engine, model, engine.pack, engine.unpack))
-        one_step()
+        _run(engine, model, one_step, sums)
     return verify
 
 
@@ -147,9 +220,9 @@ def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:
     return msgspec.structs.replace(profile, values=values)
 
 
-def without_replays(profile: Profile) -> Profile:
-    """The profile, as one of which nothing was verified."""
-    return _marked(profile, dict.fromkeys(_recomputed(profile), UNVERIFIED))
+def without_replays(profile: Profile, reason: str = UNVERIFIED) -> Profile:
+    """The profile, as one of which nothing was verified, for that reason."""
+    return _marked(profile, dict.fromkeys(_recomputed(profile), reason))
 
 
 def _recomputed(profile: Profile) -> set[int]:
