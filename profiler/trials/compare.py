@@ -58,35 +58,21 @@ def verify(
     saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits.
     """
     where = model_device(model, profile.device.kind)
-    with preserved(model, optimizer):
-        plain = _saved(profile, where, model, one_step, spill_dir)
+    plain = []
+    for _ in range(2):  # from one state: what differs by itself tells nothing of recording
+        with preserved(model, optimizer):
+            plain.append(_saved(profile, where, model, one_step, spill_dir))
     trials, is_first = verification(profile), True
     try:
         trial = next(trials)
         while True:
             found = list[int]()
             tried = _tried(trial, where, model, one_step, spill_dir, found if is_first else None)
-            if is_first and found != plain and _repeats_itself(profile, where, model, one_step, spill_dir, optimizer):
+            if is_first and plain[0] == plain[1] != found:
                 return without_replays(profile, RECORDED)
             trial, is_first = trials.send(tried), False
     except StopIteration as verified:
         return cast(Profile, verified.value)
-
-
-def _repeats_itself(
-    profile: Profile,
-    where: torch.device,
-    model: torch.nn.Module,
-    one_step: Callable[[], Any],
-    spill_dir: str | Path | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> bool:
-    """Whether two steps from one state save the same bits, where nothing looks on."""
-    found = []
-    for _ in range(2):
-        with preserved(model, optimizer):
-            found.append(_saved(profile, where, model, one_step, spill_dir))
-    return found[0] == found[1]
 
 
 def _saved(

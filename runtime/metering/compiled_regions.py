@@ -78,8 +78,10 @@ def most_bytes(events: list[Event]) -> int:
     return most
 
 
-def changes(events: list[Event]) -> Iterator[int]:
-    """Of live bytes by each event, rounded; a storage's death that is told twice, by mark and by allocator, is one."""
+def changes(events: list[Event], least_bytes: int = 0) -> Iterator[int]:
+    """Of live bytes by each event, rounded, of less than ``least_bytes`` none; a storage's death that is told twice, by
+    mark and by allocator, is one.
+    """
     depth, aside = 0, 0
     marked = told = 0
     """Bytes of the event before, where it was a mark, or the allocator's."""
@@ -92,7 +94,7 @@ def changes(events: list[Event]) -> Iterator[int]:
             if name.startswith(_FREED) and not aside:
                 freed_bytes = int(name.removeprefix(_FREED))
                 if told != -freed_bytes:
-                    change = -rounded_up(freed_bytes)
+                    change = -_counted(freed_bytes, least_bytes)
                     marked = freed_bytes
                 told = 0
         elif kind == "pop":
@@ -100,12 +102,16 @@ def changes(events: list[Event]) -> Iterator[int]:
             depth -= 1
         elif kind == "memory_alloc" and not aside:
             if size_bytes > 0:
-                change = rounded_up(size_bytes)
+                change = _counted(size_bytes, least_bytes)
             elif marked != -size_bytes:
-                change = -rounded_up(-size_bytes)
+                change = -_counted(-size_bytes, least_bytes)
             told = size_bytes if size_bytes < 0 and marked != -size_bytes else 0
             marked = 0
         yield change
+
+
+def _counted(size_bytes: int, least_bytes: int) -> int:
+    return rounded_up(size_bytes) if size_bytes >= least_bytes else 0
 
 
 def around_backward(

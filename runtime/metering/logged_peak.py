@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from poochplan.formats.profile import Memory
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.torch_private.tensor_internals import is_composite, storage_identity
 
 from .compiled_regions import CpuRegion, Event, changes
@@ -31,13 +31,15 @@ class LoggedPeak:
 
     def __init__(self, memory: Memory) -> None:
         self._of_live = memory is Memory.LIVE
+        self._least_bytes = 0 if self._of_live else LEAST_COUNTED_BYTES
         self._region = CpuRegion()
         self._began_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         """A step begins, and these, and no others, are there; so are ``unseen_bytes`` that no tensor shows."""
-        self._began_bytes = unseen_bytes + sum(rounded_up(one.nbytes()) for one in storages.values())
+        sizes = [one.nbytes() for one in storages.values() if one.nbytes() >= self._least_bytes]
+        self._began_bytes = unseen_bytes + sum(map(rounded_up, sizes))
         self._watched = {key: self._watch(storage) for key, storage in storages.items()}
         self._region.begin()
 
@@ -51,7 +53,7 @@ class LoggedPeak:
         events = self._region.events()
         if events is None:
             return None
-        most_bytes, mark = most_behind(events, of_live=self._of_live)
+        most_bytes, mark = most_behind(events, of_live=self._of_live, least_bytes=self._least_bytes)
         return self._began_bytes + most_bytes, mark
 
     def _watch(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
@@ -64,10 +66,10 @@ class LoggedPeak:
         return weakref.ref(storage, died)
 
 
-def most_behind(events: list[Event], *, of_live: bool) -> tuple[int, int]:
+def most_behind(events: list[Event], *, of_live: bool, least_bytes: int) -> tuple[int, int]:
     """The most of the running sum of a log, at least 0, and the number of the last mark before it, else 0."""
     live = most = mark = found = 0
-    for change, name, is_inside in _steps(events):
+    for change, name, is_inside in _steps(events, least_bytes):
         live += change
         if name.startswith(_MARK):
             mark = int(name.removeprefix(_MARK))
@@ -76,12 +78,12 @@ def most_behind(events: list[Event], *, of_live: bool) -> tuple[int, int]:
     return most, found
 
 
-def _steps(events: list[Event]) -> Iterator[tuple[int, str, bool]]:
+def _steps(events: list[Event], least_bytes: int) -> Iterator[tuple[int, str, bool]]:
     """Of each event: the change of live bytes, its name, and whether it is inside an op that is one to a dispatch mode:
     one that is not made of others.
     """
     inside: list[bool] = []
-    for (kind, name, _), change in zip(events, changes(events), strict=True):
+    for (kind, name, _), change in zip(events, changes(events, least_bytes), strict=True):
         if kind == "push":
             inside.append((inside[-1] if inside else False) or _is_whole(name))
         elif kind == "pop" and inside:

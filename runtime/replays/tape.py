@@ -77,6 +77,11 @@ class Tape:
             if value is not None:
                 yield value
 
+    def has_met(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the step has saved a tensor that lies there, or a recorded op has read one."""
+        record = self._registry.get(storage_identity(storage))
+        return record is not None and record.storage() is storage
+
     def known(self, tensor: torch.Tensor) -> StorageRecord | None:
         """The record of the tensor's storage, if there is one."""
         storage = tensor.untyped_storage()

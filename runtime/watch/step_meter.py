@@ -10,6 +10,7 @@ import torch
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Memory
+from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import AllocatedPeak
@@ -20,6 +21,8 @@ from poochplan.torch_private.tensor_internals import in_backward, storage_identi
 from .census import LEAST_BYTES, Storages, bucket_bytes, census
 from .growth import state_of_optimizers
 
+Known = dict[int, weakref.ref[torch.UntypedStorage]]
+"""By identity."""
 When = Literal["first-steps", "always", "never"]
 EVERY = 50
 """Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
@@ -80,8 +83,10 @@ class StepMeter:
         """False where the compiled allocator alone tells this step's peak, without a census as it began: what other
         threads have made and this one has let go of may be in it.
         """
-        self._constants: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
-        """By identity, small storages that lived before the first step: constants of libraries."""
+        self._small: Known = {}
+        """Small storages that were there as this step began, and are left out unless the step meets them."""
+        self._met: Known = {}
+        """Such ones that earlier steps have met."""
         self._steps = 0
         self._engine: Engine | None = None
         self._open = False
@@ -146,6 +151,20 @@ class StepMeter:
         found = self._logged.ends() if self._logged is not None and self._is_due else None
         if found is not None:
             self._peak, self._peak_at = found
+        self._count_what_was_met()
+
+    def _count_what_was_met(self) -> None:
+        """Small storages that the step was given or has saved count from its begin on, and in steps to come."""
+        small, self._small = self._small, {}
+        engine = self._engine
+        given = {id(one()) for one, _ in engine.segment.given} if engine is not None else set()
+        for key, reference in small.items():
+            storage = reference()
+            if storage is not None and engine is not None and (id(storage) in given or engine.tape.has_met(storage)):
+                self._met[key] = reference
+                size_bytes = rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0
+                self._peak = None if self._peak is None else self._peak + size_bytes
+                self._blocks = None if self._blocks is None else self._blocks + size_bytes
 
     def served_from(self, arena_bytes: int) -> None:
         """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
@@ -205,16 +224,13 @@ class StepMeter:
     def _live(self, engine: Engine) -> Storages:
         """All that is there as a step begins: what Python knows, the model's and its optimizers', what autograd holds.
 
-        Small ones that were there before the first step and are none of these are left out, here and later.
+        Small ones that are none of these count where a step has met them.
         """
-        found, own = census(self._kind, 1), self._own(engine)
-        small = {key: one for key, one in found.items() if one.nbytes() < LEAST_BYTES}
-        if self._constants is None:
-            self._constants = {key: weakref.ref(one) for key, one in small.items()}
-        for key, storage in small.items():
-            if self._constants.get(key, _gone)() is storage:
-                del found[key]
-        return found | own
+        every, own = census(self._kind, 1), self._own(engine)
+        self._met = {key: one for key, one in self._met.items() if key in every and one() is every[key]}
+        counted = {key: one for key, one in every.items() if one.nbytes() >= LEAST_BYTES or key in self._met} | own
+        self._small = {key: weakref.ref(one) for key, one in every.items() if key not in counted}
+        return counted
 
     def _own(self, engine: Engine) -> Storages:
         own = list(own_tensors(engine.model))
@@ -223,7 +239,3 @@ class StepMeter:
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
         found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
         return {storage_identity(storage): storage for storage in found}
-
-
-def _gone() -> None:
-    """Of a storage that is none of the constants."""

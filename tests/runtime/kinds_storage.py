@@ -143,6 +143,6 @@ def _own_generator(net: Net, x: Tensor) -> Tensor:
 
 kind("dropout", _dropouts, least=6)
 kind("bernoulli, normal, gumbel, poisson", _noise, least=8)
-kind("rrelu", _leaky_at_random, refused=("aten.empty_like", "writes into something it does not own"))
+kind("rrelu", _leaky_at_random, refused=("the step writes that after it was read",))
 kind("multinomial, randperm, randint", _drawn_indices, least=4)
 kind("an explicit generator", _own_generator, least=4)
