@@ -50,7 +50,7 @@ class Capture(ToggledMode):
         self.tracker = tracker
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
-        self.lifetimes = Lifetimes(lambda: self.last_tick, self._gone)
+        self.lifetimes = Lifetimes(lambda: self.last_tick, self.gone)
         self.values = self.lifetimes.values
         self.handles: list[tuple[int, str, str, tuple[int, ...]]] = []
         """(value, layer, dtype, shape) of each pack."""
@@ -227,7 +227,7 @@ class Capture(ToggledMode):
         self._workspace.knows(tensor.untyped_storage())
         return self.lifetimes.add(tensor, layer, born)
 
-    def _gone(self, value: CapturedValue) -> None:
+    def gone(self, value: CapturedValue) -> None:
         """Tells the compiled region that runs."""
         self.regions.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
 

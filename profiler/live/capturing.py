@@ -71,8 +71,8 @@ class EngineCapture(Capture):
     def gradients_arrive(self, gradients: Gradients) -> None:
         self.nodes.gradients_arrive(gradients)
 
-    def _gone(self, value: CapturedValue) -> None:
-        super()._gone(value)
+    def gone(self, value: CapturedValue) -> None:
+        super().gone(value)
         self.nodes.freed(value.size_bytes)
 
     def _gradients(self) -> list[torch.Tensor]:

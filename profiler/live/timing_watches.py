@@ -55,12 +55,12 @@ class TimingWatch(Watch):
         self.in_hooks = HookSeconds()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        return self._aside(self.in_hooks.timed_pack(pack), tensor)
+        return self.aside(self.in_hooks.timed_pack(pack), tensor)
 
     def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
-        return self._aside(self.in_hooks.timed_unpack(unpack), handle)
+        return self.aside(self.in_hooks.timed_unpack(unpack), handle)
 
-    def _aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
+    def aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
         if self._waits:
             self.scene.clock.synchronize()
         start_s = time.perf_counter()
@@ -143,6 +143,6 @@ class OpTiming(PhaseTiming):
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         return self.timer.observed(outputs, run)
 
-    def _aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
+    def aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
         with self.timer.paused():
-            return super()._aside(hook, argument)
+            return super().aside(hook, argument)

@@ -214,7 +214,8 @@ class Engine:
     def backward(self) -> Iterator[None]:
         """A block in which autograd computes (Rule 11). Recording goes on behind it if it has used nothing."""
         segment, was_on = self.segment, self.recorder.is_on
-        self.recorder.switch_off()
+        if was_on:  # else a compiler may trace a backward, while recording is away and comes back
+            self.recorder.switch_off()
         self._events.backward(True)
         try:
             yield
