@@ -71,7 +71,7 @@ class ToggledMode(TorchDispatchMode):
 
     def switch_on(self) -> None:
         """Puts the mode on the calling thread's stack; takes effect from the next op (or the rest of this one)."""
-        self._muted = self._comes_back = False
+        self._muted = False
         if not self._pushed or self not in mode_stack():
             self._pushed = True
             above = _users_modes()
@@ -81,7 +81,8 @@ class ToggledMode(TorchDispatchMode):
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, wherever in it other people's modes have left it."""
-        self._comes_back = False
+        if not self.is_on:  # it stays off; else what was switched on while it was away is over
+            self._comes_back = False
         if not self._pushed:
             return
         stack = mode_stack()
