@@ -117,11 +117,13 @@ class StepMeter:
             self.point()
 
     def _look_around(self, engine: Engine) -> None:
-        """Counts what is there. The log comes last, so that it has no more than the step."""
+        """Counts what is there, unless the device tells. The log comes last, so that it has no more than the step."""
+        if self._is_told_by_device:
+            return
         storages, buckets = self._live(engine), bucket_bytes(engine.model)
         if self._allocated is not None:
             self._allocated.looked_around(storages, buckets)
-        if self._logged is not None and not self._is_told_by_device:
+        if self._logged is not None:
             self._logged.looked_around(storages, buckets)
 
     def point(self, part: Part | None = None) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from poochplan.units import format_bytes, format_seconds, share_of_peak
 
-from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Peak, Seconds, Shape, Text
+from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
 from .display.shown_table import html_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
@@ -113,7 +113,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
-    in_core_peak_bytes: Peak
+    in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """As measured: without a session, and so without what the runtime takes."""
     step_s: Seconds

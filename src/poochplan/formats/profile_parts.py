@@ -23,7 +23,6 @@ from .checks.fields import (
     Index,
     IndexOrNone,
     Input,
-    Peak,
     Rate,
     Seconds,
     Shape,
@@ -333,7 +332,7 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     times: StepTimes
     layer_times: tuple[LayerTimes, ...] = ()
     """Of each layer; empty where the ops were not timed in several steps."""
-    in_core_peak_bytes: Peak
+    in_core_peak_bytes: Bytes
     """Most bytes live at any tick with everything kept, each value rounded up to the allocation unit, workspace
     included."""
     in_core_live_peak_bytes: Bytes | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -283,14 +284,35 @@ def last_sequence_number() -> int:
 def intercept_autograd(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """A block in which ``around(run)`` stands for the one function through which Python runs autograd.
 
-    ``backward``, ``torch.autograd.grad`` and ``torch.func`` all pass it, also for a graph that saves nothing.
+    ``backward``, ``torch.autograd.grad`` and ``torch.func`` all pass it, also for a graph that saves nothing. The last
+    block that was entered is told first. Blocks of several threads may end in any order.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = around(run)  # type: ignore[attr-defined]
+    entry = object()
+    with _AROUND_LOCK:
+        if not _AROUND:
+            _AROUND[None] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+        _AROUND[entry] = around
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        with _AROUND_LOCK:
+            del _AROUND[entry]
+            if len(_AROUND) == 1:
+                torch.autograd._engine_run_backward = _AROUND.pop(None)  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    found = dict(_AROUND)
+    run = found.pop(None, None) or torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    for around in found.values():
+        run = around(run)
+    return run(*args, **kwargs)
+
+
+_AROUND: dict[object | None, Callable[..., Any]] = {}
+"""Torch's own function, and what stands around it, in the order of entering; empty where nothing does."""
+_AROUND_LOCK = threading.Lock()
 
 
 # --- Modules --------------------------------------------------------------------------------------------------------

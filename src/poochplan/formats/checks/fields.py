@@ -17,8 +17,6 @@ MOST_S = 1e9
 """Some thirty years."""
 
 Bytes = Annotated[int, Meta(ge=0, lt=MOST_BYTES)]
-Peak = Annotated[int, Meta(ge=1, lt=MOST_BYTES)]
-"""Shares are of it, so it is not 0."""
 Offset = Annotated[int, Meta(ge=-1, lt=MOST_BYTES)]
 """-1 for none."""
 Unit = Annotated[int, Meta(ge=1, le=2**30)]

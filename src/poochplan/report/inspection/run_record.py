@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from poochplan.formats.checks.fields import Bytes, Change, Count, Peak, Seconds, Text
+from poochplan.formats.checks.fields import Bytes, Change, Count, Seconds, Text
 from poochplan.formats.files import read_struct, write_struct
 from poochplan.formats.plan import Departure
 from poochplan.formats.profile import Host, Memory
@@ -27,7 +27,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run: poochplan, torch, python."""
     host: Host | None = None
     """Where it ran."""
-    in_core_peak_bytes: Peak
+    in_core_peak_bytes: Bytes
     budget_bytes: Bytes
     predicted_peak_bytes: Bytes
     measured_peak_bytes: Bytes | None
