@@ -24,6 +24,7 @@ class Net(nn.Module):
         self.first = nn.Linear(width, width)
         self.body = body
         self.generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.tensor([[1, 4, 0, 2, 2, 7], [3, 0, 5, 6, 1, 1]])
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -39,6 +40,8 @@ class Kind(Case):
     """Values that are replayed in a step that recomputes all it may, at least."""
     refused: tuple[str, ...] = ()
     """What the reasons say for which values that the step bears are not recomputed."""
+    mode_bytes: int = 0
+    """What its backward takes more under a dispatch mode, where autograd has other formulas, at its peak."""
 
     def fresh(self) -> tuple[nn.Module, Callable[[], Tensor], torch.optim.Optimizer]:
         model, step, _ = super().fresh()
@@ -63,6 +66,7 @@ def kind(
     memory_format: torch.memory_format | None = None,
     least: int = 1,
     refused: tuple[str, ...] = (),
+    mode_bytes: int = 0,
 ) -> None:
     """Enters a network: ``body`` between a linear layer on the last dimension of ``shape`` and a sum of squares."""
 
@@ -79,4 +83,4 @@ def kind(
 
         return net, loss_of
 
-    KINDS[name] = Kind(make, least=least, refused=refused)
+    KINDS[name] = Kind(make, least=least, refused=refused, mode_bytes=mode_bytes)

@@ -41,7 +41,11 @@ _GONE = ("is gone before backward",)
 
 
 def _recurrent_kinds(
-    name: str, layer: Callable[..., nn.Module], least: tuple[int, int, int], refused: tuple[str, ...]
+    name: str,
+    layer: Callable[..., nn.Module],
+    least: tuple[int, int, int],
+    refused: tuple[str, ...],
+    packed_mode_bytes: int = 0,
 ) -> None:
     one, deep, packed = least
     kind(
@@ -63,10 +67,11 @@ def _recurrent_kinds(
         parts=lambda: {"a": layer(16, 12, **_DEEP)},
         least=packed,
         refused=rest,
+        mode_bytes=packed_mode_bytes,
     )
 
 
-_recurrent_kinds("lstm", nn.LSTM, (9, 17, 20), ONEDNN)
+_recurrent_kinds("lstm", nn.LSTM, (9, 17, 20), ONEDNN, packed_mode_bytes=1024)
 _recurrent_kinds("gru", nn.GRU, (10, 30, 30), WRITTEN_LATER)
 _recurrent_kinds("rnn", nn.RNN, (12, 36, 36), ())
 kind(
@@ -89,21 +94,21 @@ kind(
 
 # -- embedding and indexing -----------------------------------------------------------------------------------
 
-TOKENS = torch.tensor([[1, 4, 0, 2, 2, 7], [3, 0, 5, 6, 1, 1]])
-
 
 def _embedded(net: Net, x: Tensor) -> Tensor:
-    return net.get_submodule("a")(TOKENS + 0).sin() * x[:2, None].exp()
+    return net.get_submodule("a")(net.tokens + 0).sin() * x[:2, None].exp()
 
 
 def _embedded_twice(net: Net, x: Tensor) -> Tensor:
-    again = net.get_submodule("a")(TOKENS.flip(0) % 5)
+    again = net.get_submodule("a")(net.tokens.flip(0) % 5)
     return _embedded(net, x) * again.exp()
 
 
 def _bags(net: Net, x: Tensor) -> Tensor:
     weights = (x[:2, :6] * 2).contiguous()
-    return net.get_submodule("a")(TOKENS).exp() * net.get_submodule("b")(TOKENS, per_sample_weights=weights).sin()
+    return (
+        net.get_submodule("a")(net.tokens).exp() * net.get_submodule("b")(net.tokens, per_sample_weights=weights).sin()
+    )
 
 
 def _embedding(**options: object) -> Callable[[], dict[str, nn.Module]]:
@@ -151,7 +156,7 @@ def _chosen(net: Net, x: Tensor) -> Tensor:
 
 kind("index_select, gather, indexing", _picked, least=6)
 kind("scatter, index_put, masked_scatter", _put, least=4)
-kind("where, cumsum, one_hot, roll", _chosen, least=8)
+kind("where, cumsum, one_hot, roll", _chosen, least=8, mode_bytes=512)
 
 
 # -- images, sequences, complex numbers -----------------------------------------------------------------------

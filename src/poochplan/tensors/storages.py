@@ -89,9 +89,10 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
+    is_fake = isinstance(tensor, FakeTensor)  # of which torch warns who asks for an address
     try:
         storage = tensor.untyped_storage()
-        is_there = storage.nbytes() > 0 and (stands_for_memory(tensor) or storage.data_ptr() != 0)
+        is_there = storage.nbytes() > 0 and (stands_for_memory(tensor) if is_fake else storage.data_ptr() != 0)
     except (RuntimeError, NotImplementedError):
         return None
     return storage if is_there else None
