@@ -41,7 +41,7 @@ class Kind(Case):
     refused: tuple[str, ...] = ()
     """What the reasons say for which values that the step bears are not recomputed."""
     mode_bytes: int = 0
-    """What its backward takes more under a dispatch mode, where autograd has other formulas, at its peak."""
+    """What its backward takes more, at most, under a dispatch mode, where autograd has other formulas."""
 
     def fresh(self) -> tuple[nn.Module, Callable[[], Tensor], torch.optim.Optimizer]:
         model, step, _ = super().fresh()

@@ -154,9 +154,9 @@ def _chosen(net: Net, x: Tensor) -> Tensor:
     return where * hot.exp() * x.roll(1, 1).flip(0).tril().exp() * x.repeat_interleave(2, 1)[:, :16].cos()
 
 
-kind("index_select, gather, indexing", _picked, least=6)
+kind("index_select, gather, indexing", _picked, least=6, mode_bytes=512)
 kind("scatter, index_put, masked_scatter", _put, least=4)
-kind("where, cumsum, one_hot, roll", _chosen, least=8, mode_bytes=512)
+kind("where, cumsum, one_hot, roll", _chosen, least=8, mode_bytes=2560)
 
 
 # -- images, sequences, complex numbers -----------------------------------------------------------------------

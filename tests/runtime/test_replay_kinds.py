@@ -65,7 +65,7 @@ def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str, running_on: st
         assert report.total.fallbacks == 0, report.total.fallback_reasons
         simulated_bytes = simulate(problem, schedule).peak_bytes
         assert report.last_step.peak_bytes is not None
-        assert simulated_bytes - report.last_step.peak_bytes in {0, case.mode_bytes}
+        assert 0 <= simulated_bytes - report.last_step.peak_bytes <= case.mode_bytes
         return report.last_step.replayed_values
 
     if DEEP or running_on == "cpu":
