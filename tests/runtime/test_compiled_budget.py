@@ -18,6 +18,8 @@ from tests.runtime.nets import LINK, equal, snapshot
 
 SLACK_BYTES = 16 * 512
 """What a meter in exact bytes is below one that rounds each storage up to 512."""
+HELD_BYTES = 28 * 512
+"""What the profile's mode holds longer where the compiler gives up between two parts: 0.5% of the peak."""
 
 
 class Block(nn.Module):
@@ -94,12 +96,16 @@ def _made(kind: type[Block], how: str, backend: str) -> tuple[nn.Module, torch.T
 
 @pytest.mark.parametrize("mode", ["run", "swap-all"])
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [(Block, "wrapped"), (Block, "in place"), (BrokenBlock, "wrapped")],
+    ("kind", "how", "slack_bytes"),
+    [
+        (Block, "wrapped", SLACK_BYTES),
+        (Block, "in place", SLACK_BYTES),
+        (BrokenBlock, "wrapped", SLACK_BYTES + HELD_BYTES),
+    ],
     ids=["wrapped", "in place", "broken"],
 )
 def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
-    kind: type[Block], how: str, mode: Literal["run", "swap-all"]
+    kind: type[Block], how: str, slack_bytes: int, mode: Literal["run", "swap-all"]
 ) -> None:
     model, batch, step = _made(kind, how, "aot_eager")
     reference = _train(step, model)
@@ -116,7 +122,7 @@ def test_no_step_of_compiled_blocks_is_above_its_predicted_peak(
         assert equal(reference, metered)
         assert report.last_step.peak_bytes is not None
         if report.arena is None:
-            assert 0.98 * predicted - SLACK_BYTES <= report.last_step.peak_bytes <= predicted <= budget
+            assert predicted - slack_bytes <= report.last_step.peak_bytes <= predicted <= budget
         else:  # the arena counts whole, beside what a region takes before the step's first save point
             assert plan.prediction.arena_peak_bytes is not None
             assert report.last_step.peak_bytes <= plan.prediction.arena_peak_bytes <= budget
