@@ -11,6 +11,9 @@ import contextlib
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,7 @@ from poochplan.runtime.drivers.planned import Always
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
+from poochplan.tensors.malloc import new_memory_holds
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
@@ -55,56 +59,71 @@ def verify(
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed, by steps run now.
 
     Replays are compared with what a recorded step has saved, and that, where the step repeats itself, with what one has
-    saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits.
+    saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits. What a
+    kernel leaves unwritten holds whatever memory held, so the steps that no mode sees get memory of other bytes each,
+    and what differs between them is not compared.
     """
-    where = model_device(model, profile.device.kind)
-    plain = []
-    for _ in range(2):  # from one state: what differs by itself tells nothing of recording
-        with preserved(model, optimizer):
-            plain.append(_saved(profile, where, model, one_step, spill_dir))
+    steps = _Steps(model, one_step, model_device(model, profile.device.kind), spill_dir)
+
+    def plain(byte: int) -> list[int]:
+        with preserved(model, optimizer), new_memory_holds(byte):
+            return steps.saved(profile)
+
+    first, other = plain(0), plain(1)
+    repeats_itself = first == other or first == plain(0)  # what differs by itself tells nothing of recording
     trials, is_first = verification(profile), True
     try:
         trial = next(trials)
         while True:
             found = list[int]()
-            tried = _tried(trial, where, model, one_step, spill_dir, found if is_first else None)
-            if is_first and plain[0] == plain[1] != found:
+            tried = steps.tried(trial, found if is_first else None)
+            if is_first and repeats_itself and any(a == b != c for a, b, c in zip_longest(first, other, found)):
                 return without_replays(profile, RECORDED)
             trial, is_first = trials.send(tried), False
     except StopIteration as verified:
         return cast(Profile, verified.value)
 
 
-def _saved(
-    profile: Profile,
-    where: torch.device,
-    model: torch.nn.Module,
-    one_step: Callable[[], Any],
-    spill_dir: str | Path | None,
-) -> list[int]:
-    """A sum over each tensor that a step saves which no mode sees. Memory is about what verification takes."""
-    rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP
-    every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
-    instructions = msgspec.structs.replace(instructions_for(profile, every), record_from_start=False)
-    driver, found = Follow(Course.of(instructions), SwapEach()), list[int]()
-    with closing(open_device(where, spill_dir)) as device:
-        engine = Engine(Always(lambda: driver), device, model)
-        _run(engine, model, one_step, found)
-    return found
+@dataclass(frozen=True)
+class _Steps:
+    """Runs steps of the model under an engine."""
 
+    model: torch.nn.Module
+    one_step: Callable[[], Any]
+    where: torch.device
+    spill_dir: str | Path | None
 
-def _run(engine: Engine, model: torch.nn.Module, one_step: Callable[[], Any], sums: list[int] | None) -> None:
-    """One step of the engine's; ``sums`` takes one over each tensor that it saves."""
+    def saved(self, profile: Profile) -> list[int]:
+        """A sum over each tensor that a step saves which no mode sees. Memory is about what verification takes."""
+        rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP
+        every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
+        instructions = msgspec.structs.replace(instructions_for(profile, every), record_from_start=False)
+        driver, sums = Follow(Course.of(instructions), SwapEach()), list[int]()
+        with closing(open_device(self.where, self.spill_dir)) as device:
+            self._run(Engine(Always(lambda: driver), device, self.model), sums)
+        return sums
 
-    def pack(tensor: torch.Tensor) -> Handle:
-        if sums is not None and not in_backward():
-            sums.append(_sum(tensor))
-        return engine.pack(tensor)
+    def tried(self, instructions: Instructions, sums: list[int] | None) -> Verify:
+        """What one step has told; see :meth:`_run`."""
+        with contextlib.ExitStack() as stack:
+            device = stack.enter_context(closing(open_device(self.where, self.spill_dir)))
+            new_store = partial(HostStore, self.where, self.spill_dir)
+            verify = verifying(instructions, self.model, lambda: stack.enter_context(closing(new_store())))
+            self._run(Engine(Always(lambda: verify), device, self.model, rebuild=verify.rebuild), sums)
+        return verify
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with under(engine, model, pack, engine.unpack):
-            one_step()
+    def _run(self, engine: Engine, sums: list[int] | None) -> None:
+        """One step of the engine's; ``sums`` takes one over each tensor that it saves."""
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            if sums is not None and not in_backward():
+                sums.append(_sum(tensor))
+            return engine.pack(tensor)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with under(engine, self.model, pack, engine.unpack):
+                self.one_step()
 
 
 def _sum(tensor: torch.Tensor) -> int:
@@ -169,24 +188,6 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
         f"{reason}"
         for reason, those in names.items()
     ]
-
-
-def _tried(
-    instructions: Instructions,
-    where: torch.device,
-    model: torch.nn.Module,
-    one_step: Callable[[], Any],
-    spill_dir: str | Path | None,
-    sums: list[int] | None,
-) -> Verify:
-    """What one step has told; see :func:`_run`."""
-    with contextlib.ExitStack() as stack:
-        device = open_device(where, spill_dir)
-        stack.callback(device.close)
-        verify = verifying(instructions, model, lambda: stack.enter_context(closing(HostStore(where, spill_dir))))
-        engine = Engine(Always(lambda: verify), device, model, rebuild=verify.rebuild)
-        _run(engine, model, one_step, sums)
-    return verify
 
 
 def verifying(instructions: Instructions, model: torch.nn.Module, new_store: Callable[[], HostStore]) -> Verify:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +23,41 @@ class Watched(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * (1.0 + 2.0**-20 * bool(mode_count()))
+
+
+class Expert(nn.Module):
+    """Multiplies by one weight of two: here by the other one just where a mode looks on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.full((32,), 1.0), torch.full((32,), 2.0)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.weights[bool(mode_count())]
+
+
+class HalfWritten(torch.autograd.Function):
+    """A square that saves its argument at the head of memory of which it writes nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(1 << 15)  # a mapping of its own, so that it holds zeros if nothing fills it
+        if mode_count():
+            ctypes.memset(memory.data_ptr(), 7, memory.nbytes)  # as if it had been used before
+        memory[: hidden.numel()] = hidden.flatten()
+        ctx.save_for_backward(memory)
+        return hidden.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (memory,) = ctx.saved_tensors
+        return 2 * gradient * memory[: gradient.numel()].view_as(gradient)
+
+
+class HalfSaved(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        squared: torch.Tensor = HalfWritten.apply(hidden)
+        return squared
 
 
 def net(*layers: nn.Module) -> nn.Module:
@@ -55,7 +93,18 @@ def test_a_step_that_draws_numbers_is_compared_from_one_state() -> None:
     assert any(not profile.values[one].unreplayable for one in saved_values(profile))
 
 
-def test_a_step_of_other_data_each_time_tells_nothing_of_recording() -> None:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library does not fill new memory")
+@pytest.mark.parametrize(("layers", "is_moved"), [([], False), ([Watched()], True)], ids=["alone", "beside one moved"])
+def test_what_a_step_saves_of_memory_that_nothing_wrote_is_not_compared(
+    layers: list[nn.Module], is_moved: bool
+) -> None:
+    profile = profiled(net(HalfSaved(), *layers))
+    assert (RECORDED in reasons(profile)) is is_moved
+    assert any(not profile.values[one].unreplayable for one in saved_values(profile)) is not is_moved
+
+
+@pytest.mark.parametrize("layers", [[], [Expert()]], ids=["one way", "ways that data choose"])
+def test_a_step_of_other_data_each_time_tells_nothing_of_recording(layers: list[nn.Module]) -> None:
     numbers = torch.Generator().manual_seed(0)
-    profile = profiled(net(), iter(lambda: torch.randn(16, 32, generator=numbers), None))
+    profile = profiled(net(*layers), iter(lambda: torch.randn(16, 32, generator=numbers), None))
     assert RECORDED not in reasons(profile)

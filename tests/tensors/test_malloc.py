@@ -245,3 +245,21 @@ assert before - resident() > 20_000_000, before - resident()
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("asked", [{}, {"MALLOC_PERTURB_": "252"}], ids=["alone", "asked for by the environment"])
+def test_new_memory_holds_the_byte_within_the_block_and_what_it_held_before_behind_it(asked: dict[str, str]) -> None:
+    script = """
+from poochplan.tensors.malloc import new_memory_holds
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def held():
+    return [{*ctypes.string_at(libc.malloc(size), size)} for size in (5_000, 5_000_000)]
+
+for byte in (0, 1):
+    with new_memory_holds(byte):
+        print(held() == [{byte}, {byte}])
+print(held()[1])
+"""
+    assert said(script, **asked) == ["True", "True", "{3}" if asked else "{0}"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 GIVEN_BACK_BYTES = 64 << 10
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _M_ARENA_MAX = -1, -3, -6, -8
 _KEPT_BYTES = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 """Where glibc's own rule ends in a process that has freed a block of 32 MiB, the most it looks at."""
 _FIXED_BYTES = 128 << 10
@@ -69,6 +69,25 @@ def freed_memory_given_back() -> Iterator[None]:
         with _lock:
             _holders.discard(holder)
             _settle()
+
+
+@contextlib.contextmanager
+def new_memory_holds(byte: int) -> Iterator[None]:
+    """Within the block memory that the C library gives out is filled with ``byte``, below 255.
+
+    Not all of it: some blocks of about a kilobyte that a thread has freed come back to it as they are. Does nothing
+    where the C library has no ``mallopt``.
+    """
+    _fill_new(byte)
+    try:
+        yield
+    finally:
+        _fill_new(0xFF ^ (_asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0))
+
+
+def _fill_new(byte: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 is for not at all
 
 
 def give_back_freed() -> None:
