@@ -141,13 +141,3 @@ def other_scanner(voxel_mm: float = GRID.voxel_mm) -> tuple[Case, float]:
     t1, grey, white = template(grid)
     alike = float(np.corrcoef(image.ravel(), t1.ravel())[0, 1])
     return Case(name="other scanner", image=image, labels=labels_of(grey, white)), alike
-
-
-def made_up_template(shape: tuple[int, int, int]) -> Floats:
-    """As :func:`template` gives it, but drawn: white matter inside grey matter inside fluid. For tests of the rest."""
-    axes = np.meshgrid(*(np.linspace(-1, 1, side) for side in shape), indexing="ij")
-    radius = np.sqrt(sum(axis**2 for axis in axes))
-    white = (radius < 0.45).astype(np.float32)
-    grey = ((radius < 0.7) & (white == 0)).astype(np.float32)
-    fluid = ((radius < 0.85) & (white + grey == 0)).astype(np.float32)
-    return np.stack([0.9 * white + 0.6 * grey + 0.3 * fluid, grey, white]).astype(np.float32)

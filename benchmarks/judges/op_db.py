@@ -37,16 +37,14 @@ import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.loop import Follower, Loop
 from poochplan.profiler.live.timing_watches import OpTiming
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.torch_private.tensor_internals import pytree
 
 SEED, MOST_NUMBERS = 0, 1 << 16
 Bits = list[bytes]
-Judge = Callable[[Callable[[], Bits]], Bits]
 LINE = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 LINK = Link(name="none", outward=LINE, inward=LINE)
 
@@ -65,8 +63,8 @@ class Operator(nn.Module):
 class Sample:
     """One sample of an operator. Each step runs on copies of its arguments."""
 
-    def __init__(self, name: str, op: Any, sample: Any, dtype: torch.dtype) -> None:
-        self.name, self.op, self.dtype = name, op, dtype
+    def __init__(self, name: str, op: Any, sample: Any) -> None:
+        self.name, self.op = name, op
         self.given = (sample.input, sample.args, sample.kwargs)
 
     def step(self, model: nn.Module) -> Bits:
@@ -128,7 +126,7 @@ def samples(most: int, only: list[str]) -> Iterator[Sample]:
                 continue
             small = [number for number, sample in enumerate(drawn) if _numbers(sample) <= MOST_NUMBERS]
             for number in small[:: -(-len(small) // most) or 1]:
-                yield Sample(f"{name}[{number}] {str(dtype).removeprefix('torch.')}", info.op, drawn[number], dtype)
+                yield Sample(f"{name}[{number}] {str(dtype).removeprefix('torch.')}", info.op, drawn[number])
 
 
 def _numbers(sample: Any) -> int:
@@ -136,37 +134,22 @@ def _numbers(sample: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
 
 
-class Studying:
-    """A follower that has each segment watched, in turn captured and timed op by op."""
+class Studying(Follower):
+    """Has each segment watched."""
 
-    def __init__(self, kinds: list[Callable[[Any], Watch]]) -> None:
+    def __init__(self, kind: Callable[[Any], Watch]) -> None:
         self.loop: Loop
-        self._kinds, self.watched = kinds, 0
+        self._kind, self.watched = kind, 0
 
     def known(self, key: Any) -> Watch:
         self.watched += 1
-        return self._kinds[self.watched % len(self._kinds)](self.loop.scene)
-
-    def driver(self, line: Any) -> SwapEach:
-        return SwapEach(at_once=True)
-
-    def profiled(self, line: Any) -> None:
-        """Nothing is."""
-
-    def is_planning(self, line: Any) -> bool:
-        return False
-
-    def segment_over(self, segment: Any, watch: Watch | None) -> None:
-        """Nothing to do."""
-
-    def optimizer_stepped(self) -> None:
-        """Nothing to do."""
+        return self._kind(self.loop.scene)
 
 
 @contextlib.contextmanager
 def studied(kind: Callable[[Any], Watch]) -> Iterator[nn.Module]:
     """A model each of whose steps is studied so."""
-    model, follower = Operator(), Studying([kind])
+    model, follower = Operator(), Studying(kind)
     loop = Loop(
         {"": model}, [], torch.device("cpu"), CpuDevice, spill_dir=None, link=lambda: LINK, fits=lambda _: True,
         follower=follower,
@@ -258,8 +241,7 @@ def main() -> None:
     for name, problems in found["problems"].items():
         for problem in problems:
             print(f"{name}: {problem}")
-    arguments = argparse.Namespace(**{k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()})
-    write_results(given.output, facts_of_run(arguments) | found | {"seconds": round(time.perf_counter() - began_s)})
+    write_results(given.output, facts_of_run(given) | found | {"seconds": round(time.perf_counter() - began_s)})
     raise SystemExit(any(found["problems"].values()))
 
 

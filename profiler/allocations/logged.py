@@ -12,12 +12,13 @@ from poochplan.formats.profile import Memory
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, AllocationLog, Table
 from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.runtime.metering.allocated import aside, joined_count
+from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 
 from .carried import carried_in
 from .op_blocks import BEGINS, ENDS, POINT, Taker, events_by_op, taken_in
 from .region import Region
 from .strays import Stray, passing_bytes, strays_in
+from .workspace import CudaWorkspace, Workspace
 
 
 class LoggedRegion:
@@ -36,7 +37,7 @@ class LoggedRegion:
         return aside()
 
 
-class LoggedWorkspace:
+class LoggedWorkspace(Workspace):
     """The compiled allocator's log of the step's blocks, with marks before and behind ops, and behind points."""
 
     memory = Memory.ALLOCATED
@@ -134,3 +135,11 @@ def _of_this_thread(events: Table, first: int) -> Table:
     is_other = (events["kind"] == DEATH) & (events["block"] >= first) & ~np.isin(events["block"], born)
     found: Table = events[~is_other]
     return found
+
+
+def workspace_of(where: torch.device) -> Workspace:
+    """The meter of that device."""
+    if where.type == "cuda":
+        return CudaWorkspace(where)
+    scope = step_scope()
+    return Workspace() if scope is None or joined_count() is None else LoggedWorkspace(scope)

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.runtime.metering.allocated import joined_count, step_scope
 
-from .logged import LoggedWorkspace
 from .op_blocks import Taker
 from .region import Region, region_of
 from .strays import Stray
 
 
-class Workspace(Protocol):
-    """State: of CPUs, the log of the step."""
+class Workspace:
+    """By itself of a CPU without the compiled allocator, and of steps without memory: the meter of regions alone tells
+    what it knows.
+    """
 
-    @property
-    def memory(self) -> Memory:
-        """Whether it knows what ops take."""
+    memory = Memory.LIVE
+    """Whether it knows what ops take."""
 
     def region(self) -> Region:
         """The meter of compiled regions."""
+        return region_of(torch.device("cpu"))
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A block whose ops are asked about; behind it their blocks are known."""
+        return contextlib.nullcontext()
 
     def begin(self) -> None:
         """Before an op."""
@@ -57,61 +57,18 @@ class Workspace(Protocol):
 
     def next_block(self) -> int:
         """The number of the block that is taken next; they count up."""
+        return 0
 
     def block_of(self, storage: torch.UntypedStorage) -> int:
         """The number of the block in which it lies."""
+        return 0
 
     def strays(self) -> Sequence[Stray]:
         """What was taken between ops and is no value's, as a checkpoint's states of generators."""
-
-
-class NoWorkspace:
-    """Of a CPU without the compiled allocator, and of steps without memory."""
-
-    memory = Memory.LIVE
-    _where = torch.device("cpu")
-
-    def region(self) -> Region:
-        return region_of(self._where)
-
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def begin(self) -> None:
-        """Nothing to do."""
-
-    def end(self, op: CapturedOp) -> None:
-        """Nothing is known."""
-
-    def region_begins(self) -> None:
-        """The region's meter knows."""
-
-    def region_ends(self, op: CapturedOp, taker: Taker) -> None:
-        """The region's meter knows."""
-
-    def freed(self, size_bytes: int) -> None:
-        """The region's meter is told."""
-
-    def passes_point(self) -> None:
-        """Nothing to do."""
-
-    def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
-        """It tells no blocks."""
-
-    def knows(self, storage: torch.UntypedStorage) -> None:
-        """It tells no blocks."""
-
-    def next_block(self) -> int:
-        return 0
-
-    def block_of(self, storage: torch.UntypedStorage) -> int:
-        return 0
-
-    def strays(self) -> Sequence[Stray]:
         return ()
 
 
-class CudaWorkspace(NoWorkspace):
+class CudaWorkspace(Workspace):
     """The caching allocator's peak during the op, less what is allocated behind it."""
 
     memory = Memory.ALLOCATED
@@ -119,17 +76,12 @@ class CudaWorkspace(NoWorkspace):
     def __init__(self, where: torch.device) -> None:
         self._where = where
 
+    def region(self) -> Region:
+        return region_of(self._where)
+
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._where)
 
     def end(self, op: CapturedOp) -> None:
         taken = torch.cuda.memory_stats(self._where)
         op.workspace_bytes = int(taken["allocated_bytes.all.peak"] - taken["allocated_bytes.all.current"])
-
-
-def workspace_of(where: torch.device) -> Workspace:
-    """The meter of that device."""
-    if where.type == "cuda":
-        return CudaWorkspace(where)
-    scope = step_scope()
-    return NoWorkspace() if scope is None or joined_count() is None else LoggedWorkspace(scope)

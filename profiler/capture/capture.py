@@ -15,8 +15,9 @@ import torch
 
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.allocations.logged import workspace_of
 from poochplan.profiler.allocations.strays import Stray
-from poochplan.profiler.allocations.workspace import Workspace, workspace_of
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker

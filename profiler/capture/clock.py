@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,39 +18,26 @@ _HEAD_START_CYCLES = 2_000_000
 """About a millisecond of a GPU."""
 
 
-class Clock(Protocol):
-    """Seconds between two marks, told after :meth:`synchronize`."""
+class Clock:
+    """Seconds between two marks, told after :meth:`synchronize`: of the calling thread, on which ops of the CPU run."""
 
     def begin(self) -> Any:
         """A mark before an op."""
+        return time.perf_counter()
 
     def end(self) -> Any:
         """A mark behind it."""
+        return time.perf_counter()
 
     def synchronize(self) -> None:
         """Holds the calling thread until all marks have been passed."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Between two marks that have been passed."""
+        return float(end - begin)
 
 
-class CpuClock:
-    """The time of the calling thread."""
-
-    def begin(self) -> float:
-        return time.perf_counter()
-
-    def end(self) -> float:
-        return time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Nothing to do: ops run as they are called."""
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class CudaClock:
+class CudaClock(Clock):
     """Events on the calling thread's current stream.
 
     A device that has nothing to do would reach the first event before the op is queued, and the time of queueing would
@@ -89,7 +76,7 @@ def current(where: torch.device) -> AbstractContextManager[object]:
 
 def clock_of(where: torch.device) -> Clock:
     """The clock of that device."""
-    return CudaClock(where) if where.type == "cuda" else CpuClock()
+    return CudaClock(where) if where.type == "cuda" else Clock()
 
 
 def library_bytes(where: torch.device) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.formats.profile import Memory
-from poochplan.profiler.allocations.workspace import NoWorkspace, Workspace
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -126,7 +126,7 @@ class FakeCapture(ClonedCapture):
         """The first op with a sparse tensor: how many elements that has, only data can tell."""
 
     def _new_workspace(self) -> Workspace:
-        return NoWorkspace()
+        return Workspace()
 
     @property
     def memory(self) -> Memory:

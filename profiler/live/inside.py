@@ -14,42 +14,11 @@ from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.keep_all import KeepAll
-from poochplan.runtime.drivers.swap_each import SwapEach
-from poochplan.runtime.engine.cursor import Segment
 
-from .lines import Key, Line
-from .loop import Loop
-from .watch import Watch
+from .lines import Line
+from .loop import Follower, Loop
 
 MOST_STEPS = 60
-
-
-class _Unwatched:
-    """Segments whose study is over go on as they were studied."""
-
-    def known(self, key: Key) -> Driver | Watch | None:
-        return None
-
-    def driver(self, line: Line | None) -> Driver:
-        return (
-            KeepAll()
-            if line is not None and line.profile is not None and line.profile.mode == "run"
-            else SwapEach(at_once=True)
-        )
-
-    def profiled(self, line: Line) -> None:
-        """It is looked for in the loop."""
-
-    def is_planning(self, line: Line) -> bool:
-        return False
-
-    def segment_over(self, segment: Segment, watch: Watch | None) -> None:
-        """Nothing to do."""
-
-    def optimizer_stepped(self) -> None:
-        """Nothing to do."""
 
 
 def profile_inside(
@@ -83,7 +52,7 @@ def profile_inside(
             spill_dir=spill_dir,
             link=link,
             fits=fits,
-            follower=_Unwatched(),
+            follower=Follower(),
             workload=workload,
         )
         with loop:

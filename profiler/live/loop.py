@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -40,20 +41,26 @@ MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
 
 
-class Follower(Protocol):
-    """What becomes of segments that are not watched."""
+class Follower:
+    """What becomes of segments that are not watched. By itself it plans nothing: segments whose study is over go on as
+    they were studied.
+    """
 
     def known(self, key: Key) -> Driver | Watch | None:
         """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
+        return None
 
     def driver(self, line: Line | None) -> Driver:
         """The driver for a segment whose study is over, or that of larger inputs (None) is not."""
+        fits = line is not None and line.profile is not None and line.profile.mode == "run"
+        return KeepAll() if fits else SwapEach(at_once=True)
 
     def profiled(self, line: Line) -> None:
         """The study of a kind is over: it has a profile, or was refused."""
 
     def is_planning(self, line: Line) -> bool:
         """Whether a plan for that kind is under way."""
+        return False
 
     def segment_over(self, segment: Segment, watch: Watch | None) -> None:
         """A segment is over that was not studied."""

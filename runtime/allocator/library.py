@@ -151,11 +151,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
 
 
-def loaded_library() -> Library | None:
-    """The library if :func:`library` has been called in this process; builds and loads nothing."""
-    return _library
-
-
 def _installed(file: Path) -> Library:
     found = Library(file)
     code = found.install()

@@ -20,11 +20,6 @@ class Intervals:
     def __init__(self, start_bytes: int = 0) -> None:
         self._holes = [(host_aligned(start_bytes), _NO_END)]
 
-    @property
-    def end_bytes(self) -> int:
-        """Nothing that is taken lies at or behind this."""
-        return self._holes[-1][0]
-
     def take(self, size_bytes: int) -> int:
         """The first byte of an interval of that size, which is rounded up to the alignment of host memory."""
         size_bytes = _rounded(size_bytes)

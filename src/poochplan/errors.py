@@ -84,3 +84,9 @@ class TimeLimitError(PoochError):
     """The solver's time limit was reached; the best plan was written."""
 
     exit_code = 4
+
+
+def named_line(error: BaseException) -> str:
+    """What an error says, on one line, behind its type; one of the above, or one without words, as it is."""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return text if isinstance(error, PoochError) else f"{name}: {text}" if text else name

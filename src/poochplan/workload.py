@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .errors import PoochError, UsageError
+from .errors import PoochError, UsageError, named_line
+from .formats.files import one_line
 from .out_of_memory import asked_text, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def load_workload(
                 f"{found_at}: cannot build its model and data, expected {asked_text(error)}, found less; make them "
                 "smaller by --set, or plan without the memory: pooch profile --mode fake"
             ) from error
-        raise PoochError(f"{found_at} raised {_one_line(error)}; pass -v to see where") from error
+        raise PoochError(f"{found_at} raised {named_line(error)}; pass -v to see where") from error
     checked = _checked(workload, found_at)
     if device is not None:
         _check_device(checked.model, device, found_at)
@@ -170,11 +171,11 @@ def read_workload_file(path: Path) -> WorkloadFile:
         ships = f"; without a folder, {path.stem} is one that ships" if path.stem in shipped_configs() else ""
         raise UsageError(f"{path}: no such workload file{_suggest(str(path), neighbours) or ships}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as a workload TOML ({_one_line(error)})") from None
+        raise UsageError(f"{path}: cannot be read as a workload TOML ({named_line(error)})") from None
     try:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and brackets in brackets
-        raise UsageError(f"{path}: not valid TOML: {_one_line(error, named=False)}; correct that line") from None
+        raise UsageError(f"{path}: not valid TOML: {one_line(error)}; correct that line") from None
     unknown = [key for key in raw if key not in WorkloadFile.__struct_fields__]
     if unknown:
         known = " and ".join(WorkloadFile.__struct_fields__)
@@ -313,14 +314,14 @@ def _missing_module(name: str, missing: str) -> str:
 def _import_failure(place: str, error: Exception | SystemExit) -> PoochError:
     """What a module that exists but cannot be imported tells the user."""
     if isinstance(error, ModuleNotFoundError):
-        return UsageError(f"{place} exists, but an import inside it failed: {_one_line(error)}; install that module")
+        return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; install that module")
     if isinstance(error, ImportError):
-        return UsageError(f"{place} exists, but an import inside it failed: {_one_line(error)}; pass -v to see where")
+        return UsageError(f"{place} exists, but an import inside it failed: {named_line(error)}; pass -v to see where")
     if isinstance(error, SyntaxError):
         return UsageError(f"{place}: line {error.lineno} is not valid python: {error.msg}")
     if isinstance(error, PoochError):
         return error
-    return PoochError(f"{place} raised {_one_line(error)} while it was imported; pass -v to see where")
+    return PoochError(f"{place} raised {named_line(error)} while it was imported; pass -v to see where")
 
 
 def _put_on_path(folder: Path) -> None:
@@ -434,10 +435,3 @@ def _type_name(value: object) -> str:
 def _suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _one_line(error: BaseException, *, named: bool = True) -> str:
-    text = " ".join(str(error).split())
-    if not named:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

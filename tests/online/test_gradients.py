@@ -23,7 +23,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.online.auto_session import AutoSession
-from poochplan.profiler.allocations.workspace import NoWorkspace
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.engine.cursor import Segment
@@ -215,7 +215,7 @@ def test_without_the_allocator_the_in_core_peak_is_about_the_same(
     peaks = []
     for folder in ("with", "without"):
         if folder == "without":
-            monkeypatch.setattr(capturing, "workspace_of", lambda where: NoWorkspace())
+            monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
         session = run(BACKWARDS[name], tmp_path / folder, turns=12).session
         assert session is not None
         profile = session.profile

@@ -7,6 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import poochplan
 from poochplan.online.plans.plan_cache import scales_gradients, switches_digest
 from poochplan.tensors.switches import Switches
 from tests.online.runs import TURNS, run_auto, run_plain
-from tests.online.trainings import Losses, Training, adam, autocast, batch, blocks, compiled_blocks, loss_of, plain
+from tests.online.trainings import Training, accumulation, autocast, blocks, compiled_blocks, plain
 from tests.runtime.nets import LINK
 
 QUICK: dict[str, Any] = {"time_limit_s": 0.5, "link": LINK, "quiet": True}
@@ -28,46 +29,22 @@ def in_single() -> Training:
     return plain(blocks())
 
 
-def in_micro_batches() -> Training:
-    model = blocks()
-    optimizer, data = adam(model), [batch(), batch()]
-
-    def turn(_: int) -> Losses:
-        optimizer.zero_grad()
-        losses = []
-        for part in data:
-            loss = loss_of(model, part)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        return losses
-
-    return Training(model, [optimizer], turn)
-
-
 @contextlib.contextmanager
-def precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+def switched(get: Callable[[], Any], switch: Callable[[Any], None], to: Any) -> Iterator[None]:
+    before = get()
+    switch(to)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        switch(before)
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
+precision = partial(switched, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+threads = partial(switched, torch.get_num_threads, torch.set_num_threads)
 
 OTHERS: dict[str, tuple[Callable[[], Training], Around]] = {
     "autocast": (autocast, contextlib.nullcontext),
-    "accumulation": (in_micro_batches, contextlib.nullcontext),
+    "accumulation": (accumulation, contextlib.nullcontext),
     "compiled_parts": (compiled_blocks, contextlib.nullcontext),
     "precision": (in_single, lambda: precision("high")),
     "threads": (in_single, lambda: threads(2)),
@@ -99,18 +76,8 @@ def test_two_kinds_of_step_in_one_run_follow_their_own_plans(tmp_path: Path) -> 
     """One in single precision comes first; those in 16 bits do not follow its plan."""
 
     def both() -> Training:
-        model = blocks()
-        optimizer, data = adam(model), batch()
-
-        def turn(number: int) -> Losses:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=number > 10 and number % 2 == 1):
-                loss = loss_of(model, data)
-            loss.backward()
-            optimizer.step()
-            return [loss.item()]
-
-        return Training(model, [optimizer], turn)
+        is_second = lambda number: number > 10 and number % 2 == 1  # noqa: E731
+        return plain(blocks(), lambda number: torch.autocast("cpu", torch.bfloat16, enabled=is_second(number)))
 
     training = both()
     with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, **QUICK) as session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, ROWS, CLASSES = 32, 1024, 10
 Models = nn.Module | Mapping[str, nn.Module]
 Losses = Sequence[float]
+Around = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass
@@ -61,18 +63,14 @@ def adam(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def plain(model: nn.Module, **around: Any) -> Training:
-    """Zero, forward, backward, step. ``around``: a context manager for forward."""
+def plain(model: nn.Module, around: Around = lambda _: contextlib.nullcontext()) -> Training:
+    """Zero, forward, backward, step. ``around`` gives what is around forward, by the turn."""
     optimizer, data = adam(model), batch()
-    context = around.get("forward")
 
-    def turn(_: int) -> Losses:
+    def turn(number: int) -> Losses:
         optimizer.zero_grad()
-        if context is None:
+        with around(number):
             loss = loss_of(model, data)
-        else:
-            with context():
-                loss = loss_of(model, data)
         loss.backward()
         optimizer.step()
         return [loss.item()]
@@ -85,7 +83,7 @@ def dropout_and_batch_norm() -> Training:
 
 
 def autocast() -> Training:
-    return plain(blocks(), forward=lambda: torch.autocast("cpu", torch.bfloat16))
+    return plain(blocks(), lambda _: torch.autocast("cpu", torch.bfloat16))
 
 
 class Checkpointed(nn.Module):

@@ -13,14 +13,14 @@ import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
-from poochplan.profiler.capture.clock import CpuClock
+from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.real import Runner
 from tests.runtime.nets import CASES, LINK
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
-    return needed_without_memory(Runner(step, model, optimizer, accumulate, CpuClock()))
+    return needed_without_memory(Runner(step, model, optimizer, accumulate, Clock()))
 
 
 def auto(model: nn.Module, step: Any, **options: Any) -> Profile:

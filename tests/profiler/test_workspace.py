@@ -14,7 +14,8 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Memory, Phase, Profile
-from poochplan.profiler.allocations.workspace import NoWorkspace, workspace_of
+from poochplan.profiler.allocations.logged import workspace_of
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.runtime.allocator.building import why_unavailable
@@ -85,7 +86,7 @@ def test_what_another_thread_of_the_scope_takes_meanwhile_is_no_op_s() -> None:
 
 
 def test_without_the_allocator_peaks_are_of_live_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "workspace_of", lambda where: NoWorkspace())
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
     profile = profile_of(Taking(), torch.randn(64, 256))
     assert profile.memory is Memory.LIVE
     assert profile.in_core_peak_bytes == profile.in_core_live_peak_bytes

@@ -6,7 +6,6 @@ blocks lie in the arena too, and it may be of any size: places are what is tried
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -15,24 +14,20 @@ from poochplan.formats.plan import Layout
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
 
 from .drawing import Program
-from .trial import SERVED, Outcome, Tried, prepared_or_told, under
+from .training import Snapshot
+from .trial import SERVED, Outcome, Run, Tried, prepared, trial_of
 
 ANY_BYTES = 1 << 40
 
 
 def served_trial(program: Program) -> Outcome:
     """Every plan of the program, each in a session that serves from an arena."""
-    outcome = Outcome(counts=Counter({"programs": 1}))
-    twice = replace(program, events=program.events * 2)
-    ready = prepared_or_told(twice, outcome)
-    if ready is None:
-        return outcome
-    plans, reference = ready
-    for tried in plans:
-        found = under(twice, with_layout(tried), reference, SERVED)
-        outcome.counts += found.counts
-        outcome.problems += [f"{problem} [{program}, {tried.name}, {SERVED}]" for problem in found.problems]
-    return outcome
+    return trial_of(replace(program, events=program.events * 2), _served)
+
+
+def _served(program: Program) -> tuple[list[Run], list[Snapshot]]:
+    plans, reference = prepared(program)
+    return [(with_layout(tried), SERVED) for tried in plans], reference
 
 
 def with_layout(tried: Tried) -> Tried:

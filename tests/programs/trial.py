@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
@@ -36,7 +36,6 @@ from .drawing import (
 from .network import Running
 from .training import REPLAYED, WRITES, Snapshot, differences, first_step, train
 
-T = TypeVar("T")
 FAILING, SERVED, UNMETERED = "failing", "served", "unmetered"
 DEVICES = ("cpu", "adversarial")
 """And the adversarial one whose first copies fail, for the first step under one plan; ``SERVED`` is the CPU with an
@@ -72,6 +71,10 @@ class Tried:
     peak_bytes: int | None
 
 
+Run = tuple[Tried, str]
+"""And the device."""
+
+
 @dataclass
 class Outcome:
     """What the trial of one program has found."""
@@ -84,7 +87,7 @@ class Outcome:
 def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
     """The plans of a program, and what its steps give in-core."""
     with _quietly():
-        profile = _profile(program)
+        profile = profile_of(program)
         weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
         problem = build_problem(profile)
         plans = [_random(profile, problem, program.seed + index, some) for index, some in enumerate(weights)]
@@ -96,7 +99,7 @@ def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
         return plans, train(Running(program))
 
 
-def _profile(program: Program) -> poochplan.Profile:
+def profile_of(program: Program) -> poochplan.Profile:
     running = Running(program)
     return poochplan.profile(running.step, model=running.model, optimizer=running.optimizer, iterations=1, link=LINK)
 
@@ -113,43 +116,33 @@ def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tu
     return Tried(name, plan, foreseen.first_step_peak_bytes, foreseen.peak_bytes)
 
 
-def prepared_or_told(program: Program, outcome: Outcome) -> tuple[list[Tried], list[Snapshot]] | None:
-    """As :func:`prepared`; None, and the outcome says why, where there is nothing to try."""
-    return _or_told(prepared, program, outcome)
-
-
-def profiled_or_told(program: Program, outcome: Outcome) -> tuple[poochplan.Profile, list[Snapshot]] | None:
-    """The program's profile, and what its steps give in-core; None as in :func:`prepared_or_told`."""
-    with _quietly():
-        return _or_told(lambda program: (_profile(program), train(Running(program))), program, outcome)
-
-
-def _or_told(prepare: Callable[[Program], T], program: Program, outcome: Outcome) -> T | None:
+def trial_of(program: Program, prepare: Callable[[Program], tuple[Sequence[Run], list[Snapshot]]]) -> Outcome:
+    """The runs that ``prepare`` gives, against what the steps give in-core."""
+    outcome = Outcome(counts=Counter({"programs": 1}))
     try:
-        return prepare(program)
+        with _quietly():
+            runs, reference = prepare(program)
     except Exception as error:
         if is_refused_in_core(program):
             outcome.counts["programs that in-core training refuses"] += 1
         else:
             outcome.problems.append(f"not prepared: {error!r} [{program}]")
-        return None
+        return outcome
+    for tried, device in runs:
+        found = under(program, tried, reference, device)
+        outcome.counts += found.counts if device != FAILING else Counter()
+        outcome.problems += [f"{problem} [{program}, {tried.name}, {device}]" for problem in found.problems]
+    return outcome
 
 
 def trial(program: Program, devices: tuple[str, ...] = DEVICES) -> Outcome:
     """Every plan of the program on every device."""
-    outcome = Outcome(counts=Counter({"programs": 1}))
-    ready = prepared_or_told(program, outcome)
-    if ready is None:
-        return outcome
-    plans, reference = ready
-    for tried in plans:
-        for device in devices:
-            found = under(program, tried, reference, device)
-            outcome.counts += found.counts
-            outcome.problems += [f"{problem} [{program}, {tried.name}, {device}]" for problem in found.problems]
-    failing = under(program, plans[0], reference, FAILING)
-    outcome.problems += [f"{problem} [{program}, {plans[0].name}, {FAILING}]" for problem in failing.problems]
-    return outcome
+
+    def prepare(program: Program) -> tuple[list[Run], list[Snapshot]]:
+        plans, reference = prepared(program)
+        return [*itertools.product(plans, devices), (plans[0], FAILING)], reference
+
+    return trial_of(program, prepare)
 
 
 def is_refused_in_core(program: Program) -> bool:

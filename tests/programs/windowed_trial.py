@@ -8,7 +8,6 @@ steps run twice over, as in ``served_trial.py``.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 from poochplan.formats.plan import Decision
@@ -17,8 +16,10 @@ from poochplan.planner.schedule.schedule import assemble
 from tests.planner.plans import plan_with
 
 from .drawing import Program
+from .network import Running
 from .served_trial import with_layout
-from .trial import SERVED, UNMETERED, Outcome, Tried, profiled_or_told, under
+from .training import Snapshot, train
+from .trial import SERVED, UNMETERED, Outcome, Run, Tried, profile_of, trial_of
 
 DEVICES = (UNMETERED, SERVED)
 """Without an arena, and in one; each has a plan of its own."""
@@ -28,20 +29,17 @@ SHARES = (0.1, 0.25, 0.6)
 
 def windowed_trial(program: Program) -> Outcome:
     """Random plans with short windows, each in a session of its own."""
-    outcome = Outcome(counts=Counter({"programs": 1}))
-    twice = replace(program, events=program.events * 2)
-    ready = profiled_or_told(twice, outcome)
-    if ready is None:
-        return outcome
-    profile, reference = ready
+    return trial_of(replace(program, events=program.events * 2), _windowed)
+
+
+def _windowed(program: Program) -> tuple[list[Run], list[Snapshot]]:
+    profile, runs = profile_of(program), []
     problem = build_problem(profile)
     for turn, device in enumerate(DEVICES):
         decisions = _some_recomputed(problem, 1000 * program.seed + turn)
         tried = Tried(f"windows {turn}", plan_with(profile, assemble(problem, decisions, {})), None, None)
-        found = under(twice, with_layout(tried) if device == SERVED else tried, reference, device)
-        outcome.counts += found.counts
-        outcome.problems += [f"{what} [{program}, {tried.name}, {device}]" for what in found.problems]
-    return outcome
+        runs.append((with_layout(tried) if device == SERVED else tried, device))
+    return runs, train(Running(program))
 
 
 def _some_recomputed(problem: Problem, seed: int) -> list[Decision]:

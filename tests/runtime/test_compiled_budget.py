@@ -11,7 +11,7 @@ from torch import nn
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.allocations.workspace import NoWorkspace
+from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture import capture as capturing
 from tests.live_bytes import LiveBytes
 from tests.runtime.nets import LINK, equal, snapshot
@@ -168,7 +168,7 @@ def test_what_a_backward_unpacks_lives_until_it_is_let_go_of_not_until_its_handl
 def test_without_the_allocator_regions_beside_another_profiler_are_said_to_be_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capturing, "workspace_of", lambda where: NoWorkspace())
+    monkeypatch.setattr(capturing, "workspace_of", lambda where: Workspace())
     model, _, step = _made(Block, "wrapped", "aot_eager")
     with torch.profiler.profile():
         profile = poochplan.profile(step, model=model, iterations=1, link=LINK)

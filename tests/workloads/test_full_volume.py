@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from benchmarks.volume_cases import CLASSES, GRID, Case, Grid, deformed, made_up_template, other_scanner, template
+from benchmarks.volume_cases import CLASSES, GRID, Case, Grid, deformed, other_scanner, template
 from benchmarks.volume_tables import differences, held_out_dice, lines, runs_of
 from benchmarks.volume_training import METHODS, Setting, Training, dice, padded_to, seconds_to, train
 
@@ -25,6 +26,16 @@ def counted(name: str) -> Case:
     """A case whose labels follow from its image, voxel by voxel."""
     image = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
     return Case(name=name, image=image, labels=(image % 3).astype(np.uint8))
+
+
+def made_up_template(shape: tuple[int, int, int]) -> npt.NDArray[np.float32]:
+    """As :func:`template` gives it, but drawn: white matter inside grey matter inside fluid."""
+    axes = np.meshgrid(*(np.linspace(-1, 1, side) for side in shape), indexing="ij")
+    radius = np.sqrt(sum(axis**2 for axis in axes))
+    white = (radius < 0.45).astype(np.float32)
+    grey = ((radius < 0.7) & (white == 0)).astype(np.float32)
+    fluid = ((radius < 0.85) & (white + grey == 0)).astype(np.float32)
+    return np.stack([0.9 * white + 0.6 * grey + 0.3 * fluid, grey, white]).astype(np.float32)
 
 
 def test_a_seed_gives_one_copy_and_another_seed_another() -> None:

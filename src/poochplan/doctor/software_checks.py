@@ -16,7 +16,6 @@ from .finding import Finding, Status, judged
 
 TESTED_TORCH = "2.13.0"
 """What the suite runs on: the version in ``constraints.txt``."""
-OLDEST_PYTHON = (3, 11)
 Versions = Callable[[str], str | None]
 """The installed version of a package by its name on the index; None where there is none."""
 

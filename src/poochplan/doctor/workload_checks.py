@@ -38,7 +38,8 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
     with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
         needed_bytes = None if where.type != "cpu" else _needed_bytes(workload, where)
     yield checkpointing(model, calls.count)
-    yield other_formulas(nodes)
+    if nodes:  # else the step has not run
+        yield other_formulas(nodes)
     yield optimizer(workload.optimizer)
     if where.type == "cpu":
         yield memory(needed_bytes, available_bytes())

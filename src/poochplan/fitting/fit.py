@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from poochplan.errors import InfeasibleError, UsageError
+from poochplan.errors import InfeasibleError, UsageError, named_line
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
@@ -17,7 +17,7 @@ from .aiming import aimed
 from .family import Family, Target, family_of
 from .ladder import Rung, bytes_of, ladder, ladder_values
 from .largest import NEIGHBOURS, Found, Gait, largest
-from .probes import Effort, Probes, one_line
+from .probes import Effort, Probes
 from .taking import Machine, bytes_alone, of_real_steps, with_times
 from .trial import Trial, tried
 
@@ -279,7 +279,7 @@ class _Search:
             refused = {value: error for value, error in self.quick.refusals.items() if value > found.value}
             if refused:
                 first = min(refused)
-                lines.append(f"the workload takes no {name} of {first}: {one_line(refused[first])}")
+                lines.append(f"the workload takes no {name} of {first}: {named_line(refused[first])}")
             elif self.is_open:
                 lines.append(f"every {name} up to {found.value} fits; larger ones were not asked for")
             else:

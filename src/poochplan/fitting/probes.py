@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from poochplan.errors import InfeasibleError, PoochError
+from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
@@ -108,9 +108,3 @@ class Probes:
         except Exception as error:  # whatever a workload says to a value that it was not written for
             self.refusals[value] = error
             return None
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, without line breaks."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, PoochError) else f"{type(error).__name__}: {text}"

@@ -214,8 +214,8 @@ def read_cache(path: Path, kind: type[C]) -> C | None:
 
 
 def one_line(error: object) -> str:
-    """What it says, on one line of no more than a few hundred characters."""
-    text = " ".join(str(error).split())
+    """What it says, on one line of no more than a few hundred characters; an error without words, its name."""
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}..."
 
 

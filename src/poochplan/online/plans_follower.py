@@ -5,7 +5,7 @@ from __future__ import annotations
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import UNUSED, Key, Line
-from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.loop import Follower, Loop
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.budget_watch import BudgetWatch, OverBudget
 from poochplan.runtime.drivers.driver import Driver
@@ -29,9 +29,8 @@ from .served_segments import ServedSegments
 from .telling import Teller
 
 
-class PlansFollower:
-    """A :class:`~poochplan.profiler.live.loop.Follower`. State: which plan the open segment follows, how segments keep
-    to theirs, and what they took in all.
+class PlansFollower(Follower):
+    """State: which plan the open segment follows, how segments keep to theirs, and what they took in all.
 
     Parameters
     ----------
@@ -62,7 +61,6 @@ class PlansFollower:
         return bool(self._known.ways or self._known.ready) and not self._known.is_planning and not studied
 
     def known(self, key: Key) -> Driver | Watch | None:
-        """See :class:`~poochplan.profiler.live.loop.Follower`."""
         self._following = None
         found = self._known_driver(key)
         self._served.begins(self.loop.engine.segment, self._following and self._following.plan)

@@ -13,35 +13,6 @@ from torch._guards import TracingContext
 
 from .tensor_internals import is_dense
 
-__all__ = [
-    "boxed",
-    "call_attribute",
-    "captures_graphs",
-    "code_of_backward",
-    "compile_module",
-    "compile_with_inductor",
-    "compiled_by_inductor",
-    "compiled_graphs",
-    "compiled_with",
-    "compiles_autograd",
-    "counts_as_graph_pass",
-    "counts_as_partitioner",
-    "dispatch_hidden_from_compiler",
-    "forget_compiled",
-    "hidden_from_compiler",
-    "inductor_mode",
-    "inductor_settings",
-    "is_compiled",
-    "is_compiled_backward",
-    "is_tracing",
-    "lowered_as_output",
-    "more_compiles",
-    "mutated_inputs",
-    "not_lowered",
-    "stock_partition",
-    "uncompile",
-]
-
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` wraps the module (``_orig_mod``) or its call (``module.compile()``)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,49 +13,17 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.report.inspection.step_trace import COMPUTE, STEP, StepTrace
+from poochplan.report.inspection.step_trace import STEP, StepTrace
 from poochplan.runtime.applying import apply
 from poochplan.runtime.devices.opening import model_device
 from poochplan.runtime.session import Session
 from poochplan.tensors.modes import around_compiled
-from poochplan.tensors.operators import traits
 from poochplan.verify import METERED_STEPS, seed_everything
 from poochplan.workload import Workload
 
-from .live_meter import LiveBytesMeter
 from .step_log import StepLog
 from .traced_devices import traced_device
-
-
-class TracingMeter(LiveBytesMeter):
-    """Tells a log each op that takes time, with its layer, and live bytes whenever they change."""
-
-    def __init__(self, device_type: str, log: StepLog, tracker: LayerTracker) -> None:
-        super().__init__(device_type)
-        self._log, self._tracker = log, tracker
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = super().__torch_dispatch__
-        if not self._log.is_on or traits(func).pure_view:
-            return call(func, types, args, kwargs)
-        begin = self._log.clock.mark()
-        outputs = call(func, types, args, kwargs)
-        self._log.took(COMPUTE, traits(func).name, self._tracker.current(), begin, self._log.clock.mark())
-        self._log.live(self.live_bytes)
-        return outputs
-
-    def compiled(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """One bar for a compiled callable, inside of which there are no ops."""
-
-        def region(*args: Any, **kwargs: Any) -> Any:
-            with self.away(), self._log.block(COMPUTE, "compiled region", path):
-                return call(*args, **kwargs)
-
-        return region
-
-    def _died(self, key: int, size_bytes: int) -> None:
-        super()._died(key, size_bytes)
-        self._log.live(self.live_bytes)
+from .tracing_meter import TracingMeter
 
 
 def traced_step(

@@ -15,7 +15,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.runtime.allocator import building, library
 from poochplan.runtime.allocator.building import build, is_built, library_file, why_unavailable
-from poochplan.runtime.allocator.library import Library, loaded_library
+from poochplan.runtime.allocator.library import Library
 
 LOADS = """
 import torch
@@ -197,4 +197,4 @@ def test_a_failure_is_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(AllocatorError, match="found none of"):
             library.library()
         monkeypatch.setattr(library, "build", lambda: pytest.fail("it is built again"))
-    assert loaded_library() is None
+    assert library._library is None
