@@ -7,7 +7,7 @@ No mode looks on where gradients are used: under one torch computes some of them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ class NodeListener:
     def __init__(self) -> None:
         self._is_on = False
         self._node: Any = None
+        self.failure: Exception | None = None
+        """What listening has raised. It ends the listening, never the backward, whose gradients are used."""
 
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         """It is about to run, with these."""
@@ -51,7 +53,7 @@ class NodeListener:
         try:
             for node in nodes_behind(outputs):
                 if is_compiled_backward(node):
-                    handles.append(node.register_hook(lambda given, _, node=node: self.passes_on(node, given)))
+                    handles.append(node.register_hook(partial(self._passes, node)))
                 else:
                     handles.append(node.register_prehook(partial(self._begins, node)))
                     handles.append(node.register_hook(partial(self._ends, node)))
@@ -65,16 +67,27 @@ class NodeListener:
         """What nodes do from here on is not looked at."""
         self._is_on, self._node = False, None
 
+    def tell(self, told: Callable[..., None], *args: Any) -> None:
+        """Calls it with these, and listens no more where it raises."""
+        try:
+            told(*args)
+        except Exception as error:
+            self._is_on, self._node, self.failure = False, None, error
+
     def _begins(self, node: Any, gradients: Gradients) -> None:
         if self._is_on and self._node is None:
             self._node = node
-            self.node_begins(node, gradients)
+            self.tell(self.node_begins, node, gradients)
 
     def _ends(self, node: Any, gradients: Gradients, _: Gradients) -> None:
         if self._node is node:
             self._node = None
-            self.node_ends(node, gradients)
-            self.passes_on(node, gradients)
+            self.tell(self.node_ends, node, gradients)
+            self._passes(node, gradients)
+
+    def _passes(self, node: Any, gradients: Gradients, _: Gradients = ()) -> None:
+        if self._is_on:
+            self.tell(self.passes_on, node, gradients)
 
 
 def nodes_behind(outputs: Any) -> list[Any]:

@@ -65,7 +65,9 @@ class NodeOps(NodeListener):
         self._has_run = False
         with self.told_of(outputs):
             results = run()
-            self.gradients_arrive([x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)])
+            found = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+            if self.failure is None:
+                self.tell(self.gradients_arrive, found)
         return results
 
     def leave(self) -> None:

@@ -62,7 +62,7 @@ class OpTimer(ToggledMode):
         self._clock = clock
         self._tracker = tracker
         self._marks: list[Stretches] = []
-        self._nodes = _NodeTimes(clock, self._node_ran)
+        self.nodes = NodeTimes(clock, self._node_ran)
         self._part_began: Any = None
         self._in_compiled_backward = False
         self._forward_path: str | None = None
@@ -85,7 +85,7 @@ class OpTimer(ToggledMode):
         """What is to be called in the place of a compiled callable."""
 
         def region(*args: Any, **kwargs: Any) -> Any:
-            if self._nodes.is_inside:
+            if self.nodes.is_inside:
                 return call(*args, **kwargs)
             node_before = last_sequence_number()
             outer, self._forward_path = self._forward_path, "" if self.phase is Phase.BACKWARD else path
@@ -103,16 +103,16 @@ class OpTimer(ToggledMode):
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
-        with self.away(), self._nodes.told_of(outputs):
+        with self.away(), self.nodes.told_of(outputs):
             return run()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A block that is no node's."""
-        return self._nodes.clock.paused()
+        return self.nodes.clock.paused()
 
     def switch_off(self) -> None:
         super().switch_off()
-        self._nodes.leave()
+        self.nodes.leave()
 
     def _node_ran(self, name: str, shapes: Shapes, stretches: Stretches) -> None:
         self._marks.append(stretches)
@@ -123,7 +123,7 @@ class OpTimer(ToggledMode):
         self.ops.append(DispatchedOp(COMPILED_REGION, path, ()))
 
     def _compiled_backward_begins(self, _: list[torch.Tensor]) -> None:
-        self._nodes.clock.stops()
+        self.nodes.clock.stops()
         self._part_began, self._in_compiled_backward = self._clock.begin(), True
 
     def _compiled_backward_ends(self, _: list[torch.Tensor]) -> None:
@@ -157,7 +157,7 @@ class OpTimer(ToggledMode):
         return [sum(self._clock.seconds(*stretch) for stretch in stretches) for stretches in self._marks]
 
 
-class _NodeTimes(NodeListener):
+class NodeTimes(NodeListener):
     """Tells name, shapes of gradients and time of each node."""
 
     def __init__(self, clock: Clock, told: Callable[[str, Shapes, Stretches], None]) -> None:

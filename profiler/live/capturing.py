@@ -110,6 +110,7 @@ class Capturing(Watch):
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene, SwapEach(at_once=True))
         self.capture = EngineCapture(scene.model, scene.where.type)
+        self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False

@@ -122,6 +122,7 @@ class OpTiming(PhaseTiming):
         super().__init__(scene, keeping)
         self._tracker = LayerTracker()
         self.timer = OpTimer(scene.clock, self._tracker)
+        self.nodes = self.timer.nodes
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:

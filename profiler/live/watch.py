@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from poochplan.errors import named_line
 from poochplan.formats.profile import Phase
+from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.drivers.driver import Driver
@@ -60,6 +62,8 @@ class Watch:
         self.foreseen_bytes = 0
         """How much more that will be one day, as far as optimizers say."""
         self.phase = Phase.FORWARD
+        self.nodes: NodeListener | None = None
+        """What listens to the nodes of backward."""
         self._thread = threading.get_ident()
         self._is_in_backward = False
         self._stack = contextlib.ExitStack()
@@ -132,6 +136,8 @@ class Watch:
                 self.why_not = BACKWARD_RAISED
                 raise
             finally:
+                if self.nodes is not None and self.nodes.failure is not None:
+                    self.why_not = f"looking at its backward raised {named_line(self.nodes.failure)}"
                 self._is_in_backward = False
                 self.enter(Phase.OPTIMIZER)
 

@@ -24,7 +24,10 @@ import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.online.auto_session import AutoSession
 from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.backward.node_hooks import NodeListener
+from poochplan.profiler.backward.node_ops import NodeOps
 from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.timing import NodeTimes
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.torch_private.tensor_internals import mode_count
@@ -152,6 +155,28 @@ def test_no_hook_stays_on_nodes_that_outlive_a_step(tmp_path: Path) -> None:
             hooks.append(handle.hooks_dict_ref())
             handle.remove()
     assert not any(hooks)
+
+
+@pytest.mark.parametrize(
+    ("listener", "told"),
+    [(NodeOps, "node_begins"), (NodeOps, "node_ends"), (NodeOps, "passes_on"), (NodeTimes, "node_ends")],
+)
+def test_a_failure_of_looking_on_ends_no_backward(
+    listener: type[NodeListener], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the study, which says what it was."""
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("half a node")
+
+    expected = run(branches)
+    monkeypatch.setattr(listener, told, fails)
+    found = run(branches, tmp_path)
+    assert (found.turns, found.state) == (expected.turns, expected.state)
+    assert found.session is not None
+    assert found.session.profile is None
+    refused = [line.refused for line in found.session.loop.lines.values()]
+    assert refused == ["looking at its backward raised ArithmeticError: half a node"]
 
 
 def backward_ops(profile: poochplan.Profile) -> list[str]:
