@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
+from poochplan.native.native_build import NativeBuild
 from poochplan.planner.evaluator.codes import STYLE_OF, codes_of, decisions_of, style_code
 from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator
-from poochplan.planner.evaluator.evaluator_library import library
+from poochplan.planner.evaluator.evaluator_library import EVALUATOR, address, addresses, library
 from poochplan.planner.evaluator.layout import layout_of
 from poochplan.planner.judge.candidate import swap_all, try_style
-from poochplan.planner.judge.simulate import simulate
-from poochplan.planner.judge.streams import Lane
+from poochplan.planner.judge.streams import Streams
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.style import Style
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions
-from tests.planner.random_profiles import random_profile, transformer_like, with_random_thread
+from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
 KEY = 12
 """Column of ``Layout.values``: ``Value::key``."""
@@ -151,20 +154,44 @@ def test_replays_that_were_forgotten_are_merged_again() -> None:
                 )
 
 
-def test_copies_both_ways_beside_each_other_are_among_what_is_compared() -> None:
-    beside = 0
-    for seed, _, problem in random_problems(100):
-        budget_bytes = random_budget(problem, random.Random(seed))
-        for style in STYLE_OF:
-            schedule = try_style(problem, "x", random_decisions(problem, seed), budget_bytes, style).schedule
-            copies = [
-                span for span in simulate(problem, schedule, trace=True).trace if span.lane in (Lane.OUT, Lane.IN)
-            ]
-            beside += any(
-                one.lane != other.lane and one.start_s < other.end_s and other.start_s < one.end_s
-                for one, other in combinations(copies, 2)
-            )
-    assert beside > 20
+COMMAND = np.dtype([("what", "i8"), ("value", "i8"), ("queue", "i8"), ("work_s", "f8")])
+QUEUE, COMPUTE, WAIT = range(3)
+
+
+def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
+    """Schedules hardly ever have copies both ways beside each other."""
+    flags = (*EVALUATOR.flags, f"-I{EVALUATOR.sources}")
+    clock = ctypes.CDLL(str(NativeBuild("clock", Path(__file__).parent / "native", flags).build()))
+    for seed, _, problem in random_problems(tries(20, 200)):
+        rng = random.Random(seed)
+        both = link(duplex=rng.choice([0.3, 0.7]), interference_out=rng.choice([0, 0.3]), interference_in=0.5)
+        layout, streams = layout_of(problem), Streams(both, trace=False)
+        layout.rates[:3] = both.duplex, both.interference_out, both.interference_in
+        layout.copy_s[:] = [(rng.random(), rng.random()) for _ in layout.values]
+        commands, expected = [], []
+
+        def add(*command: float, commands: Any = commands, expected: Any = expected, streams: Any = streams) -> None:
+            commands.append(command)
+            expected.append((streams.now_s, streams.stall_s, streams.interference_s))
+
+        for value in range(problem.value_count):
+            streams.queue_out(value, layout.copy_s[value, 0], "")
+            add(QUEUE, value, 0, 0.0)
+            if rng.random() < 0.5:
+                streams.queue_in(value, layout.copy_s[value, 1], "")
+                add(QUEUE, value, 1, 0.0)
+            work_s = rng.random()
+            streams.compute(work_s)
+            add(COMPUTE, 0, 0, work_s)
+            if rng.random() < 0.3:
+                streams.wait_out(value, "")
+                add(WAIT, value, 0, 0.0)
+        arrays, given = addresses(layout), np.array(commands, dtype=COMMAND)
+        found = np.zeros((len(commands), 3))
+        pointers = (ctypes.c_void_p(address(array)) for array in (arrays, given, found))
+        layout_at, given_at, found_at = pointers
+        clock.run(layout_at, given_at, ctypes.c_int64(len(commands)), found_at)
+        assert list(map(tuple, found.tolist())) == expected
 
 
 def test_codes_are_those_of_decisions_and_styles() -> None:
