@@ -58,8 +58,8 @@ def plan(
     profile: the step to plan, as :func:`poochplan.profile` measured it.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
-    time_limit_s: planning ends after this. Where the evaluator is being built, on a machine's first use, at most
-        :data:`BUILD_SHARE` of it is a wait for that; the simulator in plain Python then stands in until it is there.
+    time_limit_s: planning ends after this. A search waits for an evaluator that is being built, on a machine's first
+        use, for at most :data:`BUILD_SHARE` of it; the simulator in plain Python then stands in until that is there.
     gap: the search also ends when the step is within this of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; each more is one more that searches.
     host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.

@@ -1,4 +1,4 @@
-// What Python calls (`evaluator_library.py`). Arrays are Python's and outlive the call; those of a layout, its evaluator.
+// What Python calls (`evaluator_library.py`). Arrays are Python's; those of a layout outlive its evaluator.
 #include <new>
 
 #include "packing.h"

@@ -155,7 +155,10 @@ class Ejection {
       for (int64_t k = step; k < near; ++k) {
         const int64_t item = by_end[k];
         int64_t at = k;
-        for (; at >= step && beside_.to[by_end[at - step]] > beside_.to[item]; at -= step) by_end[at] = by_end[at - step];
+        while (at >= step && beside_.to[by_end[at - step]] > beside_.to[item]) {
+          by_end[at] = by_end[at - step];
+          at -= step;
+        }
         by_end[at] = item;
       }
     }

@@ -71,7 +71,9 @@ struct Store {
     pool.clear();
   }
 
-  Rows<const int64_t> sources_of(const Merged& one) const { return {pool.data() + one.begin + one.targets, one.sources}; }
+  Rows<const int64_t> sources_of(const Merged& one) const {
+    return {pool.data() + one.begin + one.targets, one.sources};
+  }
   Rows<const int64_t> ops_of(const Merged& one) const {
     return {pool.data() + one.begin + one.targets + one.sources, one.ops};
   }
