@@ -13,7 +13,7 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.fitting import fitted, smallest_arena
-from poochplan.planner.evaluator.evaluator_library import library
+from poochplan.planner.evaluator.evaluator_library import begin_build, library
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
@@ -83,6 +83,7 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
+    begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     problem = build_problem(profile)
     if policy != ILP and arena == "on":

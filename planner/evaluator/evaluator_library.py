@@ -63,7 +63,7 @@ class _Loading:
                 functions[name].restype, functions[name].argtypes = result, arguments
             self.found = SimpleNamespace(**functions)
         except (NativeError, OSError, AttributeError) as error:
-            self.failure = str(error)
+            self.failure = str(error) or repr(error)
 
 
 _loading = _Loading()
