@@ -125,13 +125,13 @@ class Ejection {
 
   // Writes down what lives when the block does.
   void look_beside(int64_t number) {
+    const int64_t first = spans_.start[number], after = spans_.end[number], count = placed_.count;
     int64_t near = 0;
-    for (int64_t k = 0; k < placed_.count; ++k) {
-      if (!placed_.lives_in(k, spans_.start[number], spans_.end[number])) continue;
+    for (int64_t k = 0; k < count; ++k) { // written in any case: a jump that nobody foresees takes longer
       beside_.block[near] = placed_.block[k];
       beside_.from[near] = placed_.low[k];
       beside_.to[near] = placed_.high[k];
-      ++near;
+      near += placed_.lives_in(k, first, after);
     }
     beside_.count = near;
   }
@@ -219,8 +219,10 @@ class Ejection {
         waiting_.push_back(placed_.block[k]);
         continue;
       }
-      for (Ints* row : {&placed_.block, &placed_.start, &placed_.end, &placed_.low, &placed_.high}) {
-        (*row)[kept] = (*row)[k];
+      if (kept < k) {
+        for (Ints* row : {&placed_.block, &placed_.start, &placed_.end, &placed_.low, &placed_.high}) {
+          (*row)[kept] = (*row)[k];
+        }
       }
       ++kept;
     }
