@@ -10,11 +10,12 @@ BELOW = {
     "errors": set[str](),
     "units": {"errors"},
     "formats": {"errors", "units"},
+    "native": {"formats", "errors"},
     "torch_private": set(),
     "tensors": {"torch_private", "errors", "units"},
-    "planner": {"formats", "errors", "units"},
-    "runtime": {"formats", "tensors", "torch_private", "errors", "units"},
-    "profiler": {"planner", "runtime", "formats", "tensors", "torch_private", "errors", "units"},
+    "planner": {"formats", "native", "errors", "units"},
+    "runtime": {"formats", "native", "tensors", "torch_private", "errors", "units"},
+    "profiler": {"planner", "runtime", "formats", "native", "tensors", "torch_private", "errors", "units"},
 }
 """What each room may import, beside itself. All other modules may import any of these, and each other."""
 MOST_FILES = 15

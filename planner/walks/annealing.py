@@ -10,16 +10,15 @@ import numpy as np
 
 from poochplan.planner.allowance import Allowance
 from poochplan.planner.evaluator.codes import RECOMPUTE
-from poochplan.planner.evaluator.evaluate import evaluate
+from poochplan.planner.evaluator.evaluate import Evaluator
 from poochplan.planner.evaluator.layout import Layout
-from poochplan.planner.evaluator.scratch import scratch_for
 from poochplan.planner.judge.candidate import STYLES
 from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem
 
 from .descent import sweep
 from .incumbents import Found, Incumbents
-from .walk import DRAWS, Ground, Limits, Trail, scored, walk_on
+from .walk import DRAWS, Ground, Limits, Trail, score, walk_on
 
 COLDEST = 1e-5
 """Last temperature, as a share of the step."""
@@ -39,7 +38,7 @@ class Walker:
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.problem, self.values, self.incumbents, self._is_over = problem, tuple(values), incumbents, is_over
-        self._layout, self._scratch = layout, scratch_for(layout)
+        self._evaluator = Evaluator(problem, layout)
         self._limits = Limits(incumbents.budget_bytes, incumbents.host_bytes)
         self._replayable = np.array([replay is not None for replay in problem.replay.replays])
 
@@ -75,7 +74,7 @@ class Walker:
             warmth = temperature * (COLDEST / temperature) ** allowance.progress
             draws = rng.random(steps * DRAWS)
             before = float(trail.scores[1])
-            walk_on(self._layout, self._scratch, ground, trail, self._limits, steps, warmth, draws)
+            walk_on(self._evaluator, ground, trail, self._limits, steps, warmth, draws)
             allowance.spend(steps)
             if trail.scores[1] < before:
                 self._offer_best(trail, start.origin)
@@ -89,7 +88,7 @@ class Walker:
         while at - last_gain < len(order) and not allowance.is_spent and not self._is_over():
             some = order[[(at + step) % len(order) for step in range(SWEPT_AT_ONCE)]]
             before = float(trail.scores[0])
-            spent = sweep(self._layout, self._scratch, self._replayable, trail, self._limits, some)
+            spent = sweep(self._evaluator, self._replayable, trail, self._limits, some)
             allowance.spend(spent)
             at += len(some)
             if trail.scores[0] < before:
@@ -97,7 +96,7 @@ class Walker:
         return self._offer_best(trail, start.origin)
 
     def _trail(self, start: Found, mate: Found) -> Trail:
-        first = scored(self._layout, self._scratch, self._limits, start.style, start.wish)
+        first = score(self._evaluator, self._limits, start.style, start.wish)
         return Trail(
             here=start.wish.copy(),
             best=start.wish.copy(),
@@ -113,11 +112,9 @@ class Walker:
         return found
 
     def _evaluated(self, wish: Bytes, style: int, origin: str) -> Found:
-        step_s, peak_bytes, moved_bytes = evaluate(
-            self._layout, self._scratch, self.incumbents.budget_bytes, style, wish
-        )
-        decisions = self._scratch.decisions.copy()
-        return Found(wish, decisions, style, step_s, peak_bytes, moved_bytes, origin)
+        found = self._evaluator.evaluate_codes(wish, self.incumbents.budget_bytes, style)
+        decisions = self._evaluator.codes.copy()
+        return Found(wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin)
 
     def _cost(self, wish: Bytes, value: int) -> float:
         if wish[value] == RECOMPUTE:

@@ -59,8 +59,12 @@ class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
 
-class AllocatorError(PoochError):
-    """The compiled allocator cannot be built, loaded or used; everything else works without it."""
+class NativeError(PoochError):
+    """A compiled part cannot be built or loaded; everything else works without it."""
+
+
+class AllocatorError(NativeError):
+    """The compiled allocator cannot be built, loaded or used."""
 
 
 class SolverError(PoochError):

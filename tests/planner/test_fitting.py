@@ -8,7 +8,7 @@ import pytest
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.profile import Profile
-from poochplan.planner.arena import step_layout
+from poochplan.planner.arena import packing
 from poochplan.planner.arena.fitting import NO_ARENA, NO_ROOM, fitted, room_of
 from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.planning import plan, smallest_budget
@@ -105,7 +105,7 @@ def test_the_smallest_budget_has_a_plan_though_it_holds_no_room() -> None:
 def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)
+    monkeypatch.setattr(packing, "LOOKS_PER_BLOCK", 0)
     blocks = cut_rectangle(14, 40, 1000, seed=2)
     _, quick_bytes = packed(blocks, 2 * 1000 * UNIT)
     _, bytes_in_room = packed(blocks, 1000 * UNIT)
