@@ -1,9 +1,10 @@
-"""The rows of time: the step takes longer by each replay, and on the CPU by each swap."""
+"""The rows of time: the step takes longer by each replay, and by what each swap takes from compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from poochplan.formats.profile import Link
 from poochplan.planner.model.fluid import FluidModel
 from poochplan.planner.model.linear import Term
 
@@ -83,11 +84,35 @@ def _add_replay_time(model: FluidModel) -> None:
     runs: list[Term] = [(column, -seconds) for column, seconds in shared]
     if shared:
         linear.row([*all_shared, *runs], low=0)
-    if model.out_s or model.fetch_s:
-        used = [v for v in model.recompute if model.use_slot[v] < model.slots.count]
-        costs: list[Term] = [(column, -model.swap_time(value)) for value, column in model.swap.items()]
-        costs += [(model.recompute[value], -own[value]) for value in used]
-        linear.row([*((extra, 1.0) for extra in model.extra), *runs, *costs], low=0)
+    _add_total(model, own, runs)
+
+
+def _add_total(model: FluidModel, own: list[float], runs: list[Term]) -> None:
+    """All time that is added pays for the replays, and for what swaps take from compute; ``runs``: of shared ops."""
+    lost_out, lost_in = seconds_lost(model.problem.link)
+    if not (model.out_s or model.fetch_s or lost_out or lost_in):
+        return
+    used = {value for value in model.request.candidates if model.use_slot[value] < model.slots.count}
+    costs: list[Term] = []
+    for value, column in model.swap.items():
+        copies_s = lost_out * model.problem.out_seconds(value)
+        copies_s += lost_in * model.problem.in_seconds(value) if value in used else 0.0
+        costs.append((column, -model.swap_time(value) - copies_s / model.time_unit_s))
+    costs += [(column, -own[value]) for value, column in model.recompute.items() if value in used]
+    model.linear.row([*((extra, 1.0) for extra in model.extra), *runs, *costs], low=0)
+
+
+def seconds_lost(link: Link) -> tuple[float, float]:
+    """What the step loses for each second that a copy out takes alone on the link, and for each of a copy back.
+
+    Beside a copy compute does 1 / (1 + interference) of its work; beside two it loses less than beside each alone, and
+    each of them is as slow as ``duplex`` says. So both shares are scaled down to what is lost beside two.
+    """
+    out, back = link.interference_out, link.interference_in
+    lost_out, lost_in, lost = out / (1 + out), back / (1 + back), (out + back) / (1 + out + back)
+    apart = link.duplex * (lost_out + lost_in)
+    scale = min(1.0, lost / apart) if apart > 0.0 else 1.0
+    return scale * lost_out, scale * lost_in
 
 
 def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:

@@ -5,13 +5,20 @@ Each optimum is worked out by hand in ``toys.py`` and found again by exhaustive 
 
 from __future__ import annotations
 
+from itertools import product
+
+import msgspec
 import pytest
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import plan
+from poochplan.planner.model.bound import lower_bound
+from poochplan.planner.model.solvers import Limits
+from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.rows.time_rows import seconds_lost
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
+from tests.planner.random_profiles import link
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, one_value, out_through_backward, replay_beside_a_copy, two_values_of_one_op
 
@@ -56,6 +63,34 @@ def test_the_bound_is_not_above_the_optimum_of_a_toy(profile: Profile, budget_mb
     budget_bytes = int(budget_mb * MB)
     assert_the_optimum_is(profile, budget_bytes, optimum_s)
     assert_the_bound_holds(profile, budget_bytes, optimum_s)
+
+
+SLOWED = {"one way": (1.0, 0.25, 0.0), "both ways": (1.0, 0.25, 1.0), "half duplex": (0.5, 0.25, 1.0)}
+
+
+@pytest.mark.parametrize(("duplex", "out", "back"), SLOWED.values(), ids=SLOWED)
+def test_the_linear_program_proves_what_copies_that_hide_behind_compute_take_from_it(
+    duplex: float, out: float, back: float
+) -> None:
+    profile = one_value(0.5, opaque=True)
+    line = msgspec.structs.replace(profile.link, duplex=duplex, interference_out=out, interference_in=back)
+    profile = msgspec.structs.replace(profile, link=line)
+    optimum_s = 5 + 0.5 * out / (1 + out) + 0.5 * back / (1 + back)
+    smallest = smallest_budget(profile)
+    assert_the_optimum_is(profile, smallest, optimum_s)
+    lost_s = lower_bound(build_problem(profile), smallest, "highs", Limits(60)) - 5
+    lost_out, lost_in = seconds_lost(line)
+    assert lost_s == pytest.approx(0.5 * (lost_out + lost_in))
+    assert lost_s <= optimum_s - 5 + 1e-9
+
+
+def test_two_copies_at_once_lose_no_less_than_the_row_of_time_says() -> None:
+    for out, back, duplex in product((0.0, 0.2, 3.0), (0.0, 0.5), (1.0, 0.7, 0.2)):
+        line = link(duplex=duplex, interference_out=out, interference_in=back)
+        lost_out, lost_in = seconds_lost(line)
+        assert lost_out <= out / (1 + out) + 1e-12
+        assert lost_in <= back / (1 + back) + 1e-12
+        assert duplex * (lost_out + lost_in) <= (out + back) / (1 + out + back) + 1e-12
 
 
 HIDDEN_FROM_THE_LP = {721, 728, 747}
