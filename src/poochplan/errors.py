@@ -39,7 +39,9 @@ class ModelMismatchError(PoochError):
 
 
 class DivergenceError(PoochError):
-    """The running step diverged from the plan and ``on_divergence="error"`` was asked for."""
+    """A step diverged from the plan; of ``pooch run``, or where ``on_divergence="error"`` was asked for."""
+
+    exit_code = 6
 
 
 class BudgetExceededError(PoochError):
