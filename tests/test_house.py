@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.depth import REST_FILES
 from tests.house import circles, files_per_folder, graph, room_of, twice
 
 BELOW = {
@@ -49,3 +50,7 @@ def test_no_folder_holds_more_files_than_one_sees_at_a_glance() -> None:
 
 def test_no_two_modules_have_one_name() -> None:
     assert twice() == []
+
+
+def test_every_file_that_is_left_to_the_rest_of_the_suite_is_there() -> None:
+    assert [path for path in REST_FILES if not path.exists()] == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.depth import PART, runs_on_two_devices
+from tests.depth import PART, is_of_rest, runs_on_two_devices
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 
 
@@ -22,7 +22,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not runs_on_two_devices(pyfuncitem):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    on_both = not PART or pyfuncitem.get_closest_marker("rest") is not None
+    on_both = not PART or is_of_rest(pyfuncitem)
     if on_both or PART == "rest":
         pyfuncitem.obj(**arguments)
     if on_both or PART == "first":
