@@ -19,6 +19,8 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
 
 KEEP_ALL = "keep-all"
+NOTED_GAP = 0.02
+"""Plans that are further from their bound say so."""
 """The policy of a plan that keeps everything: no step is shorter."""
 BY_HAND = "by hand"
 """The policy of a plan that somebody has changed."""
@@ -46,6 +48,7 @@ def write_plan(
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
     laid = found.laid or layout_of(profile, problem, best.schedule)
+    solve = _solve_record(problem, found, wall_s)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -58,10 +61,10 @@ def write_plan(
         roofline=profile.roofline,
         gradients_live_through_forward=profile.gradients_live_through_forward,
         static_bytes=dict(profile.static_bytes),
-        solve=_solve_record(problem, found, wall_s),
+        solve=solve,
         prediction=_prediction(profile, problem, best, host_bytes, laid),
         link=profile.link,
-        notes=found.notes,
+        notes=(*found.notes, *_far_from_bound(solve)),
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
         inputs=profile.inputs,
@@ -132,6 +135,12 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
         evaluations=found.evaluations,
         seed=found.seed,
     )
+
+
+def _far_from_bound(solve: Solve) -> list[str]:
+    if solve.gap is None or solve.gap <= NOTED_GAP:
+        return []
+    return [f"its step may be up to {solve.gap:.2%} longer than the best there is; a longer time limit may find less"]
 
 
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:

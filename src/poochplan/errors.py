@@ -87,7 +87,7 @@ class InfeasibleError(PoochError):
 
 
 class TimeLimitError(PoochError):
-    """The solver's time limit was reached; the best plan was written."""
+    """The search was interrupted, or ended further from its bound than asked; the best plan was written."""
 
     exit_code = 4
 

@@ -16,7 +16,6 @@ import torch
 
 import poochplan
 from poochplan.cli import VERBS
-from poochplan.formats.plan import SolveStatus
 from poochplan.planner.comparison import all_policies
 
 Pooch = Any
@@ -135,24 +134,20 @@ def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:
     assert Path("p.plan.json").is_file()
 
 
-def test_a_stopped_solver_writes_the_best_plan_and_ends_with_code_4(
-    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import msgspec
-
-    from poochplan.planner import planning
-
-    solve = planning.plan
-
-    def stopped(*arguments: Any, **options: Any) -> poochplan.Plan:
-        made = solve(*arguments, **options)
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=SolveStatus.TIME_LIMIT))
-
-    monkeypatch.setattr(planning, "plan", stopped)
-    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
-    assert result.code == 4
-    assert "the best plan found was written to plan.json" in result.error
-    assert poochplan.Plan.load("plan.json").solve.status == "time limit"
+def test_a_plan_within_its_budget_is_success_however_far_its_bound(pooch: Pooch, profile_path: Path) -> None:
+    arguments = ("plan", profile_path, "--budget", "85%", "--evaluations", 1)
+    result = pooch(*arguments, "-o", "plan.json")
+    assert result.code == 0, result.error
+    made = poochplan.Plan.load("plan.json")
+    assert made.solve.gap is not None
+    assert made.solve.gap > 0.02
+    assert any(f"{made.solve.gap:.2%} longer than the best there is" in note for note in made.notes)
+    asked = pooch(*arguments, "-o", "asked.json", "--max-gap", "1%", "--json")
+    assert asked.code == 4
+    assert f"expected a plan within 1.00% of its proven bound, found {made.solve.gap:.2%}" in asked.err
+    assert json.loads(asked.out)["solve"]["gap"] == made.solve.gap
+    assert poochplan.Plan.load("asked.json").budget_bytes == made.budget_bytes
+    assert pooch(*arguments, "-o", "near.json", "--max-gap", "10000%").code == 0
 
 
 def test_planning_imports_neither_torch_nor_pictures(profile_path: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import BudgetExceededError, PoochError, UsageError
-from poochplan.units import format_bytes
+from poochplan.units import format_bytes, parse_share
 
 from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides, positive
 from .machine import DEFAULT_MARGIN, MARGIN_NEEDS_MEMORY, add_machine_arguments
@@ -129,18 +129,6 @@ def profile_name(plan_path: Path) -> Path:
     """``name.profile.json`` beside ``name.plan.json``."""
     name = plan_path.name.removesuffix(".json").removesuffix("plan")
     return plan_path.with_name(f"{name}profile.json" if not name or name.endswith(".") else f"{name}.profile.json")
-
-
-def parse_share(text: str, what: str) -> float:
-    """``0.3`` of ``"30%"`` or ``"0.3"``; raises ``UsageError`` for what is neither, and for ``"30"``."""
-    is_percent = text.strip().endswith("%")
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if is_percent else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < float("inf") or (share >= 10 and not is_percent):
-        raise UsageError(f"{what}: expected a share such as 30% or 0.3, found {text!r}")
-    return share
 
 
 def _problem(found: Fit) -> PoochError | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import TimeLimitError, UsageError
+from poochplan.units import parse_share
 
 from .base import Verb, at_least, positive
 from .machine import add_arena_argument, add_machine_arguments, chosen_budget, profile_for, require_budget
@@ -28,7 +29,7 @@ class PlanVerb(Verb):
     description = (
         "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
         "will cost. Runs on any machine. Exit code 3: nothing fits, and the smallest feasible budget is named. Exit "
-        "code 4: the time limit, or Ctrl-C, ended the search; the best plan was written and can be used."
+        "code 4: the plan was written and can be used, but Ctrl-C ended the search, or its gap is above --max-gap."
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
@@ -57,7 +58,7 @@ class PlanVerb(Verb):
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
         end = parser.add_mutually_exclusive_group()
         end.add_argument(
-            "--time-limit", type=positive, default=60.0, metavar="S", help="seconds for the search (default: 60)"
+            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds for the search (default: 20)"
         )
         end.add_argument(
             "--evaluations",
@@ -73,6 +74,11 @@ class PlanVerb(Verb):
             type=positive,
             default=0.005,
             help="stop when the step is within this share of its proven lower bound (default: 0.005, which is 0.5%%)",
+        )
+        parser.add_argument(
+            "--max-gap",
+            metavar="SHARE",
+            help="exit with code 4 where the plan is further than this from its bound: 1%% or 0.01 (default: never)",
         )
         parser.add_argument(
             "--threads",
@@ -107,6 +113,7 @@ class PlanVerb(Verb):
         timeline = self.output(options.timeline, suffix=".png")
         picture = self.output(options.picture, suffix=".png")
         assert path is not None
+        max_gap = None if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
         profile = profile_for(Profile.load(options.profile), options)
         self.advise(profile.advice())
         budget_bytes = chosen_budget(profile, options)
@@ -142,9 +149,11 @@ class PlanVerb(Verb):
         data = plan_data(made, path) | kept_data(kept)
         if options.policy == "all":
             data["policies"] = self._compare(profile, made)
-        if options.json and was_stopped(made):
-            self.print_json(data)
-        _raise_if_stopped(made, path)
+        problem = _problem(made, path, max_gap)
+        if problem is not None:
+            if options.json:
+                self.print_json(data)
+            raise problem
         return data
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
@@ -261,21 +270,18 @@ def kept_data(kept: Laid | None) -> dict[str, Any]:
     }
 
 
-def was_stopped(plan: Plan) -> bool:
-    """Whether the search ran out of time, or was interrupted, before the plan was near enough to the bound."""
+def _problem(plan: Plan, path: Path, max_gap: float | None) -> TimeLimitError | None:
+    """What the exit code has to say although the plan was written."""
     from poochplan.formats.plan import SolveStatus
 
-    return plan.solve.status in (SolveStatus.TIME_LIMIT, SolveStatus.INTERRUPTED)
-
-
-def _raise_if_stopped(plan: Plan, path: Path) -> None:
-    from poochplan.formats.plan import SolveStatus
-
-    if was_stopped(plan):
-        is_interrupted = plan.solve.status is SolveStatus.INTERRUPTED
-        what = "an interrupt" if is_interrupted else "the time limit"
-        hint = "run it again for a better one" if is_interrupted else "raise --time-limit for a better one, or --gap"
-        raise TimeLimitError(
-            f"{what} ended the search before the plan was within --gap of its proven bound; the best plan found "
-            f"was written to {path}; {hint}"
+    if plan.solve.status is SolveStatus.INTERRUPTED:
+        return TimeLimitError(
+            f"an interrupt ended the search; the best plan found was written to {path}; run it again for a better one"
         )
+    gap = plan.solve.gap
+    if max_gap is None or gap is None or gap <= max_gap:
+        return None
+    return TimeLimitError(
+        f"--max-gap: expected a plan within {max_gap:.2%} of its proven bound, found {gap:.2%}; it was written to "
+        f"{path}; raise --time-limit or --max-gap"
+    )

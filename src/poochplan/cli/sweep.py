@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageError
-from poochplan.units import format_bytes
+from poochplan.units import format_bytes, parse_share
 
 from .base import Verb, at_least, positive
 from .machine import (
@@ -60,9 +61,14 @@ class SweepVerb(Verb):
         parser.add_argument("--policies", metavar="NAMES", help="with commas: ilp,greedy (default: all)")
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
         parser.add_argument(
-            "--time-limit", type=positive, default=60.0, metavar="S", help="solver's seconds per budget (default: 60)"
+            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds per budget (default: 20)"
         )
         parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
+        parser.add_argument(
+            "--max-gap",
+            metavar="SHARE",
+            help="exit with code 4 where a plan is further from its bound: 1%% or 0.01 (default: never)",
+        )
         parser.add_argument(
             "--processes", type=at_least(1), metavar="N", help="plans made at a time (default: one per core)"
         )
@@ -79,6 +85,7 @@ class SweepVerb(Verb):
         picture = self.output(options.png, suffix=".png")
         assert csv is not None
         memory_budget(options)
+        max_gap = inf if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
         profile = profile_for(Profile.load(options.profile), options)
         smallest, budgets = self._budgets(profile)
         policies = (
@@ -93,7 +100,7 @@ class SweepVerb(Verb):
         frontier = frontier_of(profile, finished, smallest, policies)
         self._write(frontier, csv, picture)
         data = frontier_data(frontier, profile, csv)
-        problem = _problem(frontier, csv)
+        problem = _problem(frontier, csv, max_gap)
         if problem is not None:
             if options.json:
                 self.print_json(data)
@@ -181,7 +188,7 @@ def _listed(text: str, what: str) -> list[str]:
     return parts
 
 
-def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
+def _problem(frontier: Frontier, csv: Path, max_gap: float) -> PoochError | None:
     """What the exit code has to say although the file was written."""
     points = frontier.points
     failed = [point for point in points if point.failed]
@@ -198,10 +205,10 @@ def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
             f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
-    stopped = sum(point.stopped for point in points)
-    if stopped:
+    far = [point for point in points if point.gap is not None and point.gap > max_gap]
+    if far:
         return TimeLimitError(
-            f"the solver's time limit was reached for {stopped} of {len(points)} plans; the best found were written "
-            f"to {csv}; raise --time-limit for better ones"
+            f"--max-gap: expected plans within {max_gap:.2%} of their proven bounds, found {len(far)} of {len(points)} "
+            f"further away; all were written to {csv}; raise --time-limit or --max-gap"
         )
     return None
