@@ -84,8 +84,8 @@ docs: setup  ## Build the docs site into site/, without network; a warning is an
 packages: setup  ## Write the package folders into pyproject.toml, after one has come or gone
 	$(BIN)/python tests/packaging/folders.py
 
-notebooks: setup  ## Execute the notebooks
-	$(BIN)/pytest $(NOTEBOOKS)
+notebooks: setup  ## Execute the notebooks, and store what they show: on a quiet machine, for they show times
+	OMP_NUM_THREADS=1 $(BIN)/pytest --overwrite $(NOTEBOOKS)
 
 demo: setup  ## Profile, plan and run a 3D U-Net on a real MRI volume, a minute or two on 2 cores
 	@mkdir -p $(DEMO)

@@ -8,6 +8,7 @@ from typing import Any
 
 from .asking import OURS
 from .campaign import MATCHED, budget_bytes
+from .methods import SAVE_ON_CPU
 from .rows import EQUAL, Found, changes_gradients, exceeds, is_honest, meets
 
 MIB = 2**20
@@ -17,6 +18,7 @@ HEAD = (
     "method",
     "budget",
     "peak (of in-core)",
+    "host copies counted",
     "step / in-core",
     "processor",
     "predicted",
@@ -52,9 +54,14 @@ def _peak(row: Found) -> str:
     return f"{row['peak_bytes'] / MIB:.1f} ({share:.0%}){' **EXCEEDS**' if exceeds(row) else ''}"
 
 
+def with_host_copies(row: Found) -> int:
+    """The peak and all that a step swaps, at most: of ``save_on_cpu`` the copies are in the peak already."""
+    return int(row["peak_bytes"] + (0 if row["method"] == SAVE_ON_CPU else row["out_bytes"]))
+
+
 def table(found: dict[str, Any], shares: list[str]) -> str:
     """The Markdown table, with a column for each budget that says who meets it, and what follows from it."""
-    head = [*HEAD[:4], *shares, *HEAD[4:]]
+    head = [*HEAD[:5], *shares, *HEAD[5:]]
     lines = [_line(head), _line(["---"] * len(head))]
     lines += [_line(_cells(row, found, shares)) for row in _in_order(found)]
     notes = sorted({row["note"] for row in found["rows"] if row.get("note")})
@@ -73,7 +80,7 @@ def _line(cells: list[str]) -> str:
 def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:
     named = [row["network"], row["method"]]
     if "refused" in row:
-        return [*named, row["at"], "-", *("-" for _ in shares), f"not run: {row['refused']}", *["-"] * 6]
+        return [*named, row["at"], "-", "-", *("-" for _ in shares), f"not run: {row['refused']}", *["-"] * 6]
     facts = found["networks"].get(row["network"])
     met = ["-" if facts is None else "meets" if meets(row, budget_bytes(facts, one)) else "no" for one in shares]
     budget = f"{row['at']}: {row['budget_bytes'] / MIB:.1f}" if row["at"] else "-"
@@ -83,6 +90,7 @@ def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:
         *named,
         budget,
         _peak(row),
+        f"{with_host_copies(row) / MIB:.1f} ({with_host_copies(row) / row['in_core_peak_bytes']:.0%})",
         *met,
         _time(row, "wall") + against,
         f"{row['time']['cpu']['median_ratio']:.3f}",
@@ -101,6 +109,7 @@ def verdicts(found: dict[str, Any], shares: list[str]) -> Iterator[str]:
             rows = [row for row in found["rows"] if row["network"] == network and is_honest(row)]
             ours = [row for row in rows if (row["method"], row["at"]) == (OURS, share)]
             others = [row for row in rows if not row.get("budget_bytes") and row["method"] != "kept"]
+            others = [row for row in others if row["against"] == "in-core"]  # a compiled step has another in-core
             within = [row for row in others if meets(row, budget_bytes(facts, share))]
             yield f"* {network}, {share}: {_verdict(ours, within)}"
         for method in MATCHED:

@@ -198,8 +198,8 @@ def _in_graphs(workload: Workload, _: Ask, share: float) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def _rockmate(_: Workload, __: Ask) -> Iterator[Running]:
-    """Only why it does not run: its requirements contradict ours, so that one process cannot have both."""
-    raise NotRunError("rockmate 2.0.0 requires pulp==2.7.0, poochplan pulp>=3.3; its rkgb is not installed")
+    """Only why it does not run. Installed with pulp 2.7.0, in an environment of its own, it cannot be imported."""
+    raise NotRunError("rockmate 2.0.0 of the registry: its rkgb 2.0.0 ends with No module named 'rkgb.core'")
     yield
 
 

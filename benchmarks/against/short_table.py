@@ -6,7 +6,7 @@ from typing import Any
 
 from .asking import OURS
 from .campaign import MATCHED
-from .compare_table import MIB
+from .compare_table import MIB, with_host_copies
 from .methods import SAVE_ON_CPU
 from .rows import Found
 
@@ -17,7 +17,7 @@ def short_table(found: dict[str, Any], share: str) -> str:
     """Markdown, a line a network: step times by its own in-core, medians; ``share``: the budget of the last column."""
     head = ["network, in-core peak"]
     head += [cell for method in MATCHED for cell in (NAMES[method], "**ours** at that peak")]
-    head += [f"`{SAVE_ON_CPU.replace('-', '_')}`", f"**ours** at {share}"]
+    head += [f"`{SAVE_ON_CPU.replace('-', '_')}`", f"**ours** at {share}, with its file"]
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
     return "\n".join(map(_line, [head, ["---"] * len(head), *(_cells(found, name, share) for name in names)]))
 
@@ -33,12 +33,14 @@ def _cells(found: dict[str, Any], network: str, share: str) -> list[str]:
     for method in MATCHED:
         cells += [_step(rows.get((method, "")), with_peak=True), _step(rows.get((OURS, method)), is_bold=True)]
     own = rows.get((OURS, share))
-    return [*cells, _step(rows.get((SAVE_ON_CPU, "")), with_peak=True), _step(own, with_peak=True, is_bold=True)]
+    saved = rows.get((SAVE_ON_CPU, ""))
+    return [*cells, _step(saved, with_peak=True), _step(own, with_peak=True, with_file=True, is_bold=True)]
 
 
-def _step(row: Found | None, *, with_peak: bool = False, is_bold: bool = False) -> str:
+def _step(row: Found | None, *, with_peak: bool = False, with_file: bool = False, is_bold: bool = False) -> str:
     if row is None or "time" not in row:
         return "-"
     step = f"{row['time']['wall']['median_ratio']:.2f}"
     step = f"**{step}**" if is_bold else step
-    return f"{row['peak_bytes'] / row['in_core_peak_bytes']:.0%}: {step}" if with_peak else step
+    in_all = f", {with_host_copies(row) / row['in_core_peak_bytes']:.0%}" if with_file else ""
+    return f"{row['peak_bytes'] / row['in_core_peak_bytes']:.0%}{in_all}: {step}" if with_peak else step

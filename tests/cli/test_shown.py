@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from IPython.lib.pretty import pretty
 
 import poochplan
 from poochplan.formats.display.shown_table import html_table, text_table
@@ -34,6 +35,13 @@ def test_a_profile_and_a_plan_show_their_peaks_and_what_they_are_of(profile_path
     assert shown[0] == "Plan for small"
     assert {"keep", "swap", "recompute"} <= set(shown)
     assert any(text.startswith(format_bytes(plan.budget_bytes)) for text in shown)
+
+
+def test_in_ipython_they_are_some_lines_and_not_every_value(profile_path: Path, plan_path: Path) -> None:
+    for shown in (Profile.load(profile_path), poochplan.Plan.load(plan_path)):
+        lines = pretty(shown).splitlines()
+        assert lines[0] in ("Profile of small", "Plan for small")
+        assert len(lines) == len(ElementTree.fromstring(shown._repr_html_()).findall("tr")) + 1
 
 
 def test_what_a_file_says_is_shown_as_text_and_never_as_html(profile_path: Path, plan_path: Path) -> None:

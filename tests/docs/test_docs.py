@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,37 @@ def test_the_readme_s_table_is_that_of_the_committed_results() -> None:
     for cells, network in zip(shown, OF_THE_TABLE, strict=True):
         row, policies = rows[network], rows[network]["policies"]
         checkpointing = min(found for name in ("sqrt-n", "checkpoint-greedy") if (found := policies[name]) is not None)
-        found = (row["overhead"], row["bound"], checkpointing, policies["superneurons"], policies["swap-all"])
-        assert [float(cell) for cell in cells] == [round(100 * share, 0 if share > 1 else 1) for share in found]
+        simple = (policies["greedy"], policies["pooch"], checkpointing, policies["superneurons"], policies["swap-all"])
+        found = (row["overhead"], row["bound"], *simple)
+        assert [float(cell) for cell in cells] == [round(100 * share, digits(share)) for share in found]
+
+
+def digits(share: float) -> int:
+    """Three that count, of a percentage."""
+    return 0 if share > 1 else 1 if share > 0.1 else 2
+
+
+def test_the_readme_says_where_a_simple_rule_is_as_good() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())["rows"]
+    simple = [min(found for found in row["policies"].values() if found is not None) for row in rows]
+    near = sum(best - row["overhead"] <= 0.001 for best, row in zip(simple, rows, strict=True))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Of the grid's {len(rows)} cases, some simple rule is within 0.1 points in {near}." in " ".join(
+        text.split()
+    )
+
+
+def test_commits_that_the_readme_names_are_of_its_history() -> None:
+    named = re.findall(r"\bcommit ([0-9a-f]{7,40})\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert named
+    shallow = git("rev-parse", "--is-shallow-repository")
+    if shallow.stdout.strip() != "false":
+        pytest.skip("the history is not here")
+    assert [commit for commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode] == []
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
 
 
 @site_pages

@@ -8,14 +8,14 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
-from .display.shown_table import html_table
+from .display.shown_table import html_table, text_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
 
@@ -271,6 +271,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def _repr_html_(self) -> str:
         """In a notebook: budget, prediction, decisions and how they were found."""
         return html_table(f"Plan for {self.workload}", _summary(self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In IPython: the same in lines; all the values and points are in the file."""
+        printer.text(text_table(f"Plan for {self.workload}", _summary(self)))
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""

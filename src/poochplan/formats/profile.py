@@ -7,11 +7,11 @@ says what each is, and what ticks are.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .checks.profile_faults import profile_faults
 from .display.profile_summary import profile_summary
-from .display.shown_table import html_table
+from .display.shown_table import html_table, text_table
 from .facts.advice import advice
 from .facts.step_facts import StepFacts
 from .files import read_struct, write_struct
@@ -116,8 +116,14 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
 
     def _repr_html_(self) -> str:
         """In a notebook: machine, times, peak, what is saved, the link, notes and advice."""
-        rows = [*profile_summary(self), *(("advice", line) for line in self.advice())]
-        return html_table(f"Profile of {self.workload}", rows)
+        return html_table(f"Profile of {self.workload}", self._summary())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In IPython: the same in lines; all the ops and values are in the file."""
+        printer.text(text_table(f"Profile of {self.workload}", self._summary()))
+
+    def _summary(self) -> list[tuple[str, str]]:
+        return [*profile_summary(self), *(("advice", line) for line in self.advice())]
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.formats.files``."""

@@ -1,0 +1,53 @@
+"""The notebooks are stored as they ran: with outputs, small, and with nothing of the machine in them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+LARGEST_PICTURE_BYTES, LARGEST_NOTEBOOK_BYTES = 250_000, 1_000_000
+MACHINE = re.compile(r"/(home|root|work|tmp|Users|opt|mnt)/|" + re.escape(platform.node()))
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def outputs(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [output for cell in cells for output in cell.get("outputs", ())]
+
+
+def test_there_are_four() -> None:
+    assert len(NOTEBOOKS) == 4
+
+
+@notebooks
+def test_every_cell_was_run_in_its_order_and_none_failed(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert {output["output_type"] for output in outputs(path)} <= {"stream", "display_data", "execute_result"}
+
+
+@notebooks
+def test_it_shows_pictures_and_they_are_small(path: Path) -> None:
+    shown = [output["data"]["image/png"] for output in outputs(path) if "image/png" in output.get("data", {})]
+    pictures = [base64.b64decode(picture) for picture in shown]
+    assert len(pictures) >= 2
+    assert max(map(len, pictures)) <= LARGEST_PICTURE_BYTES
+    assert path.stat().st_size <= LARGEST_NOTEBOOK_BYTES
+
+
+@notebooks
+def test_its_outputs_name_no_folder_and_no_host_of_a_machine(path: Path) -> None:
+    texts = [
+        json.dumps({kind: text for kind, text in output.get("data", {}).items() if kind != "image/png"})
+        + "".join(output.get("text", ""))
+        for output in outputs(path)
+    ]
+    assert [text for text in texts if MACHINE.search(text)] == []
