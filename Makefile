@@ -1,7 +1,7 @@
 # Everything a person types. `make test` and `make demo` do all of their own set-up in .venv/.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-deep test-torch lint format types docs packages notebooks demo bench gpu-suite dist clean
+.PHONY: help setup test test-all test-torch lint format types docs packages notebooks demo bench gpu-suite dist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,6 +23,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 unexport PYTHONPATH PYTHONHOME OMP_NUM_THREADS
 export MPLBACKEND := Agg
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# All seeds, all networks, long runs: before every release.
+export POOCH_DEEP ?= $(DEEP)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,10 +45,14 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "error: pip could not install the packages of constraints.txt; its own message is above" >&2; exit 1; }
 	@touch $@
 
-test: setup  ## Check everything that is claimed, each claim once: lint, format, types, docs, tests, notebooks (some fifteen minutes)
+test: setup  ## Check what is claimed, each claim once: lint, format, types, docs, tests (some eight minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
-	@echo "make test: lint, types, docs, tests and notebooks all passed."
+	POOCH_PART=first OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) tests
+	@echo "make test: lint, types, docs and tests all passed."
+
+test-all: test  ## That, and the rest: second device, mutants, packaging, stacks, notebooks (some 23 minutes); DEEP=1 with all seeds
+	POOCH_PART=rest OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
+	@echo "make test-all: the rest of the tests and the notebooks passed too."
 
 test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another torch, in an environment of its own: VERSION=2.9.1
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
@@ -60,12 +66,6 @@ $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'
 	@touch $@
-
-test-deep: export POOCH_DEEP := 1
-test-deep: setup  ## The same of more: all seeds, all networks, long runs; before every release (some 10 minutes)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(NOTEBOOKS) tests
-	@echo "make test-deep: lint, types, docs, tests and notebooks all passed."
 
 lint: setup  ## Check style and formatting (ruff)
 	$(BIN)/ruff check .

@@ -21,9 +21,7 @@ from benchmarks.arena import WORKLOADS, fresh
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.packing_apart import packed
-from poochplan.planner.arena.packing import Block, pack
-from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
+from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, pack, packed
 
 STEPS = 6
 """Two are metered by their ops, one is learned from."""

@@ -32,8 +32,7 @@ from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.arena.blocks import blocks_of, taken_by
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
-from poochplan.planner.arena.packing import THOROUGH, Block, Packing, live_peak, pack
-from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
+from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack
 from poochplan.planner.policies import PolicyInput, run_policy
 
 LINKS = ("pcie3", "nvlink2")

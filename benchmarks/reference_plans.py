@@ -7,7 +7,7 @@
 ``--check`` makes the plans again, names every difference and ends with exit code 1 where there is one.
 A case is an instance, the share that its budget keeps (as in ``planning.py``) and a policy. Its record holds digests of
 decisions and schedule, what is predicted, and the bound; floats as ``repr`` writes them. Every plan is made with one
-thread, a count of simulations and a seed. Another processor or other versions of numpy, numba or HiGHS may round
+thread, a count of simulations and a seed. Another processor or other versions of numpy or HiGHS may round
 otherwise: a file is checked where it was made.
 """
 

@@ -28,8 +28,8 @@ class Progress:
     is_counted: bool
 
 
-Watch: TypeAlias = Callable[[Progress | None], None]
-"""Is told now and then, in the thread that asked for the plan; None while the search is being compiled."""
+Watch: TypeAlias = Callable[[Progress], None]
+"""Is told now and then, in the thread that asked for the plan."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
+from poochplan.planner.evaluator.evaluator_library import begin_build, library
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import keep_all
 from poochplan.planner.search.optimise import optimise
-from poochplan.planner.walks.warming import warm_up
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .allowance import Allowance
@@ -28,6 +28,8 @@ from .writing import KEEP_ALL, Outcome, write_plan
 
 ILP = "ilp"
 """The policy that plans unless another is asked for."""
+BUILD_SHARE = 0.5
+"""Of the time limit: what a search waits at most for an evaluator that is being built."""
 STRONG_POLICIES = ("greedy", "pooch")
 """Policies that the search asks for their plans where its own are not near the bound."""
 
@@ -56,7 +58,8 @@ def plan(
     profile: the step to plan, as :func:`poochplan.profile` measured it.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
-    time_limit_s: planning ends after this; what is compiled on a machine's first use comes before it.
+    time_limit_s: planning ends after this. A search waits for an evaluator that is being built, on a machine's first
+        use, for at most :data:`BUILD_SHARE` of it; the simulator in plain Python then stands in until that is there.
     gap: the search also ends when the step is within this of the proven bound.
     threads: with 2 (the default) one improves the bound while the other searches; each more is one more that searches.
     host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.
@@ -80,6 +83,7 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
+    begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     problem = build_problem(profile)
     has_arena = in_arena(profile, arena)
@@ -97,7 +101,7 @@ def plan(
         found = _optimal(profile, problem, budget_bytes, effort, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
-    wall_s = time.perf_counter() - started_s - found.compiled_s
+    wall_s = time.perf_counter() - started_s
     is_laid_out = arena != "off" and profile.device.kind == "cpu"
     return write_plan(profile, problem, found, budget_bytes, workload, wall_s, is_laid_out=is_laid_out)
 
@@ -169,9 +173,9 @@ def _optimal(
     _check_feasible(profile, problem, budget_bytes)
     given = PolicyInput(profile, problem, budget_bytes)
     proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
-    spent_s = time.perf_counter() - started_s
-    compiled_s = warm_up(problem, watch)
+    library(None if effort.evaluations is not None else BUILD_SHARE * effort.time_limit_s)
     fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
+    spent_s = time.perf_counter() - started_s
     optimum = optimise(problem, budget_bytes, effort, proposals, watch, spent_s, fitting)
     best = optimum.best
     if best.peak_bytes > budget_bytes:
@@ -185,7 +189,7 @@ def _optimal(
         notes = (f"its decisions were found by annealing that began at the plan of {best.policy!r}",)
     notes += (optimum.note,) if optimum.note else ()
     policy = ILP if best.policy == ILP else "annealing"
-    return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed, compiled_s)
+    return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed)
 
 
 def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:

@@ -35,8 +35,6 @@ class Outcome:
     """None where nothing was searched for."""
     evaluations: int | None = None
     seed: int = 0
-    compiled_s: float = 0.0
-    """Seconds that compiling took, on a machine's first use."""
 
 
 def write_plan(

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from poochplan.formats.profile import Kind, Link, Phase, Profile
+from poochplan.planner.evaluator.evaluator_library import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import (
     EVAL_MODE,
@@ -129,6 +130,7 @@ def profile(
         The spill directory cannot be used.
     """
     check_no_session("profile()", [model])
+    begin_build()
     where = checked_device(model, device, iterations, warmup)
     check_mode(mode, roofline, iterations, where, throttle)
     check_backward(backward, mode, roofline)
@@ -155,6 +157,8 @@ def profile(
     with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():
         if mode == "fake" or roofline is not None:
             rates = None if roofline is None else parse_roofline(roofline)
+            if rates is None:
+                library(None)  # as in _profile_real
             profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
         else:
             profile = _profile_fitting(runner, where, mode, options)
@@ -240,6 +244,7 @@ def _profile_real(
         for _ in range(options.warmup):
             runner.one_step()
         check_real(runner.loss)
+        library(None)  # no compiler runs beside what is measured
         say("capturing one step")
         capture, kinds = captured(runner, _new_capture(model, where, store))
         if store is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poochplan.profiler import profiling
-from tests.depth import DEEP
+from tests.depth import DEEP, is_in_part
 from tests.hangs import EndsWhatHangs
 
 
@@ -37,7 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not DEEP:
-        left_out = [item for item in items if item.get_closest_marker("deep")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    left_out = [item for item in items if not is_in_part(item) or (item.get_closest_marker("deep") and not DEEP)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

@@ -1,11 +1,16 @@
-"""How much the suite tries: each claim once by day, every seed and every network when POOCH_DEEP is set."""
+"""How much the suite tries: which of its two parts, and whether each claim once or with every seed and network."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
+
+PART = os.environ.get("POOCH_PART", "")
+"""``first`` in ``make test``, ``rest`` in ``make test-all``; both together where it is not set."""
 DEEP = os.environ.get("POOCH_DEEP", "") not in ("", "0")
-"""``make test-deep``: the tests marked ``deep`` run too, and :func:`tries` gives its larger number."""
+"""``make test-all DEEP=1``: the tests marked ``deep`` run too, and :func:`tries` gives its larger number."""
 
 
 def tries(day: int = 1, deep: int = 20) -> int:
@@ -16,3 +21,47 @@ def tries(day: int = 1, deep: int = 20) -> int:
 def seeds(day: int = 1, deep: int = 20) -> range:
     """The seeds of one claim: from 0."""
     return range(tries(day, deep))
+
+
+HERE = Path(__file__).parent
+REST = {
+    "cli": "arena_shown fake_profile fit link run_compiled sweep",
+    "compiling": "autocast caches compiling eager_graphs",
+    "cuda_rules": "auto_on_cuda",
+    "docs": "stacks",
+    "end_to_end": "chunks_within_budget compare epochs graph_mode_within_budget long_loop regions_within_budget "
+    "resident_memory",
+    "examples": "stacks",
+    "gpu": "suite_dry_run",
+    "integrations": "onnx_models",
+    "online": "growth kinds_of_run trainings",
+    "packaging": "installed",
+    "profiler": "swap_all",
+    "runtime": "arrivals compiled compiled_budget copies_of_the_model mutants points_in_16_bits save_points "
+    "third_party",
+    "runtime/allocator": "building_the_library",
+    "runtime/inference": "outside_meter",
+    "tensors": "huge_pages malloc",
+    ".": "hangs",
+}
+"""Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, other processes.
+What they claim of one step is claimed of a small network in the first part too.
+"""
+REST_FILES = {HERE / folder / f"test_{name}.py" for folder, names in REST.items() for name in names.split()}
+
+
+def is_in_part(item: pytest.Item) -> bool:
+    """Whether the part of the suite that runs now has the test, on one device or on both."""
+    if not PART or is_of_rest(item) == (PART == "rest"):
+        return True
+    return PART == "rest" and runs_on_two_devices(item)
+
+
+def is_of_rest(item: pytest.Item) -> bool:
+    """Whether ``make test`` leaves it out; notebooks are all of the rest."""
+    return item.path in REST_FILES or HERE not in item.path.parents
+
+
+def runs_on_two_devices(item: pytest.Item) -> bool:
+    """Whether it is a test of the runtime, which runs on the CPU's device and on the adversarial one."""
+    return HERE / "runtime" in item.path.parents and item.get_closest_marker("cpu_device") is None

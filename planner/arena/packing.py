@@ -15,7 +15,7 @@ import numpy as np
 
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
-from poochplan.planner.evaluator.compiled import is_compiled, one_at_a_time
+from poochplan.planner.evaluator.evaluator_library import library
 from poochplan.planner.problem.arrays import Ints
 
 from .first_fit import first_fit
@@ -25,10 +25,13 @@ QUICK_PER_BLOCK = 10_000
 """Looks for each block that take a few hundredths of a second at 1,000 blocks."""
 THOROUGH = 1_200_000_000
 """Looks that take a few seconds."""
+LOOKS_PER_BLOCK = 100_000
+"""What packing along with a plan may take: a second or two for some thousands of blocks."""
+MOST_LOOKS = 400_000_000
+"""Looks that a second search for places may take while a training waits: a second or two, three times at most. In six
+plans of three networks they were enough for the arena that was planned, and a quarter of them for 0.5% more."""
 PER_PAIR = 3_000
 """Looks for each pair of blocks at most: a few blocks need no long search."""
-PLAIN = 100
-"""Times fewer looks where nothing is compiled."""
 
 
 class Block(NamedTuple):
@@ -54,9 +57,9 @@ def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 
     """Places ``blocks`` in an arena as small as a search makes it; the same blocks and looks, the same places.
 
     Sizes are rounded up to ``ALLOCATION_UNIT_BYTES``. The search takes about ``looks`` looks at a block, the unit of
-    work of ``ejection.py``: ``THOROUGH``, or any number. By default it is quick, ``QUICK_PER_BLOCK`` for each block.
-    Without numba it takes ``PLAIN`` times fewer. Three first fits come before, which no number limits. It ends as soon
-    as the arena is of ``enough_bytes`` or less.
+    work of ``place_all``: ``THOROUGH``, or any number. By default it is quick, ``QUICK_PER_BLOCK`` for each block.
+    Three first fits come before, which no number limits; without a compiler they are all. It ends as soon as the arena
+    is of ``enough_bytes`` or less.
 
     Raises
     ------
@@ -68,17 +71,29 @@ def pack(blocks: Sequence[Block], looks: int | None = None, enough_bytes: int = 
     spans, bound = _spans(start[taken], end[taken], units[taken])
     offsets = np.zeros(len(units), dtype=np.int64)
     if len(taken):
-        with one_at_a_time():
-            fits = [first_fit(spans, order) for order in _orders(spans)]
+        fits = [first_fit(spans, order) for order in _orders(spans)]
         portfolio = Portfolio(spans, bound, min(fits, key=lambda places: int((places + spans[2]).max())))
         enough = enough_bytes // ALLOCATION_UNIT_BYTES
         wanted = QUICK_PER_BLOCK * len(taken) if looks is None else looks
-        portfolio.improve(min(wanted // (1 if is_compiled() else PLAIN), PER_PAIR * len(taken) ** 2), enough)
+        if library(None) is not None:
+            portfolio.improve(min(wanted, PER_PAIR * len(taken) ** 2), enough)
         offsets[taken] = portfolio.best
     top = int((offsets + units).max(initial=0))
     return Packing(
         tuple((offsets * ALLOCATION_UNIT_BYTES).tolist()), top * ALLOCATION_UNIT_BYTES, bound * ALLOCATION_UNIT_BYTES
     )
+
+
+def packed(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+    """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes, for a training that waits.
+    It is searched for as long as a plan's is; where that is larger than ``room_bytes``, for an arena of those, with
+    ``MOST_LOOKS``.
+    """
+    every = [Block(*block) for block in blocks]
+    found = pack(every, LOOKS_PER_BLOCK * len(every))
+    if found.arena_bytes > room_bytes >= found.lower_bound_bytes:
+        found = pack(every, MOST_LOOKS, enough_bytes=room_bytes)
+    return found.offsets, found.arena_bytes
 
 
 def live_peak(blocks: Sequence[Block]) -> int:

@@ -1,7 +1,7 @@
 """Many short searches for a smaller arena, unlike each other, each for a height between the bound and the best so far.
 
 A search goes from coarse to fine: it places the blocks that are hardest to place, then, from there, more and more of
-them, each time below the same height (``ejection.py``). What is hard, how fast the number grows, and what it costs to
+them, each time below the same height (:func:`place_all`). What is hard, how fast the number grows, and what it costs to
 move a block differ from one search to the next: most fail, and some succeed at once.
 """
 
@@ -12,9 +12,9 @@ from itertools import product
 
 import numpy as np
 
+from poochplan.planner.evaluator.evaluator_library import address, library
 from poochplan.planner.problem.arrays import Ints
 
-from .ejection import WAITS, place_all
 from .first_fit import first_fit
 
 COARSEST = 24
@@ -28,6 +28,8 @@ LOWERED = (0.7, 0.85)
 CLOSE = 0.001
 """This close to the bound, as a part of it, the bound itself is asked for."""
 DEAREST = 1_000_000
+WAITS = -1
+"""Offset of a block without a place."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Portfolio:
         self.life = (spans[1] - spans[0]).astype(np.float64)
 
     def improve(self, looks: int, enough: int = 0) -> None:
-        """Searches until ``looks`` are taken (``ejection.place_all``), or the bound or ``enough`` is met."""
+        """Searches until ``looks`` are taken (:func:`place_all`), or the bound or ``enough`` is met."""
         share = min(max(looks // FEWEST_SEARCHES, 1), TURNS * len(self.best))
         number = failed = 0
         while looks > 0 and self.top > max(self.bound, enough):
@@ -103,3 +105,25 @@ class Portfolio:
 def settled(spans: Ints, offsets: Ints) -> Ints:
     """The same places with every block as low as those below it let it be: none comes to lie higher."""
     return first_fit(spans, np.lexsort((spans[0], offsets)))
+
+
+def place_all(spans: Ints, offsets: Ints, height: int, costs: Ints, allowance: int, seed: int) -> tuple[int, int]:
+    """Gives every block a place below ``height``, or stops; returns (blocks without one, looks taken).
+
+    A block that finds no room takes the cheapest place, and who lay there waits; ``native/packing.h`` says how. Only
+    compiled code does it: in plain Python it would gain nothing in the time there is.
+
+    Parameters
+    ----------
+    spans
+        Rows start, end, size; a column for each block; int64, (3, blocks). No size is 0 or above ``height``.
+    offsets
+        Where blocks are, without an overlap; below 0 is nowhere, as is what sticks out of ``height``. Written in place.
+    costs
+        What it costs to take a block's place away; int64, (blocks,), from 1 to a million.
+    allowance
+        Looks taken at most, and one turn's more. A look is one block that is looked at.
+    """
+    looks = np.array([allowance], dtype=np.int64)
+    given = address(spans), len(offsets), address(offsets), height, address(costs), seed
+    return int(library().place_all(*given, address(looks))), int(looks[0])

@@ -11,14 +11,10 @@ from poochplan.planner.problem.problem import Problem
 from poochplan.planner.schedule.schedule import Schedule
 
 from .blocks import blocks_of
-from .packing import live_peak, pack
+from .packing import LOOKS_PER_BLOCK, live_peak, pack
 
 MOST_BLOCKS = 20_000
 """With more than these an arena is not worked out along with a plan: that would take longer than a few seconds."""
-LOOKS_PER_BLOCK = 100_000
-"""What packing along with a plan may take, in the looks of ``pack``: a second or two for some thousands of blocks."""
-
-
 GENERATOR_STATE_BYTES = 5120
 """Recording a random op reads the generator's state, and so does its replay: it lies beside the arena for a moment."""
 

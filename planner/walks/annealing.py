@@ -10,16 +10,15 @@ import numpy as np
 
 from poochplan.planner.allowance import Allowance
 from poochplan.planner.evaluator.codes import RECOMPUTE
-from poochplan.planner.evaluator.evaluate import evaluate
+from poochplan.planner.evaluator.evaluate import Evaluator
 from poochplan.planner.evaluator.layout import Layout
-from poochplan.planner.evaluator.scratch import scratch_for
 from poochplan.planner.judge.candidate import STYLES
 from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem
 
 from .descent import sweep
 from .incumbents import Found, Incumbents
-from .walk import DRAWS, Ground, Limits, Trail, scored, walk_on
+from .walk import DRAWS, Ground, Limits, Trail, score, walk_on
 
 COLDEST = 1e-5
 """Last temperature, as a share of the step."""
@@ -40,7 +39,7 @@ class Walker:
     ) -> None:
         """``is_enough`` says whether a step of so many seconds ends the search."""
         self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
-        self._layout, self._scratch = layout, scratch_for(layout)
+        self._evaluator = Evaluator(problem, layout)
         self._replayable = np.array([replay is not None for replay in problem.replay.replays])
 
     @property
@@ -79,13 +78,13 @@ class Walker:
         while not allowance.is_spent and not self._is_over:
             if limits != self._limits:
                 limits = self._limits
-                trail.scores[0] = scored(self._layout, self._scratch, limits, int(trail.styles[0]), trail.here)
-                trail.scores[1] = scored(self._layout, self._scratch, limits, int(trail.styles[1]), trail.best)
+                trail.scores[0] = score(self._evaluator, limits, int(trail.styles[0]), trail.here)
+                trail.scores[1] = score(self._evaluator, limits, int(trail.styles[1]), trail.best)
             steps = allowance.at_once()
             warmth = temperature * (COLDEST / temperature) ** allowance.progress
             draws = rng.random(steps * DRAWS)
             before = float(trail.scores[1])
-            walk_on(self._layout, self._scratch, ground, trail, limits, steps, warmth, draws)
+            walk_on(self._evaluator, ground, trail, limits, steps, warmth, draws)
             allowance.spend(steps)
             if trail.scores[1] < before:
                 self._offer_best(trail, start.origin, is_end=False)
@@ -100,7 +99,7 @@ class Walker:
         while at - last_gain < len(order) and not allowance.is_spent and not self._is_over:
             some = order[[(at + step) % len(order) for step in range(SWEPT_AT_ONCE)]]
             before = float(trail.scores[0])
-            spent = sweep(self._layout, self._scratch, self._replayable, trail, limits, some)
+            spent = sweep(self._evaluator, self._replayable, trail, limits, some)
             allowance.spend(spent)
             at += len(some)
             if trail.scores[0] < before:
@@ -108,7 +107,7 @@ class Walker:
         return self._offer_best(trail, start.origin)
 
     def _trail(self, start: Found, mate: Found) -> Trail:
-        first = scored(self._layout, self._scratch, self._limits, start.style, start.wish)
+        first = score(self._evaluator, self._limits, start.style, start.wish)
         return Trail(
             here=start.wish.copy(),
             best=start.wish.copy(),
@@ -127,9 +126,9 @@ class Walker:
 
     def _evaluated(self, wish: Bytes, style: int, origin: str) -> Found:
         within_bytes = self.incumbents.within_bytes
-        step_s, peak_bytes, moved_bytes = evaluate(self._layout, self._scratch, within_bytes, style, wish)
-        decisions = self._scratch.decisions.copy()
-        return Found(wish, decisions, style, step_s, peak_bytes, moved_bytes, origin, within_bytes)
+        found = self._evaluator.evaluate_codes(wish, within_bytes, style)
+        decisions = self._evaluator.codes.copy()
+        return Found(wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin, within_bytes)
 
     def _cost(self, wish: Bytes, value: int) -> float:
         if wish[value] == RECOMPUTE:

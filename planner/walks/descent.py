@@ -1,11 +1,12 @@
-"""Local search, compiled: each value with each other decision, as long as the simulated step gets shorter."""
+"""Local search, compiled or not: each value with each other decision, as long as the simulated step gets shorter."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from poochplan.planner.evaluator.codes import RECOMPUTE
-from poochplan.planner.evaluator.compiled import compiled
-from poochplan.planner.evaluator.layout import Layout
-from poochplan.planner.evaluator.scratch import Scratch
+from poochplan.planner.evaluator.evaluate import Evaluator
+from poochplan.planner.evaluator.evaluator_library import address, addresses
 from poochplan.planner.problem.arrays import Flags, Ints
 
 from .walk import Limits, Trail, score
@@ -17,9 +18,12 @@ FAR_OFF = 0.01
 SEARCH_STYLES = 2
 
 
-@compiled
-def sweep(layout: Layout, scratch: Scratch, replayable: Flags, trail: Trail, limits: Limits, values: Ints) -> int:
+def sweep(evaluator: Evaluator, replayable: Flags, trail: Trail, limits: Limits, values: Ints) -> int:
     """Tries each of ``values``, and takes what gains at once; returns how many evaluations that took."""
+    native = evaluator.native()
+    if native is not None:
+        given = addresses([replayable]), addresses(trail), np.array(limits), addresses([values])
+        return int(native.sweep(evaluator.handle, *map(address, given)))
     spent = 0
     for value in values:
         for decision in range(3):
@@ -29,7 +33,7 @@ def sweep(layout: Layout, scratch: Scratch, replayable: Flags, trail: Trail, lim
             trail.here[value] = decision
             is_better = False
             for style in range(SEARCH_STYLES):
-                found = score(layout, scratch, limits, style, trail.here)
+                found = score(evaluator, limits, style, trail.here)
                 spent += 1
                 if found < trail.scores[0] - MIN_GAIN:
                     trail.scores[:] = found

@@ -1,21 +1,21 @@
-"""Annealing, compiled: a walk through the decisions that leaves local optima that no single change leaves.
+"""Annealing: a walk through the decisions that leaves local optima that no single change leaves.
 
 Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", Science 220 (1983). Each step changes a few
 decisions and evaluates them; a change for the worse is taken with probability ``exp(-loss / temperature)``. The random
-numbers come from outside, so that the same numbers give the same walk, compiled or not.
+numbers come from outside, so that the same numbers give the same walk, compiled or not: where the library is there,
+``walk.h`` takes these very steps.
 """
 
 from __future__ import annotations
 
+from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
 from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP
-from poochplan.planner.evaluator.compiled import compiled, part
-from poochplan.planner.evaluator.evaluate import evaluate
-from poochplan.planner.evaluator.layout import MOVED, STEP_S, Layout
-from poochplan.planner.evaluator.scratch import Scratch
+from poochplan.planner.evaluator.evaluate import Evaluator
+from poochplan.planner.evaluator.evaluator_library import address, addresses
 from poochplan.planner.problem.arrays import Bytes, Flags, Floats, Ints
 
 OVER_BUDGET = 0.02
@@ -75,52 +75,39 @@ class Trail(NamedTuple):
     """Of ``here`` and of ``best``."""
 
 
-@part
-def score(layout: Layout, scratch: Scratch, limits: Limits, style: int, decisions: Bytes) -> float:
+def score(evaluator: Evaluator, limits: Limits, style: int, decisions: Bytes) -> float:
     """The step as a share of the one that keeps all; more where the peak, or the host, is over its budget."""
-    step_s, peak_bytes, _ = evaluate(layout, scratch, limits.budget_bytes, style, decisions)
-    share = step_s / layout.rates[STEP_S] if layout.rates[STEP_S] > 0.0 else 1.0
-    if peak_bytes > limits.budget_bytes:
-        share += OVER_BUDGET + OVER_BUDGET_SLOPE * (peak_bytes - limits.budget_bytes) / max(1, limits.budget_bytes)
+    problem, budget_bytes = evaluator.problem, limits.budget_bytes
+    found = evaluator.evaluate_codes(decisions, budget_bytes, style)
+    share = found.step_s / problem.step_s if problem.step_s > 0.0 else 1.0
+    if found.peak_bytes > budget_bytes:
+        share += OVER_BUDGET + OVER_BUDGET_SLOPE * (found.peak_bytes - budget_bytes) / max(1, budget_bytes)
     if limits.host_bytes >= 0:
-        over_bytes = -limits.host_bytes
-        for value in range(len(decisions)):
-            if scratch.decisions[value] == SWAP:
-                over_bytes += layout.values[value, MOVED]
+        over_bytes = int(problem.size_bytes[evaluator.codes == SWAP].sum()) - limits.host_bytes
         if over_bytes > 0:
             share += OVER_BUDGET + OVER_BUDGET_SLOPE * over_bytes / max(1, limits.host_bytes)
-    return float(share)
+    return share
 
 
-@compiled
-def scored(layout: Layout, scratch: Scratch, limits: Limits, style: int, decisions: Bytes) -> float:
-    """:func:`score`, for callers in Python."""
-    return score(layout, scratch, limits, style, decisions)
-
-
-@compiled
 def walk_on(
-    layout: Layout,
-    scratch: Scratch,
-    ground: Ground,
-    trail: Trail,
-    limits: Limits,
-    steps: int,
-    temperature: float,
-    draws: Floats,
+    evaluator: Evaluator, ground: Ground, trail: Trail, limits: Limits, steps: int, temperature: float, draws: Floats
 ) -> int:
     """Takes so many steps; returns how many evaluations they took. ``draws``: :data:`DRAWS` numbers for each."""
+    native = evaluator.native()
+    if native is not None:
+        given = addresses(ground), addresses(trail), np.array(limits)
+        return int(native.walk_on(evaluator.handle, *map(address, given), steps, temperature, address(draws)))
     spent = 0
     for step in range(steps):
         first = step * DRAWS
         trail.trial[:] = trail.here
-        style = _change(ground, trail.trial, trail.mate, trail.styles[0], draws, first)
-        if style == trail.styles[0] and _is_same(trail.trial, trail.here):
+        style = _change(ground, trail.trial, trail.mate, int(trail.styles[0]), draws, first)
+        if style == trail.styles[0] and (trail.trial == trail.here).all():
             continue
-        found = score(layout, scratch, limits, style, trail.trial)
+        found = score(evaluator, limits, style, trail.trial)
         spent += 1
         loss = found - trail.scores[0]
-        if loss <= 0.0 or draws[first + DRAWS - 1] < np.exp(-loss / temperature):
+        if loss <= 0.0 or draws[first + DRAWS - 1] < exp(-loss / temperature):
             trail.here[:] = trail.trial
             trail.scores[0] = found
             trail.styles[0] = style
@@ -131,15 +118,6 @@ def walk_on(
     return spent
 
 
-@part
-def _is_same(one: Bytes, other: Bytes) -> bool:
-    same = 0
-    for value in range(len(one)):
-        same += one[value] == other[value]
-    return same == len(one)
-
-
-@part
 def _change(ground: Ground, trial: Bytes, mate: Bytes, style: int, draws: Floats, first: int) -> int:
     """Changes ``trial`` in one of the ways there are; returns the style to try it in. ``first``: of the draws."""
     kind = draws[first]
@@ -160,7 +138,6 @@ def _change(ground: Ground, trial: Bytes, mate: Bytes, style: int, draws: Floats
     return style
 
 
-@part
 def _exchange(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
     """Two values of like size trade their decisions, where both may."""
     count = len(ground.values)
@@ -175,7 +152,6 @@ def _exchange(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
         trial[other] = before
 
 
-@part
 def _change_few(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
     """One to three values, drawn one by one."""
     count = 1
@@ -188,7 +164,6 @@ def _change_few(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None
         trial[value] = _decision(ground, value, draws[first + 2 + 2 * which])
 
 
-@part
 def _change_role(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
     """The same decision for a run of values of one role."""
     role = ground.role[_drawn(ground, draws[first])]
@@ -202,7 +177,6 @@ def _change_role(ground: Ground, trial: Bytes, draws: Floats, first: int) -> Non
             trial[value] = decision
 
 
-@part
 def _copy_layer(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
     """One layer, seldom several in a row, decide as another one does: all values of roles that each has as many of."""
     role = ground.role[_drawn(ground, draws[first])]
@@ -211,7 +185,8 @@ def _copy_layer(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None
         return
     source = int(draws[first + 1] * layers)
     target = source + 1
-    count = 1 + int(draws[first + 4] ** 4 * layers / 4)
+    seldom = draws[first + 4] * draws[first + 4]
+    count = 1 + int(seldom * seldom * layers / 4)
     if draws[first + 2] < 0.4:
         target = source - count
     elif draws[first + 2] > 0.8:
@@ -228,7 +203,6 @@ def _copy_layer(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None
                     trial[value] = decision
 
 
-@part
 def _change_window(ground: Ground, trial: Bytes, draws: Floats, first: int) -> None:
     """Some of a few values that are saved one after another."""
     count = len(ground.values)
@@ -241,7 +215,6 @@ def _change_window(ground: Ground, trial: Bytes, draws: Floats, first: int) -> N
             trial[value] = _decision(ground, value, draws[which + 1])
 
 
-@part
 def _take_over(ground: Ground, trial: Bytes, mate: Bytes, draws: Floats, first: int) -> None:
     """A stretch of values, saved one after another, as another good plan has them."""
     count = len(ground.values)
@@ -252,7 +225,6 @@ def _take_over(ground: Ground, trial: Bytes, mate: Bytes, draws: Floats, first: 
         trial[value] = mate[value]
 
 
-@part
 def _drawn(ground: Ground, draw: float) -> int:
     """One of the values, by its weight."""
     low, high = 0, len(ground.values) - 1
@@ -267,7 +239,6 @@ def _drawn(ground: Ground, draw: float) -> int:
     return value
 
 
-@part
 def _decision(ground: Ground, value: int, draw: float) -> int:
     """Any decision that is possible for the value."""
     if ground.replayable[value]:

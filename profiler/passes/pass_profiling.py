@@ -17,8 +17,7 @@ from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, Kind, rounded_up
 from poochplan.planner.arena.caching_allocator import peak_reserved
-from poochplan.planner.arena.packing import Block, live_peak, pack
-from poochplan.planner.arena.step_layout import LOOKS_PER_BLOCK
+from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.assembly.host import this_host, versions_here
 from poochplan.runtime.allocator.library import library

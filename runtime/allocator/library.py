@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from poochplan.errors import AllocatorError
+from poochplan.errors import AllocatorError, NativeError
 
 from .building import build
 
@@ -136,9 +136,9 @@ def library() -> Library:
         if _library is None:
             try:
                 _library = _installed(build())
-            except AllocatorError as error:
+            except NativeError as error:
                 _failure = str(error)
-                raise
+                raise AllocatorError(_failure) from None
         return _library
 
 

@@ -39,7 +39,9 @@ class ModelMismatchError(PoochError):
 
 
 class DivergenceError(PoochError):
-    """The running step diverged from the plan and ``on_divergence="error"`` was asked for."""
+    """A step diverged from the plan; of ``pooch run``, or where ``on_divergence="error"`` was asked for."""
+
+    exit_code = 6
 
 
 class BudgetExceededError(PoochError):
@@ -59,8 +61,12 @@ class SpillError(PoochError):
     """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
 
 
-class AllocatorError(PoochError):
-    """The compiled allocator cannot be built, loaded or used; everything else works without it."""
+class NativeError(PoochError):
+    """A compiled part cannot be built or loaded; everything else works without it."""
+
+
+class AllocatorError(NativeError):
+    """The compiled allocator cannot be built, loaded or used."""
 
 
 class SolverError(PoochError):

@@ -11,6 +11,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.packing import packed
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.applying import apply as runtime_apply
@@ -19,8 +20,6 @@ from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.storages import own_tensors
-
-from .packing_apart import packed
 
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""

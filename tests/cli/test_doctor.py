@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import poochplan
 from poochplan.doctor.finding import Finding, Status
 from poochplan.doctor.machine_checks import huge_pages, noise, spill_disk, threads
-from poochplan.doctor.software_checks import TESTED_TORCH, cupy, numba, solvers, torch_version
+from poochplan.doctor.software_checks import TESTED_TORCH, cupy, solvers, torch_version
 from poochplan.doctor.workload_checks import CheckpointCalls, memory, workload_findings
 from poochplan.runtime.allocator.building import compiler_name
 
@@ -35,8 +35,8 @@ def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch, workloads: Path) -> N
     for name in (
         "torch",
         "CuPy",
-        "numba",
         "solvers",
+        "evaluator",
         "allocator",
         "threads",
         "huge pages",
@@ -125,7 +125,6 @@ def test_cupy_has_to_be_for_the_cuda_of_torch(
 
 
 def test_what_is_not_installed_is_named_with_how_to_install_it() -> None:
-    assert (numba(only()).status, numba(only(numba="0.68")).status) == (WARNING, OK)
     assert solvers(only(pulp="3.3", highspy="1.10")).status is OK
     assert "pip install highspy" in solvers(only(pulp="3.3")).advice
     assert solvers(only()).status is MISSING
@@ -133,32 +132,34 @@ def test_what_is_not_installed_is_named_with_how_to_install_it() -> None:
 
 def fails(folder: Path) -> str:
     compiler = folder / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'allocator.cpp:1:1: error: no such header' >&2\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho 'source.cpp:1:1: error: no such header' >&2\nexit 1\n")
     compiler.chmod(0o755)
     return str(compiler)
 
 
-def test_the_allocator_is_a_line_that_builds_nothing_unless_asked(
-    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["evaluator", "allocator"])
+def test_what_is_compiled_is_a_line_that_builds_nothing_unless_asked(
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", fails(tmp_path))
     result = pooch("doctor", "--json")
     assert result.code == 0
-    found = {one["name"]: one for one in json.loads(result.out)["findings"]}["allocator"]
+    found = {one["name"]: one for one in json.loads(result.out)["findings"]}[part]
     assert found["status"] == "ok"
     assert found["found"].startswith(f"not built yet; {fails(tmp_path)} will do it on first use")
     assert not (tmp_path / "cache" / "poochplan" / "native").exists()
     result = pooch("doctor", "--build", "--json")
     assert result.code == 1
-    found = {one["name"]: one for one in json.loads(result.out)["findings"]}["allocator"]
+    found = {one["name"]: one for one in json.loads(result.out)["findings"]}[part]
     assert found["status"] == "missing"
-    line = f"{fails(tmp_path)} could not build the allocator: allocator.cpp:1:1: error: no such header"
+    line = f"{fails(tmp_path)} could not build the {part}: source.cpp:1:1: error: no such header"
     assert found["found"] == line
 
 
-def test_without_a_compiler_the_allocator_says_what_to_install(
-    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["evaluator", "allocator"])
+def test_without_a_compiler_what_is_compiled_says_what_to_install(
+    pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -166,16 +167,18 @@ def test_without_a_compiler_the_allocator_says_what_to_install(
     result = pooch("doctor")
     assert result.code == 0
     found = " ".join(result.out.split())
-    assert "warning allocator expected a C++ compiler, found none of c++, g++, clang++ -> install g++" in found
+    assert f"warning {part} expected a C++ compiler, found none of c++, g++, clang++ -> install g++" in found
 
 
 @pytest.mark.skipif(not compiler_name(), reason="there is no compiler")
-def test_the_doctor_builds_the_allocator_when_asked(
+def test_the_doctor_builds_what_is_compiled_when_asked(
     pooch: Pooch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert re.search(r"^ok +allocator +built for torch", pooch("doctor", "--build").out, re.MULTILINE)
-    assert len(list(tmp_path.rglob("allocator.so"))) == 1
+    said = pooch("doctor", "--build").out
+    assert re.search(r"^ok +allocator +built: torch", said, re.MULTILINE)
+    assert re.search(r"^ok +evaluator +built: evaluator", said, re.MULTILINE)
+    assert sorted(file.name for file in tmp_path.rglob("*.so")) == ["allocator.so", "evaluator.so"]
 
 
 # -- workloads -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ def test_the_value_fits_and_the_next_one_does_not(pooch: Pooch, workloads: Path)
     assert largest["smallest_peak_bytes"] <= data["budget_bytes"] == 2 << 20 < following["smallest_peak_bytes"]
     assert data["in_core_value"] < data["value"]
     assert data["trial"] is None
+    assert data["parameters"] == {"width": 64, "depth": 4}
+    assert data["inputs"] == [f"0 float32[{data['value']}, 64]"]
+    assert result.err.splitlines()[0].startswith("small with width 64, depth 4: batch_size within 2.00 MiB")
     assert Path("fit.png").read_bytes().startswith(b"\x89PNG")
     frame = pd.read_csv("fit.csv")
     assert list(frame.columns) == COLUMNS

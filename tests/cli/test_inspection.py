@@ -218,7 +218,11 @@ def test_a_run_that_left_its_plan_says_at_which_point_and_in_which_layer(
     pooch: Pooch, workloads: Path, plan_path: Path
 ) -> None:
     plan = poochplan.Plan.load(plan_path)
-    assert run(pooch, workloads, plan_path, "--set", "batch_size=96").code == 0
+    left = run(pooch, workloads, plan_path, "--set", "batch_size=96")
+    assert left.code == 6
+    assert "within the budget; 3 of 3 steps LEFT THE PLAN" in left.out
+    line = "3 of 3 steps left the plan: in 0, expected float32[128, 64] of 32768 bytes, found float32[96, 64] of 24576"
+    assert left.err.splitlines()[-1].startswith(f"pooch: error: {line}")
     result = pooch("diff", "run.json", plan_path, "--json")
     data = json.loads(result.out)
     assert result.code == 1
@@ -238,6 +242,20 @@ def test_a_run_of_another_plan_is_told(pooch: Pooch, workloads: Path, plan_path:
     result = pooch("diff", tighter, "run.json")
     assert result.code == 2
     assert f"found one of plan {poochplan.Plan.load(plan_path).fingerprint}" in result.error
+
+
+def test_json_of_a_run_that_left_its_plan_counts_the_steps(pooch: Pooch, workloads: Path, plan_path: Path) -> None:
+    result = run(pooch, workloads, plan_path, "--set", "batch_size=96", "--json")
+    data = json.loads(result.out)
+    assert (result.code, data["steps"], data["left_steps"]) == (6, 3, 3)
+    followed = json.loads(run(pooch, workloads, plan_path, "--force", "--json").out)
+    assert (followed["steps"], followed["left_steps"]) == (3, 0)
+
+
+def test_asked_to_end_at_the_first_departure_the_run_has_the_same_code(
+    pooch: Pooch, workloads: Path, plan_path: Path
+) -> None:
+    assert run(pooch, workloads, plan_path, "--set", "batch_size=96", "--on-divergence", "error").code == 6
 
 
 def test_a_run_over_its_budget_ends_with_code_5_and_writes_what_it_found(
@@ -285,8 +303,8 @@ def test_a_measured_time_contradicts_by_more_than_half_and_20_ms(
     plan = msgspec.structs.replace(plan, prediction=prediction)
     summary = RunSummary(
         peak_bytes=None, step_s=planned_s, in_core_step_s=in_core_s, out_bytes=0, in_bytes=0, replay_s=0.0,
-        replayed_values=0, stall_s=0.0, fallbacks=0, fallback_reasons=(), checked=False, compared_steps=0,
-        compared_tensors=0, difference=None,
+        replayed_values=0, stall_s=0.0, steps=3, left_steps=0, fallbacks=0, fallback_reasons=(), checked=False,
+        compared_steps=0, compared_tensors=0, difference=None,
     )  # fmt: skip
     found = summary.contradiction(plan)
     assert found.startswith(told)

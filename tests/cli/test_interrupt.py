@@ -97,4 +97,3 @@ def test_the_progress_line_says_how_far_it_is() -> None:
     assert progress_line(progress) == "best +12.34%, proven within 5.67% of the best there is, 12 s left"
     counted = Progress(step_s=1.1, bound_s=1.0, overhead=0.1234, gap=0.0567, left=12345, is_counted=True)
     assert progress_line(counted).endswith("12,345 simulations left")
-    assert "compiling" in progress_line(None)

@@ -68,4 +68,3 @@ def test_the_share_of_a_search_is_what_it_has_used_of_what_it_may() -> None:
     progress = Progress(step_s=1.0, bound_s=0.9, overhead=0.1, gap=0.1, left=25.0, is_counted=True)
     assert share_done(progress, 100) == 0.75
     assert share_done(progress, 10) == 0.0
-    assert share_done(None, 100) is None

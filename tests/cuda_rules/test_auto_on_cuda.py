@@ -29,7 +29,6 @@ SessionOf = Callable[[nn.Module, torch.optim.Optimizer], contextlib.AbstractCont
 
 @pytest.fixture(autouse=True)
 def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("poochplan.online.plans.known_plans.is_cold", lambda: False)
     monkeypatch.setitem(PinnedTier.__init__.__kwdefaults__, "page_bytes", PAGE_BYTES)
     (tmp_path / "user").mkdir()
     with empty_cache(tmp_path / "user"):

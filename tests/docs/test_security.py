@@ -26,10 +26,9 @@ FORBIDDEN_CALLS = {
 }
 ALLOWED = {
     "src/poochplan/online/plans/background.py": {"subprocess"},
-    "src/poochplan/packing_apart.py": {"subprocess"},
-    "runtime/allocator/building.py": {"subprocess"},
+    "src/poochplan/native/native_build.py": {"subprocess"},
 }
-"""The processes that plan and lay out arenas beside a loop, and the compiler of the allocator, as SECURITY.md says."""
+"""The process that plans beside a loop, and the compiler, as SECURITY.md says."""
 SOURCES = sorted(
     path for room in ("planner", "profiler", "runtime", "src/poochplan") for path in (ROOT / room).rglob("*.py")
 )

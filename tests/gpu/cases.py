@@ -145,5 +145,5 @@ CASES = {
     "sdpa_cudnn": _heads(SDPBackend.CUDNN_ATTENTION, torch.bfloat16, 0.1),
 }
 BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "sdpa_flash")
-"""What the stand-in runs each time; a GPU, and ``make test-deep``, run all."""
+"""What the stand-in runs each time; a GPU, and ``make test-all DEEP=1``, run all."""
 ON_CUDA_ALONE = {"sdpa_efficient", "sdpa_flash", "sdpa_cudnn"}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 
@@ -47,6 +48,32 @@ def test_number_and_shapes_of_parameters_are_those_of_the_module(files: Files, n
     assert shapes(load(file.path)) == shapes(file.network)
 
 
+def test_parameters_that_the_older_exporter_joined_are_parted_and_named(files: Files) -> None:
+    file = files("block", "script")
+    held = {tensor.name for tensor in onnx.load(file.path).graph.initializer}
+    joined = sorted(dict(file.network.named_parameters()).keys() - held)
+    assert joined == ["block.norm1.bias", "block.norm2.bias", "block.norm2.weight"]
+    with pytest.warns(UserWarning, match=rf"3 parameters were joined with equal ones \({', '.join(joined)}\)"):
+        model = load(file.path)
+    places = {weight.data_ptr() for weight in model.parameters()}
+    assert len(places) == len(list(file.network.parameters()))
+
+
+def test_parameters_that_cannot_be_parted_are_told(files: Files) -> None:
+    with pytest.warns(UserWarning, match=r"several layers have one parameter \(block.norm1.bias, block.norm1.weight\)"):
+        load(files("block", "dynamo optimised").path)
+
+
+@pytest.mark.parametrize("exporter", EXACT)
+def test_a_parameter_that_the_module_shares_stays_one(exporter: str, tmp_path: Path) -> None:
+    file = export("tied", exporter, tmp_path)
+    model = load(file.path)
+    assert shapes(model) == shapes(file.network) == Counter([(50, 16), (16,), (16,), (16,), (16,)])
+    table = next(weight for weight in model.parameters() if weight.ndim == 2)
+    gradients(model, file.batch), gradients(file.network, file.batch)
+    torch.testing.assert_close(table.grad, file.network[0].weight.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("exporter", EXACT)
 def test_running_statistics_are_buffers(files: Files, exporter: str) -> None:
     file = files("cnn", exporter)
@@ -63,6 +90,16 @@ def test_loss_is_that_of_the_module(files: Files, name: str, exporter: str) -> N
     found, _ = gradients(load(file.path), file.batch)
     wanted, _ = gradients(file.network, file.batch)
     assert abs(found - wanted) <= 1e-5 * max(1.0, float(wanted))
+
+
+@pytest.mark.parametrize("exporter", EXACT)
+def test_statistics_equal_to_weights_are_trained_by_the_batch(files: Files, exporter: str) -> None:
+    file = files("cnn", exporter)
+    imported, original = load(file.path).train(), copy.deepcopy(file.network).train()
+    torch.testing.assert_close(gradients(imported, file.batch)[0], gradients(original, file.batch)[0])
+    for key, wanted in original.named_buffers():
+        if "running" in key:
+            torch.testing.assert_close(imported.get_buffer(key), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("exporter", EXACT)

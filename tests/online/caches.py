@@ -1,23 +1,24 @@
-"""The user's cache folder for tests of ``auto``: empty, but for the evaluator, which takes long to compile."""
+"""The user's cache folder for tests of ``auto``: empty, but for what is compiled."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from poochplan.formats.files import cache_folder
+from poochplan.planner.evaluator.evaluator_library import EVALUATOR, library
 
 
 @contextmanager
 def empty_cache(folder: Path) -> Iterator[None]:
     """Within the block caches lie in ``folder``: what is measured is measured once for all of the block."""
-    compiled = cache_folder() / "compiled"
-    compiled.mkdir(parents=True, exist_ok=True)
-    (folder / "poochplan").mkdir()
-    (folder / "poochplan" / "compiled").symlink_to(compiled)
+    native = EVALUATOR.file().parent
+    if library(None) is not None and native.is_dir():
+        (folder / "poochplan" / "native").mkdir(mode=0o700, parents=True)
+        shutil.copytree(native, folder / "poochplan" / "native" / native.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield

@@ -21,9 +21,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def planner_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on every use but the first on a machine: see test_first_use.py."""
-    monkeypatch.setattr("poochplan.online.plans.known_plans.is_cold", lambda: False)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.arena import fitting, step_layout
+from poochplan.planner.arena import fitting, packing, step_layout
 from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, smallest_arena
 from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
@@ -133,7 +133,7 @@ def test_plans_of_the_fewest_live_bytes_are_packed_so_often_and_then_no_arena_is
 def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)
+    monkeypatch.setattr(packing, "LOOKS_PER_BLOCK", 0)
     blocks = cut_rectangle(14, 40, 1000, seed=2)
     _, quick_bytes = packed(blocks, 2 * 1000 * UNIT)
     _, bytes_in_room = packed(blocks, 1000 * UNIT)

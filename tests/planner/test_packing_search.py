@@ -1,4 +1,4 @@
-"""The searches that make an arena smaller: known best arenas are found, work is limited, numba changes nothing."""
+"""The searches that make an arena smaller: known best arenas are found, and work is limited."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from poochplan.planner.arena.ejection import WAITS, place_all
 from poochplan.planner.arena.first_fit import first_fit
 from poochplan.planner.arena.packing import THOROUGH, Block, pack
-from poochplan.planner.arena.portfolio import settled
-from tests.planner.evaluator.test_evaluator import run_python
+from poochplan.planner.arena.portfolio import WAITS, place_all, settled
+from tests.planner.evaluator.plain import run_plain
 
 UNIT = 512
 
@@ -118,25 +117,11 @@ def test_what_is_settled_lies_no_higher_than_before() -> None:
     assert not overlaps(blocks, tuple((after * UNIT).tolist()))
 
 
-def test_without_numba_plain_python_gives_the_same_places() -> None:
+def test_without_a_compiler_first_fit_gives_the_same_places_and_no_search_follows() -> None:
     code = """
-        import sys
-        {}
-        import numpy as np
-        from poochplan.planner.arena.ejection import WAITS, place_all
-        from poochplan.planner.arena.first_fit import first_fit
-        from poochplan.planner.evaluator.compiled import is_compiled
-        from tests.planner.test_packing_search import cut_rectangle, spans_of, step_like
-        print(is_compiled(), file=sys.stderr)
-        for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5)):
-            spans = spans_of(blocks)
-            count = len(blocks)
-            fit = first_fit(spans, np.arange(count))
-            places = np.full(count, WAITS, dtype=np.int64)
-            height = (9 * int((fit + spans[2]).max())) // 10
-            said = place_all(spans, places, height, 1 + np.arange(count), 60_000, 3)
-            print(fit.tolist(), places.tolist(), *map(int, said))
+        from poochplan.planner.arena.packing import THOROUGH, pack
+        from tests.planner.test_packing_search import cut_rectangle, step_like
+        print(*(pack(blocks, {}) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))), sep="\\n")
     """
-    plain = run_python(code.format('sys.modules["numba"] = None'))
-    assert plain == run_python(code.format(""))
-    assert plain.count("\n") == 2
+    found = [str(pack(blocks, 0)) for blocks in (cut_rectangle(60, 80, 900, 2), step_like(80, 5))]
+    assert run_plain(code.format(0)).splitlines() == run_plain(code.format("THOROUGH")).splitlines() == found

@@ -16,11 +16,12 @@ from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.allowance import Allowance, CountAllowance
 from poochplan.planner.effort import Effort, Progress
+from poochplan.planner.evaluator.evaluator_library import library
 from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.model.bound import Proof
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search import optimise, polish, walking
-from poochplan.planner.walks import annealing, warming
+from poochplan.planner.walks import annealing
 from poochplan.planner.walks.annealing import Walker
 from tests.depth import seeds, tries
 from tests.planner.checker import check
@@ -55,7 +56,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_compiled_is() -> None:
-    warming.warm_up(build_problem(unet_like(2)))
+    library(None)
 
 
 def large() -> Profile:
@@ -209,7 +210,7 @@ def test_an_error_in_one_thread_is_raised_and_ends_the_others(
 
 
 def test_an_error_of_the_one_who_watches_is_raised() -> None:
-    def fails(_: Progress | None) -> None:
+    def fails(_: Progress) -> None:
         raise ZeroDivisionError
 
     profile = large()
@@ -222,20 +223,17 @@ def test_an_error_of_the_one_who_watches_is_raised() -> None:
 
 @pytest.mark.parametrize("options", [{"time_limit_s": 4.0}, {"time_limit_s": 4.0, "threads": 3}, {"evaluations": 9000}])
 def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "_warm", False)
     monkeypatch.setattr(optimise, "WATCHED_S", 0.02)
-    said: list[Progress | None] = []
+    told: list[Progress] = []
     where: set[threading.Thread] = set()
 
-    def watch(progress: Progress | None) -> None:
-        said.append(progress)
+    def watch(progress: Progress) -> None:
+        told.append(progress)
         where.add(threading.current_thread())
 
     profile = transformer_like(6)
     made = plan(profile, tight(profile), gap=NEVER_MET, watch=watch, **options)
     assert where == {threading.main_thread()}
-    assert None not in said[1:]
-    told = [progress for progress in said if progress is not None]
     assert len(told) > 2
     assert [each.step_s for each in told] == sorted((each.step_s for each in told), reverse=True)
     assert [each.gap for each in told] == sorted((each.gap for each in told), reverse=True)
@@ -247,13 +245,6 @@ def test_what_it_says_only_gets_better(options: dict[str, Any], monkeypatch: pyt
     assert made.prediction.step_s <= told[-1].step_s
     assert made.solve.bound_s >= told[-1].bound_s
     assert told[-1].overhead == pytest.approx(told[-1].step_s / made.prediction.in_core_step_s - 1)
-
-
-def test_compiling_is_said_once_a_process() -> None:
-    said: list[Progress | None] = []
-    profile = unet_like(2)
-    plan(profile, tight(profile), evaluations=100, gap=NEVER_MET, watch=said.append)
-    assert None not in said
 
 
 # -- what it may spend ------------------------------------------------------------------------------------------------

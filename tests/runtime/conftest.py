@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.depth import PART, is_of_rest, runs_on_two_devices
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """The test on the CPU device, and once more on the adversarial one: with the same fixtures, from the same seed."""
-    result: Any = yield
-    if pyfuncitem.get_closest_marker("cpu_device") is None:
-        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        if "running_on" in arguments:
-            arguments["running_on"] = "adversarial"
-        torch.manual_seed(0)
-        try:
-            with adversarial_sessions():
-                pyfuncitem.obj(**arguments)
-        except Exception as error:
-            error.add_note("on the adversarial device; on the CPU device the test passes")
-            raise
-    return result
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """The test on the CPU device, and once more on the adversarial one: with the same fixtures, from the same seed.
+
+    The first part of the suite has the adversarial one alone, which is the stricter, and the rest has the other.
+    """
+    if not runs_on_two_devices(pyfuncitem):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    on_both = not PART or is_of_rest(pyfuncitem)
+    if on_both or PART == "rest":
+        pyfuncitem.obj(**arguments)
+    if on_both or PART == "first":
+        _on_the_adversarial_device(pyfuncitem.obj, arguments)
+    return True
+
+
+def _on_the_adversarial_device(test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    if "running_on" in arguments:
+        arguments["running_on"] = "adversarial"
+    torch.manual_seed(0)
+    try:
+        with adversarial_sessions():
+            test(**arguments)
+    except Exception as error:
+        error.add_note("on the adversarial device")
+        raise
 
 
 @contextlib.contextmanager

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import io
 import json
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console
 
@@ -47,7 +50,8 @@ class Verb(ABC):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.console = _console(sys.stderr if options.json else sys.stdout)
-        self._stdout = sys.stdout
+        self._data: TextIO | None = sys.stdout
+        """Where ``--json`` prints."""
 
     @classmethod
     @abstractmethod
@@ -63,14 +67,13 @@ class Verb(ABC):
         if not self.options.json:
             self.run()
             return self.exit_code
-        with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not get between the data
-            data = self.run()
-        self.print_json(data)
+        with data_alone() as self._data:
+            self.print_json(self.run())
         return self.exit_code
 
     def print_json(self, data: dict[str, Any]) -> None:
         """Prints the verb's data on stdout."""
-        print(json.dumps(data, indent=2, allow_nan=False), file=self._stdout)
+        print(json.dumps(data, indent=2, allow_nan=False), file=self._data, flush=True)
 
     def show(self, *renderables: RenderableType) -> None:
         """Prints tables or lines for a person; long lines are left to the terminal."""
@@ -116,6 +119,38 @@ class Verb(ABC):
                     progress.update(task, total=1.0, completed=share)
 
             yield say
+
+
+@contextlib.contextmanager
+def data_alone() -> Iterator[TextIO | None]:
+    """A block in which stdout is stderr, for Python and for libraries that write to the descriptor; yields stdout.
+
+    HiGHS greets on C's stdout, and no option of it forbids that; a workload may print.
+    """
+    stdout: TextIO | None = sys.stdout
+    if stdout is None:  # closed by the caller; its descriptor may be another file's by now
+        yield None
+        return
+    stdout.flush()
+    kept = os.dup(1)
+    data = os.fdopen(kept, "w", encoding=stdout.encoding, closefd=False) if _is_descriptor_1(stdout) else stdout
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield data
+    finally:
+        stdout.flush()  # of who held on to it, as loggers do
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # C keeps what it printed to a pipe
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except io.UnsupportedOperation:  # a stream in memory
+        return False
 
 
 def parse_overrides(settings: list[str] | None) -> dict[str, str]:

@@ -194,17 +194,15 @@ def _settle_arena(options: argparse.Namespace) -> None:
     options.arena = "off"
 
 
-def progress_line(progress: Progress | None) -> str:
+def progress_line(progress: Progress) -> str:
     """How far the search is, in a line."""
-    if progress is None:
-        return "compiling the search, once on this machine; it does not count"
     left = f"{progress.left:,.0f} simulations left" if progress.is_counted else f"{progress.left:.0f} s left"
     return f"best {progress.overhead:+.2%}, proven within {progress.gap:.2%} of the best there is, {left}"
 
 
-def share_done(progress: Progress | None, allowed: float) -> float | None:
-    """Of the simulations or seconds that the search may take; None before it begins."""
-    return None if progress is None else min(1.0, max(0.0, 1 - progress.left / allowed))
+def share_done(progress: Progress, allowed: float) -> float:
+    """Of the simulations or seconds that the search may take."""
+    return min(1.0, max(0.0, 1 - progress.left / allowed))
 
 
 def default_plan_name(profile_path: str) -> Path:

@@ -100,6 +100,7 @@ class ProfileVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
+        from poochplan.planner.evaluator.evaluator_library import begin_build
         from poochplan.report.tables import profile_rows, summary_table
 
         options = self.options
@@ -107,6 +108,7 @@ class ProfileVerb(Verb):
             self.output(options.output)
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
         self._check_mode()
+        begin_build()  # beside loading torch
         loaded = self._load()
         path = self.output(options.output or f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
         assert path is not None

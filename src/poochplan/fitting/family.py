@@ -26,6 +26,8 @@ class Family:
     """The value that the workload has unless another is given; None where it has none."""
     settings: Mapping[str, Any]
     """Of other parameters, as ``--set`` gives them."""
+    assumed: Mapping[str, int]
+    """Whole-number parameters that are not varied: sizes of images, sequences and layers."""
     batch: int
     """Samples of a step, where another parameter says so; else 1."""
     seed: int = 0
@@ -78,8 +80,9 @@ def family_of(target: Target, parameter: str, settings: Mapping[str, Any] | None
             f"{parameter}: expected a parameter that is a whole number, found {own[parameter]!r} of type "
             f"{type(own[parameter]).__name__}; those of {name} are: {others}"
         )
-    batches = [value for key, value in known.items() if _is_batch(key) and _is_whole(value) and key != parameter]
-    return Family(target, name, parameter, own.get(parameter), settings or {}, batches[0] if batches else 1, seed)
+    assumed = {key: value for key, value in known.items() if _is_whole(value) and key not in (parameter, "seed")}
+    batch = next((value for key, value in assumed.items() if _is_batch(key)), 1)
+    return Family(target, name, parameter, own.get(parameter), settings or {}, assumed, batch, seed)
 
 
 def _is_whole(value: object) -> bool:

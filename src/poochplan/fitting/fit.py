@@ -37,6 +37,8 @@ class Fit:
 
     workload: str
     parameter: str
+    assumed: Mapping[str, int]
+    """The workload's other whole-number parameters, the sizes that the answer is for."""
     unit: str
     """What throughput counts: samples, positions of sequences, or steps."""
     memory_bytes: int
@@ -137,6 +139,7 @@ def fit(
     return Fit(
         workload=family.name,
         parameter=vary,
+        assumed=family.assumed,
         unit=family.unit,
         memory_bytes=memory_bytes,
         margin_bytes=margin_bytes,

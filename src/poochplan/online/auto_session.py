@@ -12,6 +12,7 @@ import torch
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Profile
+from poochplan.planner.evaluator.evaluator_library import begin_build
 from poochplan.profiler.live.lines import Key
 from poochplan.profiler.live.loop import Loop
 from poochplan.runtime.budget_watch import OverBudget
@@ -54,6 +55,7 @@ class AutoSession:
     ) -> None:
         policy = OverBudget(on_over_budget)
         self._teller = Teller(is_quiet=is_quiet)
+        begin_build()
         build_allocator(arena, where, self._teller)
         self._meter = StepMeter(where.type, "first-steps")
         self._served = ServedSegments(arena, where.type, self._teller, self._meter)

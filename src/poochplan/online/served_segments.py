@@ -6,7 +6,7 @@ import torch
 
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.packing_apart import packed
+from poochplan.planner.arena.packing import packed
 from poochplan.runtime.allocator.building import is_built
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.engine.cursor import Segment

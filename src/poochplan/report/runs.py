@@ -40,6 +40,10 @@ class RunSummary:
     replay_s: float
     replayed_values: int
     stall_s: float
+    steps: int
+    """Under the plan, timed ones too."""
+    left_steps: int
+    """That left the plan, wholly or in one value."""
     fallbacks: int
     fallback_reasons: tuple[str, ...]
     checked: bool
@@ -77,6 +81,8 @@ class RunSummary:
             replay_s=statistics.median(step.replay_s for step in timed),
             replayed_values=_median_bytes(timed, "replayed_values"),
             stall_s=statistics.median(step.stall_s for step in timed),
+            steps=len(steps),
+            left_steps=sum(step.fallbacks > 0 for step in steps),
             fallbacks=total.fallbacks,
             fallback_reasons=tuple(total.fallback_reasons),
             checked=comparison is not None,
@@ -149,8 +155,8 @@ class RunSummary:
             rows |= arena_row(plan)  # what an allocator that knew the plan would need
         if plan.device == "cpu":
             rows |= self._arena_rows()
-        if self.fallbacks:
-            rows["fallbacks"] = f"{self.fallbacks}: {'; '.join(self.fallback_reasons)}"
+        if self.left_steps:
+            rows["left the plan"] = f"{self.left_steps} of {self.steps} steps: {'; '.join(self.fallback_reasons)}"
         return rows
 
     def _arena_rows(self) -> Rows:
@@ -188,6 +194,7 @@ class RunSummary:
         if self.peak_bytes is None:
             return "not metered"
         within = "OVER THE BUDGET" if self.is_over(plan) else "within the budget"
+        within += f"; {self.left_steps} of {self.steps} steps LEFT THE PLAN" if self.left_steps else ""
         return f"{format_bytes(self.peak_bytes)} ({within})"
 
     def _equal_text(self) -> str:
@@ -221,6 +228,8 @@ class RunSummary:
             replayed_values=self.replayed_values,
             stall_s=self.stall_s,
             contradiction=self.contradiction(plan),
+            steps=self.steps,
+            left_steps=self.left_steps,
             fallbacks=self.fallbacks,
             fallback_reasons=self.fallback_reasons,
             departures=self.departures,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,12 +16,11 @@ from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
-from poochplan.planner.evaluator import compiled
+from poochplan.native.native_build import NativeBuild
 from poochplan.planner.evaluator.codes import STYLE_OF, codes_of, decisions_of, style_code
-from poochplan.planner.evaluator.elapsed import compute, queue_copy, wait_for
-from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator, evaluate, warm_up
-from poochplan.planner.evaluator.layout import KEY
-from poochplan.planner.evaluator.scratch import ENTRIES, INTERFERENCE_S, LEAST_ROOM, NOW_S, STALL_S, start_clock
+from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator
+from poochplan.planner.evaluator.evaluator_library import EVALUATOR, address, addresses, library
+from poochplan.planner.evaluator.layout import layout_of
 from poochplan.planner.judge.candidate import swap_all, try_style
 from poochplan.planner.judge.streams import Streams
 from poochplan.planner.problem.problem import Problem, build_problem
@@ -32,12 +29,13 @@ from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
-ROOT = Path(__file__).parents[3]
+KEY = 12
+"""Column of ``Layout.values``: ``Value::key``."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_process_compiles() -> None:
-    warm_up(build_problem(transformer_like(1)))
+def _it_is_compiled() -> None:
+    assert library(None) is not None
 
 
 def random_problems(count: int) -> Iterator[tuple[int, Profile, Problem]]:
@@ -94,7 +92,7 @@ def assert_same(
         wanted, decisions = simulated(problem, wish, budget_bytes, style)
         found.append(evaluator.evaluate(wish, budget_bytes, style))
         assert found[-1] == wanted
-        assert decisions_of(evaluator.scratch.decisions) == decisions
+        assert evaluator.decisions == decisions
     return found
 
 
@@ -137,27 +135,63 @@ def test_large_steps_with_a_launching_thread_give_what_the_simulator_says() -> N
 
 def test_replays_are_told_apart_by_their_targets_and_not_by_a_hash() -> None:
     for seed, profile, problem in random_problems(tries(8, 100)):
-        evaluator = Evaluator(problem)
-        evaluator.layout.values[:, KEY] = 0
+        layout = layout_of(problem)
+        layout.values[:, KEY] = 0
+        evaluator = Evaluator(problem, layout)
         for more in range(3):
             assert_same(
                 problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
             )
 
 
-def test_a_store_of_replays_that_is_full_is_cleared() -> None:
+def test_replays_that_were_forgotten_are_merged_again() -> None:
     for seed, profile, problem in random_problems(tries(8, 100)):
-        evaluator = Evaluator(problem)
-        store = evaluator.scratch.store
-        small = store._replace(pool=np.empty(store.counts[LEAST_ROOM], dtype=np.int64))
-        evaluator.scratch = evaluator.scratch._replace(store=small)
-        most = 0
-        for more in range(4):
-            assert_same(
-                problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
-            )
-            most = max(most, int(small.counts[ENTRIES]))
-        assert most <= problem.value_count
+        for pooled in (0, 40):
+            evaluator = Evaluator(problem, pooled=pooled)
+            for more in range(4):
+                assert_same(
+                    problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
+                )
+
+
+COMMAND = np.dtype([("what", "i8"), ("value", "i8"), ("queue", "i8"), ("work_s", "f8")])
+QUEUE, COMPUTE, WAIT = range(3)
+
+
+def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
+    """Schedules hardly ever have copies both ways beside each other."""
+    flags = (*EVALUATOR.flags, f"-I{EVALUATOR.sources}")
+    clock = ctypes.CDLL(str(NativeBuild("clock", Path(__file__).parent / "native", flags).build()))
+    for seed, _, problem in random_problems(tries(20, 200)):
+        rng = random.Random(seed)
+        both = link(duplex=rng.choice([0.3, 0.7]), interference_out=rng.choice([0, 0.3]), interference_in=0.5)
+        layout, streams = layout_of(problem), Streams(both, trace=False)
+        layout.rates[:3] = both.duplex, both.interference_out, both.interference_in
+        layout.copy_s[:] = [(rng.random(), rng.random()) for _ in layout.values]
+        commands, expected = [], []
+
+        def add(*command: float, commands: Any = commands, expected: Any = expected, streams: Any = streams) -> None:
+            commands.append(command)
+            expected.append((streams.now_s, streams.stall_s, streams.interference_s))
+
+        for value in range(problem.value_count):
+            streams.queue_out(value, layout.copy_s[value, 0], "")
+            add(QUEUE, value, 0, 0.0)
+            if rng.random() < 0.5:
+                streams.queue_in(value, layout.copy_s[value, 1], "")
+                add(QUEUE, value, 1, 0.0)
+            work_s = rng.random()
+            streams.compute(work_s)
+            add(COMPUTE, 0, 0, work_s)
+            if rng.random() < 0.3:
+                streams.wait_out(value, "")
+                add(WAIT, value, 0, 0.0)
+        arrays, given = addresses(layout), np.array(commands, dtype=COMMAND)
+        found = np.zeros((len(commands), 3))
+        pointers = (ctypes.c_void_p(address(array)) for array in (arrays, given, found))
+        layout_at, given_at, found_at = pointers
+        clock.run(layout_at, given_at, ctypes.c_int64(len(commands)), found_at)
+        assert list(map(tuple, found.tolist())) == expected
 
 
 def test_codes_are_those_of_decisions_and_styles() -> None:
@@ -167,108 +201,15 @@ def test_codes_are_those_of_decisions_and_styles() -> None:
     assert [style_code(Style()), style_code(Style(in_order=False)), style_code(Style(release="early"))] == [0, 1, 2]
 
 
-# -- with numba and without -------------------------------------------------------------------------------------------
-
-
-def run_python(code: str, **environment: str) -> str:
-    """What ``code`` prints in a process of its own."""
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=variables,
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout
-
-
-def same_clocks(seed: int, problem: Problem) -> None:
-    """Random copies and work, in plain Python only: schedules hardly ever have copies both ways beside each other."""
-    rng = random.Random(seed)
-    both = link(duplex=rng.choice([0.3, 0.7]), interference_out=rng.choice([0, 0.3]), interference_in=0.5)
-    evaluator = Evaluator(problem)
-    layout, clock, streams = evaluator.layout, evaluator.scratch.clock, Streams(both, trace=False)
-    layout.rates[:3] = both.duplex, both.interference_out, both.interference_in
-    layout.copy_s[:] = [(rng.random(), rng.random()) for _ in layout.values]
-    start_clock(layout, evaluator.scratch.decisions, clock)
-    for value in range(problem.value_count):
-        streams.queue_out(value, layout.copy_s[value, 0], "")
-        queue_copy(layout.copy_s, clock, value, 0)
-        if rng.random() < 0.5:
-            streams.queue_in(value, layout.copy_s[value, 1], "")
-            queue_copy(layout.copy_s, clock, value, 1)
-        work_s = rng.random()
-        streams.compute(work_s)
-        compute(layout.rates, layout.copy_s, clock, work_s)
-        if rng.random() < 0.3:
-            streams.wait_out(value, "")
-            wait_for(layout.rates, layout.copy_s, clock, value, 0)
-        wanted = streams.now_s, streams.stall_s, streams.interference_s
-        assert tuple(clock.seconds[[NOW_S, STALL_S, INTERFERENCE_S]]) == wanted
-
-
-def test_without_numba_plain_python_gives_the_same() -> None:
-    said = run_python(
-        """
-        import sys
-        sys.modules["numba"] = None
-        from poochplan.planner.evaluator.compiled import is_compiled
-        from poochplan.planner.evaluator.evaluate import Evaluator, evaluate, warm_up
-        from tests.planner.evaluator.test_evaluator import assert_same, random_decisions, random_problems, same_clocks
-        assert not is_compiled() and evaluate.__class__.__name__ == "function"
-        for seed, profile, problem in random_problems(9):
-            assert_same(problem, Evaluator(problem), random_decisions(problem, seed), profile.in_core_peak_bytes // 2)
-            same_clocks(seed, problem)
-        assert warm_up(problem) < 60
-        print("same")
-        """
-    )
-    assert said == "same\n"
-
-
-@pytest.mark.skipif(not compiled.is_compiled(), reason="numba is not installed")
-def test_code_is_compiled_anew_when_a_function_that_it_calls_has_changed(tmp_path: Path) -> None:
-    inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
-    outer.write_text(
-        "from inner import add\nfrom poochplan.planner.evaluator.compiled import compiled\n"
-        "@compiled\ndef twice(x):\n    return 2 * add(x)\n"
-    )
-    said = []
-    for change in ("x + 1", "x + 1", "x + 10"):
-        inner.write_text(
-            f"from poochplan.planner.evaluator.compiled import part\n@part\ndef add(x):\n    return {change}\n"
-        )
-        said.append(
-            run_python(
-                f"""
-                import sys
-                sys.path.insert(0, {str(tmp_path)!r})
-                from outer import twice
-                print(twice(1), sum(twice.stats.cache_hits.values()))
-                """,
-                XDG_CACHE_HOME=str(tmp_path / "cache"),
-            ).split()
-        )
-    assert said == [["4", "0"], ["4", "1"], ["22", "0"]]
-
-
-def test_where_nothing_can_be_written_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path / "file")
-    assert compiled.folder_of.__wrapped__(compiled.HERE) is None
-
-
 def test_other_threads_run_beside_an_evaluation() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     problem = build_problem(transformer_like(4))
     wishes = [random_decisions(problem, seed) for seed in range(16)]
 
-    def all_of_them() -> list[tuple[float, int, int]]:
+    def all_of_them() -> list[Evaluation]:
         own = Evaluator(problem)
-        return [evaluate(own.layout, own.scratch, 1 << 24, 0, codes_of(wish)) for wish in wishes]
+        return [own.evaluate_codes(codes_of(wish), 1 << 24, 0) for wish in wishes]
 
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(all_of_them) for _ in range(4)]

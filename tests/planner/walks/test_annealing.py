@@ -13,15 +13,14 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind
 from poochplan.planner.allowance import CountAllowance
 from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of, decisions_of
-from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.evaluator.scratch import scratch_for
+from poochplan.planner.evaluator.evaluate import Evaluator
 from poochplan.planner.judge.candidate import movable, swap_all
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.walks import annealing
 from poochplan.planner.walks.annealing import Walker
 from poochplan.planner.walks.descent import FAR_OFF, MIN_GAIN, SEARCH_STYLES
 from poochplan.planner.walks.incumbents import Found
-from poochplan.planner.walks.walk import Limits, scored, walk_on
+from poochplan.planner.walks.walk import Limits, score, walk_on
 from tests.depth import tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (
@@ -56,9 +55,8 @@ def test_the_best_of_a_walk_is_no_worse_than_its_begin_and_the_simulator_says_th
 
 def score_of(walker: Walker, found: Found) -> float:
     given = walker.incumbents
-    layout = layout_of(walker.problem)
     limits = Limits(given.budget_bytes, given.host_bytes)
-    return scored(layout, scratch_for(layout), limits, found.style, found.wish)
+    return score(Evaluator(walker.problem), limits, found.style, found.wish)
 
 
 def test_a_walk_so_hot_that_it_takes_every_change_still_brings_back_its_best() -> None:

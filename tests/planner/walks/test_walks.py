@@ -12,13 +12,14 @@ import pytest
 from poochplan.formats.profile import Profile
 from poochplan.planner.allowance import CountAllowance
 from poochplan.planner.evaluator.codes import codes_of
+from poochplan.planner.evaluator.evaluator_library import library
 from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.arrays import Ints
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.walks.annealing import ground_of
-from poochplan.planner.walks.walk import DRAWS, STYLES, Ground, Trail, scored, walk_on
+from poochplan.planner.walks.walk import DRAWS, STYLES, Ground, Trail, score, walk_on
 from tests.depth import tries
-from tests.planner.evaluator.test_evaluator import run_python
+from tests.planner.evaluator.plain import run_plain
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (
     resnet_like,
@@ -41,14 +42,6 @@ from .walkers import (
 # -- compiled or not --------------------------------------------------------------------------------------------------
 
 
-TRAILS = """
-from poochplan.planner.evaluator.compiled import is_compiled
-from tests.planner.walks.test_walks import trails
-assert is_compiled() is {compiled}
-print(*trails(), sep="\\n")
-"""
-
-
 def trails() -> list[str]:
     """What walks and descents from the same numbers come by: of each one the seconds to the bit, and the decisions."""
     said: list[str] = []
@@ -63,7 +56,8 @@ def trails() -> list[str]:
 
 
 def test_plain_python_walks_the_same_trail_as_compiled_code() -> None:
-    plain = run_python(TRAILS.format(compiled=False), NUMBA_DISABLE_JIT="1").splitlines()
+    plain = run_plain('from tests.planner.walks.test_walks import trails; print(*trails(), sep="\\n")').splitlines()
+    assert library(None) is not None
     assert plain == trails()
     assert len(set(plain)) > len(plain) // 3
 
@@ -163,7 +157,7 @@ def test_a_walk_knows_the_scores_of_where_it_is_and_of_its_best() -> None:
         trail = steps.trail
         for which, wish in enumerate((trail.here, trail.best)):
             style = int(trail.styles[which])
-            assert trail.scores[which] == scored(steps.layout, steps.scratch, steps.limits, style, wish)
+            assert trail.scores[which] == score(steps.evaluator, steps.limits, style, wish)
         styles.add(int(trail.styles[1]))
     assert len(styles) > 1
 
@@ -173,9 +167,7 @@ def test_steps_at_once_are_the_same_as_one_by_one() -> None:
     rng = random.Random(0)
     draws = np.array([rng.random() for _ in range(40 * DRAWS)])
     at_once, one_by_one = Steps(problem, movable(problem)), Steps(problem, movable(problem))
-    walk_on(
-        at_once.layout, at_once.scratch, at_once.ground, at_once.trail, at_once.limits, 40, at_once.temperature, draws
-    )
+    walk_on(at_once.evaluator, at_once.ground, at_once.trail, at_once.limits, 40, at_once.temperature, draws)
     for first in range(0, len(draws), DRAWS):
         one_by_one.take(draws[first : first + DRAWS].tolist())
     for name in Trail._fields:

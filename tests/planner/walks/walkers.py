@@ -12,14 +12,14 @@ from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.planner.allowance import CountAllowance
 from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of
+from poochplan.planner.evaluator.evaluate import Evaluator
 from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.evaluator.scratch import scratch_for
 from poochplan.planner.judge.candidate import movable, swap_all, swap_all_on_demand
 from poochplan.planner.problem.arrays import Bytes
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.walks.annealing import Walker, ground_of
 from poochplan.planner.walks.incumbents import Found, Incumbents
-from poochplan.planner.walks.walk import DRAWS, Ground, Limits, Trail, scored, walk_on
+from poochplan.planner.walks.walk import DRAWS, Ground, Limits, Trail, score, walk_on
 from tests.planner.random_profiles import (
     random_profile,
     with_random_thread,
@@ -83,12 +83,11 @@ class Steps:
     ground: Ground = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = layout_of(self.problem)
-        self.scratch = scratch_for(self.layout)
+        self.evaluator = Evaluator(self.problem)
         self.limits = Limits(tight(self.problem), -1)
         self.ground = ground_of(self.problem, self.values)
         here = codes_of(swap_all(self.problem))
-        first = scored(self.layout, self.scratch, self.limits, 0, here)
+        first = score(self.evaluator, self.limits, 0, here)
         self.trail = Trail(
             here=here,
             best=here.copy(),
@@ -102,7 +101,7 @@ class Steps:
         """Where the walk was before the step, and what the step tried."""
         before = self.trail.here.copy()
         given = np.array(draws)
-        walk_on(self.layout, self.scratch, self.ground, self.trail, self.limits, 1, self.temperature, given)
+        walk_on(self.evaluator, self.ground, self.trail, self.limits, 1, self.temperature, given)
         return before, self.trail.trial.copy()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from poochplan.errors import AllocatorError
-from poochplan.runtime.allocator import building, library
+from poochplan.errors import NativeError
+from poochplan.runtime.allocator import library
 from poochplan.runtime.allocator.building import build, is_built, library_file, why_unavailable
 from poochplan.runtime.allocator.library import Library
 
@@ -51,7 +51,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def one_line(error: pytest.ExceptionInfo[AllocatorError]) -> str:
+def one_line(error: pytest.ExceptionInfo[NativeError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -83,11 +83,9 @@ def test_what_is_built_is_not_built_again(built_home: Path, monkeypatch: pytest.
 def test_another_torch_is_another_library(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this = library_file()
     for name, value in (("__version__", "99.0"), ("version.git_version", "another")):
-        building._key.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(f"torch.{name}", value)
             assert library_file() != this
-    building._key.cache_clear()
     assert library_file() == this
     assert torch.__version__ in this.parent.name
 
@@ -96,7 +94,7 @@ def test_without_a_compiler_one_line_says_what_to_install(home: Path, monkeypatc
     monkeypatch.setenv("PATH", str(home))
     expected = "expected a C++ compiler, found none of c++, g++, clang++; install g++ or clang++"
     assert expected in why_unavailable()
-    with pytest.raises(AllocatorError) as error:
+    with pytest.raises(NativeError) as error:
         build()
     assert expected in one_line(error)
     assert list(home.iterdir()) == []
@@ -124,7 +122,7 @@ def test_a_compiler_that_fails_is_one_clear_line(
 ) -> None:
     compiler = script(home / "compiler", text)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(AllocatorError) as error:
+    with pytest.raises(NativeError) as error:
         build()
     line = one_line(error)
     assert line.startswith(f"{compiler} could not build the allocator: ")
@@ -138,7 +136,7 @@ def test_a_compiler_that_fails_is_one_clear_line(
 def test_a_folder_that_others_can_write_is_refused(built_home: Path, mode: int) -> None:
     for folder in (library_file().parent, library_file().parent.parent):
         folder.chmod(mode)
-        with pytest.raises(AllocatorError) as error:
+        with pytest.raises(NativeError) as error:
             build()
         assert one_line(error).endswith(f"found mode {mode:o}; chmod go-w it")
         assert not is_built()
@@ -148,13 +146,13 @@ def test_a_folder_that_others_can_write_is_refused(built_home: Path, mode: int) 
 
 def test_a_file_that_others_can_write_is_refused(built_home: Path) -> None:
     library_file().chmod(0o722)
-    with pytest.raises(AllocatorError, match=r"allocator\.so: expected that nobody else can write there"):
+    with pytest.raises(NativeError, match=r"allocator\.so: expected that nobody else can write there"):
         build()
 
 
 def test_a_folder_above_that_everyone_can_write_is_refused(built_home: Path) -> None:
     built_home.chmod(0o777)
-    with pytest.raises(AllocatorError, match="found mode 777; chmod o-w it"):
+    with pytest.raises(NativeError, match="found mode 777; chmod o-w it"):
         build()
     built_home.chmod(0o1777)  # as /tmp: nobody can put another folder in the place of ours
     assert build() == library_file()
@@ -165,9 +163,7 @@ def test_a_folder_of_another_user_is_refused(built_home: Path) -> None:
     folder = library_file().parent
     for one in (library_file(), folder, folder.parent, built_home):
         os.chown(one, 12345, -1)
-        with pytest.raises(
-            AllocatorError, match="expected to be owned by user 0, found user 12345; set XDG_CACHE_HOME"
-        ):
+        with pytest.raises(NativeError, match="expected to be owned by user 0, found user 12345; set XDG_CACHE_HOME"):
             build()
         os.chown(one, 0, -1)
     assert is_built()
@@ -177,13 +173,13 @@ def test_a_link_in_the_place_of_the_folder_is_refused(built_home: Path, tmp_path
     folder = library_file().parent
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(AllocatorError, match="expected a folder, found something else; remove it"):
+    with pytest.raises(NativeError, match="expected a folder, found something else; remove it"):
         build()
 
 
 def test_a_library_that_cannot_be_loaded_is_one_clear_line(built_home: Path) -> None:
     library_file().write_bytes(b"no library")
-    with pytest.raises(AllocatorError) as error:
+    with pytest.raises(NativeError) as error:
         Library(build())
     assert "cannot be loaded" in one_line(error)
     assert one_line(error).endswith("remove it, and it is built anew")
@@ -194,7 +190,7 @@ def test_a_failure_is_remembered(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(library, "_failure", None)
     monkeypatch.setenv("PATH", str(home))
     for _ in range(2):
-        with pytest.raises(AllocatorError, match="found none of"):
+        with pytest.raises(NativeError, match="found none of"):
             library.library()
         monkeypatch.setattr(library, "build", lambda: pytest.fail("it is built again"))
     assert library._library is None

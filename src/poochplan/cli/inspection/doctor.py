@@ -21,10 +21,10 @@ class DoctorVerb(Verb):
     summary = "look at the machine, the software and a workload: what is fine, what to change, what to install"
     description = (
         "Looks at threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
-        "machine, torch, CUDA and CuPy, numba, the solvers and the compiled allocator; each line is ok, warning or "
-        "missing, and says what to do. With WORKLOAD it is built, and its model is looked at: train mode, compiled "
-        "parts, activation checkpointing, optimizer, and whether the in-core step fits. Exit code 1: something needed "
-        "is missing."
+        "machine, torch, CUDA and CuPy, the solvers and what is compiled on first use (the evaluator of plans and the "
+        "allocator); each line is ok, warning or missing, and says what to do. With WORKLOAD it is built, and its "
+        "model is looked at: train mode, compiled parts, activation checkpointing, optimizer, and whether the in-core "
+        "step fits. Exit code 1: something needed is missing."
     )
     examples = """\
   pooch doctor unet3d --spill-dir /scratch
@@ -40,7 +40,7 @@ class DoctorVerb(Verb):
         parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as of pooch profile")
         parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
         parser.add_argument(
-            "--build", action="store_true", help="build the compiled allocator now (default: on its first use)"
+            "--build", action="store_true", help="build evaluator and allocator now (default: on their first use)"
         )
 
     def run(self) -> dict[str, Any]:

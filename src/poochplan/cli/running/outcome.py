@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from poochplan.errors import BudgetExceededError, PoochError
+from poochplan.errors import BudgetExceededError, DivergenceError, PoochError
 from poochplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,5 +41,16 @@ def problem_of(plan: Plan, summary: RunSummary) -> PoochError | None:
             f"step of {summary.peak_bytes} bytes ({format_bytes(summary.peak_bytes)}){why}; profile the step as it is "
             "trained and plan again, or plan with a smaller budget",
             peak_bytes=summary.peak_bytes,
+        )
+    if summary.left_steps:
+        why = summary.fallback_reasons[0]
+        if summary.departures:
+            from poochplan.formats.queries import OUTSIDE
+
+            first = summary.departures[0]
+            why = f"in {first.layer or OUTSIDE}, expected {first.planned}, found {first.found}"
+        return DivergenceError(
+            f"{summary.left_steps} of {summary.steps} steps left the plan: {why}; profile the step as it is trained, "
+            "and plan again"
         )
     return None

@@ -44,8 +44,8 @@ class RunVerb(Verb):
         "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "
         "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
         "times are medians over --timed further steps, which are neither metered nor compared. Exit code 5: a metered "
-        "step took more than the budget. With --compile the model is compiled by Inductor, the plan inside its graphs "
-        "(CPU, torch 2.13, a C++ compiler)."
+        "step took more than the budget; 6: steps left their plan. With --compile the model is compiled by Inductor, "
+        "the plan inside its graphs (CPU, torch 2.13, a C++ compiler)."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\

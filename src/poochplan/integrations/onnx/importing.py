@@ -16,6 +16,7 @@ from torch import fx
 
 from poochplan.errors import PoochError, UsageError
 
+from .joined import part_joined, tell_joined
 from .onnx_file import attributes_of, constant_of, known_shapes, label_of, opset_of, read_model
 from .onnx_node import OnnxNode
 from .operators import HOST, OPERATORS
@@ -57,9 +58,11 @@ class GraphImport:
         """What runs: results of nodes, and the graph's inputs."""
         self.host: set[str] = set()
         """Those of them that are arrays: shapes and what is computed of them."""
+        parted = part_joined(model.graph)
         self.arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         """What is known already: initialisers, constants, and what follows from them alone."""
         self.weights = parameters_of(path, model.graph, self.arrays, parameters, constants)
+        tell_joined(path, model.graph, parted, self.weights)
         self.uses = Counter(name for node in model.graph.node for name in node.input)
         self.shapes = known_shapes(model)
         self.held: dict[str, str] = {}
@@ -185,13 +188,19 @@ class GraphImport:
     def _argument(self, node: NodeProto, place: int, name: str) -> fx.Node | None:
         if not name:
             return None
+        is_statistic = node.op_type == "BatchNormalization" and place in _STATISTICS
+        if is_statistic and name in self.values:
+            raise UsageError(
+                f"{self.path}: node {label_of(node)!r} (BatchNormalization): expected a constant {_STATISTICS[place]}, "
+                f"found {name!r}, which a node makes; export with dynamo=True and optimize=False"
+            )
         if name in self.values:
             return self.values[name]
         if name not in self.arrays:
             raise UsageError(
                 f"{self.path}: node {label_of(node)!r} reads {name!r}, which nothing makes; export it anew"
             )
-        if node.op_type == "BatchNormalization" and place in _STATISTICS and name in self.weights:
+        if is_statistic and name in self.weights:
             return self._tensor(f"{_identifier(label_of(node))}.{_STATISTICS[place]}", self.arrays[name])
         return self._tensor(name)
 

@@ -16,16 +16,10 @@ from poochplan.formats.profile import Profile
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""
-PLAIN_S = 10.0
-"""Time limit of a search in plain Python."""
 
 
 class Background:
-    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`.
-
-    ``is_plain``: the search is to run as plain Python, and for ``PLAIN_S`` at most. That is some hundred times slower,
-    and soon there where nothing is compiled yet: compiling takes the processor for longer than such a search.
-    """
+    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`."""
 
     def __init__(
         self,
@@ -33,10 +27,8 @@ class Background:
         budget_bytes: int,
         time_limit_s: float,
         arena: Literal["auto", "on", "off"] = "auto",
-        *,
-        is_plain: bool = False,
     ) -> None:
-        self.budget_bytes, self.is_plain = budget_bytes, is_plain
+        self.budget_bytes = budget_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         folder = Path(self._folder.name)
@@ -44,8 +36,7 @@ class Background:
         self._told = folder / "messages"
         profile.save(folder / "profile.json")
         self._words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
-        limit_s = min(PLAIN_S, time_limit_s) if is_plain else time_limit_s
-        self._words += ["--threads", "1", "--time-limit", str(limit_s), "--arena", arena]
+        self._words += ["--threads", "1", "--time-limit", str(time_limit_s), "--arena", arena]
 
     def start(self) -> None:
         """Planning begins. Idempotent."""
@@ -57,7 +48,7 @@ class Background:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,
-                env={**os.environ, "OMP_NUM_THREADS": "1"} | ({"NUMBA_DISABLE_JIT": "1"} if self.is_plain else {}),
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:

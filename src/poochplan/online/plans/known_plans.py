@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from poochplan.errors import InfeasibleError, PoochError
-from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.online.telling import Teller, described, infeasible
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.walks.warming import is_cold
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.budget_watch import OverBudget
@@ -21,8 +20,6 @@ from poochplan.units import parse_budget
 from .background import Background, Plannings
 from .plan_cache import PlanCache
 from .ways import Way, Ways
-
-_AT_ITS_END = (SolveStatus.WITHIN_GAP, SolveStatus.NOT_NEEDED, SolveStatus.SEARCHED)
 
 
 class KnownPlans:
@@ -107,13 +104,8 @@ class KnownPlans:
         ahead_bytes = ahead(budget_bytes, smallest_bytes)
         if ahead_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, ahead_bytes)
-        return self._plan(key, budget_bytes, is_plain=is_cold())
-
-    def _plan(self, key: Key, budget_bytes: int, *, is_plain: bool) -> bool:
-        """Whether it is under way now."""
-        limits = budget_bytes, self._time_limit_s, self._arena
         try:
-            self._pending[key] = Background(self.profiles[key], *limits, is_plain=is_plain)
+            self._pending[key] = Background(profile, budget_bytes, self._time_limit_s, self._arena)
         except OSError as error:
             self._teller.warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
         return key in self._pending
@@ -132,12 +124,8 @@ class KnownPlans:
         for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
-                if _is_last(pending, plan):
-                    self._keep(key, plan)
+                self._keep(key, plan)
                 self._found(key, plan)
-                if not _is_last(pending, plan):
-                    self._teller.say("a better plan may come: what searches for it is compiled, once on this machine")
-                    self._plan(key, pending.budget_bytes, is_plain=False)
             except PoochError as error:
                 self._teller.warn(f"steps go on as they were profiled: {error}")
             finally:
@@ -212,12 +200,5 @@ class KnownPlans:
     def _done(self) -> Iterator[tuple[Key, Plan]]:
         for key, pending in self._pending.take_done():
             with contextlib.suppress(PoochError):
-                plan = pending.plan()
-                if _is_last(pending, plan):
-                    yield key, plan
+                yield key, pending.plan()
             pending.close()
-
-
-def _is_last(planning: Background, plan: Plan) -> bool:
-    """Whether no other search for that plan follows."""
-    return not planning.is_plain or plan.solve.status in _AT_ITS_END

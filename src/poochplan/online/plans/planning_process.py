@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 
-from poochplan.cli import main
-
 PR_SET_PDEATHSIG = 1
 LEAST_PRIORITY = 5
 
@@ -29,4 +27,6 @@ if __name__ == "__main__":
     ends_with_its_parent()
     with contextlib.suppress(OSError):
         os.nice(LEAST_PRIORITY)
+    from poochplan.cli import main  # only now: its parent may end meanwhile
+
     sys.exit(main(["plan", *sys.argv[1:]]))

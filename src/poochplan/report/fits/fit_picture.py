@@ -9,6 +9,8 @@ from poochplan.report.pictures.palette import BLUE, INK, LEFT, PURPLE, QUIET, by
 from poochplan.report.tables import overhead_text
 from poochplan.units import format_bytes
 
+from .fit_table import assumed_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -34,7 +36,8 @@ def draw_fit(fit: Fit) -> Figure:
 def _subtitle(fit: Fit) -> str:
     in_core = "none in-core" if fit.in_core_value is None else f"largest in-core {fit.in_core_value}"
     best = "" if fit.best is None else f"; best throughput at {fit.best}"
-    return f"largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
+    sizes = f"{assumed_text(fit).strip()}\n" if fit.assumed else ""
+    return f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
 
 
 def _draw_bytes(axes: Axes, fit: Fit) -> None:

@@ -33,6 +33,8 @@ def fit_data(fit: Fit) -> dict[str, Any]:
     named = ("workload", "parameter", "unit", "memory_bytes", "margin_bytes", "most_overhead", "value", "in_core_value")
     return {
         **{name: getattr(fit, name) for name in named},
+        "parameters": dict(fit.assumed),
+        "inputs": list(fit.plan.inputs),
         "budget_bytes": fit.budget_bytes,
         "times_in_core": fit.times_in_core,
         "best": fit.best,
@@ -44,10 +46,17 @@ def fit_data(fit: Fit) -> dict[str, Any]:
     }
 
 
+def assumed_text(fit: Fit) -> str:
+    """The sizes that the answer is for, behind the workload's name; empty where it has no parameter of sizes."""
+    sizes = ", ".join(f"{name} {value}" for name, value in fit.assumed.items())
+    return f" with {sizes}" if sizes else ""
+
+
 def fit_table(fit: Fit) -> Table:
     """One row per rung."""
     within = f"{format_bytes(fit.budget_bytes)} of {format_bytes(fit.memory_bytes)}"
-    table = Table(title=f"{fit.workload}: {fit.parameter} within {within}", title_justify="left", title_style="bold",
+    title = f"{fit.workload}{assumed_text(fit)}: {fit.parameter} within {within}"
+    table = Table(title=title, title_justify="left", title_style="bold",
                   box=None, pad_edge=False, header_style="dim")  # fmt: skip
     headings = ("in-core peak", "smallest peak", "overhead", "proven bound", "step", f"{fit.unit}/s")
     table.add_column(fit.parameter, justify="right", no_wrap=True)

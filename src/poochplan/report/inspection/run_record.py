@@ -75,6 +75,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them, and why."""
     why_not_served: Text = ""
     """Why no step was served; empty where one was."""
+    steps: Count = 0
+    """Under the plan, timed ones too."""
+    left_steps: Count = 0
+    """That left the plan, wholly or in one value."""
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes it as JSON; never over a file unless ``force``."""

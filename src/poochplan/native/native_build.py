@@ -1,0 +1,175 @@
+"""Building a compiled part: once for each of its sources, on first use, into a folder of the user's own.
+
+Wheels stay pure: the C++ is package data. It needs a compiler; without one everything else works, and
+:meth:`NativeBuild.why_unavailable` says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from poochplan.errors import NativeError
+from poochplan.formats.files import cache_folder
+
+from .owned_folder import check_file, check_folder, check_makeable, make_folder
+
+COMPILERS = "c++", "g++", "clang++"
+FLAGS = "-O2", "-shared", "-fPIC", "-fvisibility=hidden"
+INSTALL_ADVICE = "install g++ or clang++ (apt install g++, dnf install gcc-c++), or set CXX"
+TIMEOUT_S = 300
+_MOST_LETTERS = 200
+"""Of what a compiler says, in one line."""
+
+
+class NativeBuild:
+    """One library. ``name``.cpp in ``sources`` is compiled; another content of that folder is another library."""
+
+    def __init__(self, name: str, sources: Path, flags: Sequence[str]) -> None:
+        self.name, self.sources, self.flags = name, sources, (*flags, *FLAGS)
+
+    def facts(self) -> tuple[str, ...]:
+        """What the library depends on beside sources, flags and processor; the first begins its folder's name."""
+        return (self.name,)
+
+    def options(self) -> list[str]:
+        """For the compiler, beside the flags; raises ``NativeError`` where something is missing that it needs."""
+        return []
+
+    def file(self) -> Path:
+        """Where the library is, or will be: ``native/<key>/<name>.so`` in the user's cache folder."""
+        return cache_folder() / "native" / self._key() / f"{self.name}.so"
+
+    def is_built(self) -> bool:
+        """Whether the library for this source is there and may be loaded. Builds nothing."""
+        try:
+            file = self.file()
+            if not file.exists():
+                return False
+            _check(file)
+        except (NativeError, RuntimeError, OSError):
+            return False
+        return True
+
+    def why_unavailable(self) -> str:
+        """Why there is no library and none can be built, and what to do, in one line; empty where there is or can be.
+
+        Builds nothing, so a compiler that fails shows in :meth:`build` alone.
+        """
+        try:
+            if self.is_built():
+                return ""
+            self._compiler()
+            self.options()
+            check_makeable(self.file().parent)
+        except (NativeError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def compiler_name(self) -> str:
+        """The command that would build the library; empty where there is none."""
+        try:
+            return shlex.join(self._compiler())
+        except NativeError:
+            return ""
+
+    def build(self) -> Path:
+        """The library, which is built if it is not there; takes seconds then. Two processes may call it at once.
+
+        Raises
+        ------
+        NativeError
+            It cannot be built here, or its folder may be written by others; one line says what to do.
+        """
+        try:
+            file = self.file()
+        except RuntimeError as error:  # there is no home folder
+            raise NativeError(
+                f"expected a folder for the compiled {self.name}, found {error}; set XDG_CACHE_HOME"
+            ) from None
+        if file.exists():
+            _check(file)
+            return file
+        command = [*self._compiler(), *self.flags, str(self.sources / f"{self.name}.cpp"), *self.options()]
+        make_folder(file.parent)
+        with _locked(file.parent):
+            if not file.exists():  # no other process has built it meanwhile
+                self._compile(command, file)
+        _check(file)
+        return file
+
+    def _key(self) -> str:
+        digest = hashlib.sha256()
+        for source in sorted(self.sources.iterdir()):
+            digest.update(f"{source.name}\n".encode() + source.read_bytes())
+        digest.update("\n".join((*self.facts(), platform.machine(), *self.flags)).encode())
+        return f"{self.facts()[0]}-{digest.hexdigest()[:16]}"
+
+    def _compiler(self) -> list[str]:
+        if sys.platform == "win32":
+            raise NativeError(f"expected Linux or macOS for the compiled {self.name}, found {sys.platform}")
+        asked = os.environ.get("CXX", "")
+        if asked.strip():
+            command = shlex.split(asked)
+            if shutil.which(command[0]) is None:
+                raise NativeError(f"CXX={asked}: expected a C++ compiler, found no such command; {INSTALL_ADVICE}")
+            return command
+        found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+        if found is None:
+            raise NativeError(f"expected a C++ compiler, found none of {', '.join(COMPILERS)}; {INSTALL_ADVICE}")
+        return [found]
+
+    def _compile(self, command: list[str], file: Path) -> None:
+        """Into a neighbour that is moved into place, so that no half-written library is ever loaded."""
+        descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=file.parent)
+        os.close(descriptor)
+        command = [*command, "-o", scratch]
+        failed = f"{shlex.join(self._compiler())} could not build the {self.name}"
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+            )
+            if done.returncode != 0:
+                raise NativeError(f"{failed}: {self._condensed(done.stderr)}")
+            Path(scratch).chmod(0o700)
+            Path(scratch).replace(file)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NativeError(f"{failed}: {self._condensed(str(error))}") from None
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                Path(scratch).unlink()
+
+    def _condensed(self, output: str) -> str:
+        """The first error that a compiler tells of, else the last line, without what is long in it."""
+        lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()]
+        line = (errors or lines[-1:] or ["it says nothing"])[0].replace(f"{self.sources}{os.sep}", "")
+        return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
+
+
+def _check(file: Path) -> None:
+    check_folder(file.parent)
+    check_file(file)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process or thread at a time. File systems without locks build twice, and one library wins."""
+    import fcntl  # not on every system that can plan
+
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

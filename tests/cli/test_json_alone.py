@@ -1,0 +1,106 @@
+"""Under ``--json`` the descriptor of stdout carries the data alone, whatever libraries write to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import poochplan
+from poochplan.formats.profile import Profile
+from poochplan.planner import smallest_budget
+from tests.planner.random_profiles import transformer_like
+
+ROOT = Path(__file__).parents[2]
+GREETING = "Running HiGHS 1.16.0"
+GREETS = f"""
+import ctypes, sys
+import highspy
+
+class Greeting(highspy.Highs):
+    def __init__(self):
+        super().__init__()
+        ctypes.CDLL(None).puts(b"{GREETING}")
+
+highspy.Highs = Greeting
+from poochplan.cli import main
+sys.exit(main())
+"""
+"""``pooch`` beside a HiGHS that greets on C's stdout, as 1.16 does and 1.15 did not."""
+WORKLOAD = """
+import ctypes, os, sys, threading
+import torch, poochplan
+
+stdout = sys.stdout
+
+def prints() -> poochplan.Workload:
+    model, inputs = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]), torch.randn(64, 8)
+    ctypes.CDLL(None).puts(b"C, to its buffer")
+    stdout.write("Python, to a stream of before")
+    writer = threading.Thread(target=os.write, args=(1, b"a thread, to the descriptor"))
+    writer.start()
+    writer.join()
+    return poochplan.Workload(model, lambda: model(inputs).square().mean())
+"""
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    call = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(call, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "p.json"
+    transformer_like(8).save(path)
+    return path
+
+
+@pytest.mark.parametrize("verb", ["plan", "sweep"])
+def test_what_the_solver_prints_is_not_among_the_data(profile_file: Path, verb: str, tmp_path: Path) -> None:
+    profile = Profile.load(profile_file)
+    smallest = smallest_budget(profile)
+    budget = smallest + (profile.in_core_peak_bytes - smallest) // 10  # simple rules do not come near the bound there
+    asked = ("--budget", budget) if verb == "plan" else ("--budgets", budget, "--policies", "ilp")
+    done = run(GREETS, verb, profile_file, *asked, "--time-limit", 2, "--json", "-o", tmp_path / f"made.{verb}.json")
+    assert done.returncode in (0, 4), done.stderr
+    assert json.loads(done.stdout)
+    assert GREETING in done.stderr
+
+
+def test_what_a_workload_prints_is_not_among_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "loud.py"
+    path.write_text(WORKLOAD)
+    code = "import sys\nfrom poochplan.cli import main\nsys.exit(main())"
+    done = run(
+        code, "profile", f"{path}:prints", "--mode", "fake", "--roofline", "v100", "--json", "-o", tmp_path / "p.json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["in_core_peak_bytes"] == Profile.load(tmp_path / "p.json").in_core_peak_bytes
+    for line in ("C, to its buffer", "Python, to a stream of before", "a thread, to the descriptor"):
+        assert line in done.stderr
+
+
+def test_stdout_is_stdout_again_behind_the_command(profile_file: Path) -> None:
+    code = (
+        "import os, sys; from poochplan.cli import main; main(); print('Python'); sys.stdout.flush(); os.write(1, b'C')"
+    )
+    done = run(code, "show", profile_file, "--json")
+    assert done.stdout.endswith("}\nPython\nC")
+
+
+def test_without_a_stdout_the_plan_is_made_all_the_same(profile_file: Path, tmp_path: Path) -> None:
+    code = "import sys; from poochplan.cli import main; sys.exit(main())"
+    made = tmp_path / "plan.json"
+    call = f'exec "$0" -c "{code}" plan "$1" --budget 90% --json --evaluations 50 -o "$2" >&-'
+    done = subprocess.run(
+        ["sh", "-c", call, sys.executable, str(profile_file), str(made)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert poochplan.Plan.load(made).budget_bytes
