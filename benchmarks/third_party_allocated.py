@@ -46,7 +46,7 @@ def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Pl
     """A plan for a random schedule, whose budget is what it promises."""
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
-    plan = write_plan(profile, problem, Outcome(best, BY_HAND), 0, None, 0.0)
+    plan = write_plan(profile, problem, Outcome(best, BY_HAND), 0, None, 0.0, is_laid_out=True)
     found = plan.prediction
     least = found.arena_peak_bytes if arena == "on" else max(found.peak_bytes, found.first_step_peak_bytes)
     assert least is not None

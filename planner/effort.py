@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from poochplan.errors import UsageError
@@ -69,9 +69,3 @@ class Effort:
         if self.evaluations is not None:
             return CountAllowance(self.evaluations)
         return TimeAllowance(max(0.0, self.time_limit_s - spent_s))
-
-    def part(self, share: float, spent_s: float) -> Effort:
-        """So much of what is left after ``spent_s`` seconds; of simulations, so much of all."""
-        evaluations = None if self.evaluations is None else max(1, int(share * self.evaluations))
-        left_s = share * max(0.0, self.time_limit_s - spent_s)
-        return replace(self, evaluations=evaluations, time_limit_s=left_s)

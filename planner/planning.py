@@ -12,7 +12,7 @@ from poochplan.formats.facts.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.arena.fitting import fitted, smallest_arena
+from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
 from poochplan.planner.evaluator.evaluator_library import begin_build, library
 from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.judge.simulate import simulate
@@ -86,6 +86,7 @@ def plan(
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
     problem = build_problem(profile)
+    has_arena = in_arena(profile, arena)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     if policy != ILP:
@@ -95,20 +96,14 @@ def plan(
         if threads is None:
             threads = 2 if evaluations is None else 1
         effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted)
-
-        def search(within_bytes: int, share: float) -> Outcome:
-            spent_s = time.perf_counter() - started_s
-            return _optimal(profile, problem, within_bytes, effort.part(share, spent_s), watch)
-
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
             _check_feasible(profile, problem, budget_bytes, smallest_budget(profile, arena=arena))
-        if in_arena(profile, arena):
-            found = fitted(profile, problem, budget_bytes, search, is_strict=arena == "on")
-            found = replace(found, evaluations=evaluations)
-        else:
-            found = search(budget_bytes, 1.0)
+        found = _optimal(profile, problem, budget_bytes, effort, watch, has_arena=has_arena)
+        if arena == "on" and NO_ARENA in found.notes:
+            found = replace(found, best=swap_all_on_demand(problem), notes=())
     wall_s = time.perf_counter() - started_s
-    return write_plan(profile, problem, found, budget_bytes, workload, wall_s)
+    is_laid_out = arena != "off" and profile.device.kind == "cpu"
+    return write_plan(profile, problem, found, budget_bytes, workload, wall_s, is_laid_out=is_laid_out)
 
 
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
@@ -162,8 +157,10 @@ def _also(profile: Profile) -> str:
     return "".join(f"; {line}" for line in limits(profile))
 
 
-def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None) -> Outcome:
-    """The plan that keeps everything where that fits, else the best that was found."""
+def _optimal(
+    profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None, *, has_arena: bool
+) -> Outcome:
+    """The plan that keeps everything where that fits, in an arena or not; else the best that was found."""
     started_s = time.perf_counter()
     schedule = keep_all(problem)
     in_core = Candidate(KEEP_ALL, schedule.decisions, schedule, simulate(problem, schedule))
@@ -177,8 +174,9 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
     given = PolicyInput(profile, problem, budget_bytes)
     proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
     library(None if effort.evaluations is not None else BUILD_SHARE * effort.time_limit_s)
+    fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
     spent_s = time.perf_counter() - started_s
-    optimum = optimise(problem, budget_bytes, effort, proposals, watch, spent_s)
+    optimum = optimise(problem, budget_bytes, effort, proposals, watch, spent_s, fitting)
     best = optimum.best
     if best.peak_bytes > budget_bytes:
         raise InfeasibleError(
@@ -189,6 +187,7 @@ def _optimal(profile: Profile, problem: Problem, budget_bytes: int, effort: Effo
     notes: tuple[str, ...] = ()
     if best.policy != ILP:
         notes = (f"its decisions were found by annealing that began at the plan of {best.policy!r}",)
+    notes += (optimum.note,) if optimum.note else ()
     policy = ILP if best.policy == ILP else "annealing"
     return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed)
 

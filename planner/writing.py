@@ -37,17 +37,26 @@ class Outcome:
     """None where nothing was searched for."""
     evaluations: int | None = None
     seed: int = 0
-    laid: Laid | None = None
-    """Where its blocks lie, if that was worked out on the way."""
 
 
 def write_plan(
-    profile: Profile, problem: Problem, found: Outcome, budget_bytes: int, workload: str | None, wall_s: float
+    profile: Profile,
+    problem: Problem,
+    found: Outcome,
+    budget_bytes: int,
+    workload: str | None,
+    wall_s: float,
+    *,
+    is_laid_out: bool,
 ) -> Plan:
-    """The Plan of an outcome; ``wall_s`` is how long it took to find."""
+    """The Plan of an outcome; ``wall_s`` is how long it took to find, ``is_laid_out`` whether it says where its blocks
+    lie in an arena.
+    """
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
-    laid = found.laid or layout_of(profile, problem, best.schedule)
+    laid = found.optimum.laid if found.optimum else None
+    if laid is None and is_laid_out:
+        laid = layout_of(profile, problem, best.schedule)
     solve = _solve_record(problem, found, wall_s)
     return Plan(
         workload=workload or profile.workload,
@@ -100,7 +109,8 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
         wish[place[name]] = _possible(profile, problem, place[name], decision)
     best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
     wall_s = time.perf_counter() - started_s
-    return write_plan(profile, problem, Outcome(best, BY_HAND), plan.budget_bytes, plan.workload, wall_s)
+    found, is_laid_out = Outcome(best, BY_HAND), plan.layout is not None
+    return write_plan(profile, problem, found, plan.budget_bytes, plan.workload, wall_s, is_laid_out=is_laid_out)
 
 
 def _possible(profile: Profile, problem: Problem, value: int, decision: Decision | str) -> Decision:

@@ -1,83 +1,106 @@
 """Fitting: plans whose arena, with what lies outside it, is within the budget, not only what is live.
 
-A search knows live bytes alone. What packing adds is found out afterwards, and the next search has as much less as was
-missing. The arena should leave room in the budget, since the runtime lays out a step as it was (``ROOM``); the room is
-a wish, the budget a promise. The bound stays that of the first: no plan within the budget has a shorter step, laid out
-or not.
+Walks know live bytes alone. What would become the best plan is packed before it is accepted, and what packing added to
+it is taken off what the next plans may have live. The arena should leave room in the budget, since the runtime lays out
+a step as it was (``ROOM``); the room is a wish, the budget a promise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from dataclasses import dataclass
 
-from poochplan.errors import InfeasibleError
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import swap_all_on_demand
+from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.schedule.schedule import keep_all
-from poochplan.planner.writing import KEEP_ALL, Outcome
 
 from .step_layout import Laid, layout_of
 
-HARDER = (1.0, 1.5, 2.5, 4.0, 8.0, 16.0)
-"""Further searches have so many times less as was missing: another plan packs otherwise, perhaps no better."""
 ROOM = 0.005
 """Of the arena: what a budget should hold beside it. A real step's blocks are laid out anew, and differ a little: in 18
 plans of six networks a search of at most 0.2 s found an arena that is no more than so much larger than planned."""
-FOR_ROOM = 2
-"""Searches at most for the room alone, once a plan fits without it."""
 DEAREST = 0.02
 """A plan with room may have a step so much longer."""
+CLIMB = 0.0025
+"""Of the budget: how many more live bytes the next plans may have once one fits."""
+HOPELESS = 8
+"""After so many plans of the fewest live bytes whose arena does not fit no room is asked for; then no arena."""
 NO_ARENA = "no plan was found whose arena fits the budget too: its steps are served by the ordinary allocator"
 NO_ROOM = "its arena fits the budget with less than 0.5% of room: a step that takes other blocks may need more"
-_SHARE = 0.5
-"""Of what is left of the effort, for each of the searches."""
 
 
-def fitted(
-    profile: Profile, problem: Problem, budget_bytes: int, search: Callable[[int, float], Outcome], *, is_strict: bool
-) -> Outcome:
-    """The first outcome of ``search`` (a budget, the share of the effort) whose arena fits the budget with ``ROOM``.
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A plan whose arena fits the budget."""
 
-    Where none has the room, or only with a step that is longer by ``DEAREST``: the first that fits without, with a
-    note. Where none fits: if that ``is_strict``, swapping all, whose arena has to; else the first one, with a note.
-    Where everything can be kept it is, in an arena or not.
-    """
-    inner_bytes, first = budget_bytes, search(budget_bytes, _SHARE)
-    found, tight, for_room = first, None, 0
-    if first.policy == KEEP_ALL:
-        return first
-    for harder in (*HARDER, None):
-        laid = layout_of(profile, problem, found.best.schedule)
-        missing_bytes = 0 if laid is None else laid.peak_bytes + room_of(laid) - budget_bytes
-        if missing_bytes <= 0:
-            found = replace(found, laid=laid)
-            return _with_bound_of(first, found if tight is None or not _is_dear(found, tight) else tight)
-        if tight is None and laid is not None and laid.peak_bytes <= budget_bytes:
-            tight = replace(found, laid=laid, notes=(*found.notes, NO_ROOM))
-        if harder is None or for_room == FOR_ROOM:
-            break
-        for_room += tight is not None
-        inner_bytes = min(inner_bytes, found.best.peak_bytes) - int(harder * missing_bytes)
-        try:
-            found = search(inner_bytes, _SHARE)
-        except InfeasibleError:
-            break
-    if tight is not None:
-        return _with_bound_of(first, tight)
-    if is_strict:
-        return _with_bound_of(first, replace(found, best=swap_all_on_demand(problem)))
-    return replace(first, notes=(*first.notes, NO_ARENA))
+    candidate: Candidate
+    laid: Laid | None
+    """None where it has too many blocks to be laid out."""
+    note: str = ""
+
+
+class Fitting:
+    """State: the best plans that were packed, and what the last one says of the next; any thread may ask."""
+
+    def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
+        self._profile, self._problem, self._budget_bytes = profile, problem, budget_bytes
+        self._least_bytes = swap_all_on_demand(problem).peak_bytes
+        self.within_bytes = max(self._least_bytes, int(budget_bytes / (1 + ROOM)))
+        """Live bytes with which an arena is thought to fit."""
+        self._lock = threading.Lock()
+        self._with_room: Packed | None = None
+        self._tight: Packed | None = None
+        self._failed = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no arena fits, as it seems."""
+        return self._failed >= 2 * HOPELESS and self._with_room is None and self._tight is None
+
+    def pack(self, candidate: Candidate) -> int:
+        """Bytes of a budget that holds the plan's arena, what lies outside it, and room; remembers a plan that fits."""
+        laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
+        taken_bytes = candidate.peak_bytes if laid is None else laid.peak_bytes
+        with_room_bytes = taken_bytes + (room_of(laid) if laid is not None else 0)
+        with self._lock:
+            if with_room_bytes <= self._budget_bytes:
+                self._with_room = _shorter(Packed(candidate, laid), self._with_room)
+            elif taken_bytes <= self._budget_bytes:
+                self._tight = _shorter(Packed(candidate, laid, NO_ROOM), self._tight)
+            needed_bytes = with_room_bytes if self._failed < HOPELESS else taken_bytes
+            self._learn(candidate.peak_bytes, needed_bytes)
+        return needed_bytes
+
+    def _learn(self, peak_bytes: int, needed_bytes: int) -> None:
+        """From a plan of so many live bytes, what the next ones may have."""
+        if needed_bytes <= self._budget_bytes:
+            most_bytes = peak_bytes + int(CLIMB * self._budget_bytes)
+            self.within_bytes = min(self._budget_bytes, max(self.within_bytes, most_bytes))
+            return
+        self._failed += self.within_bytes == self._least_bytes
+        fewer_bytes = peak_bytes - (needed_bytes - self._budget_bytes)
+        self.within_bytes = max(self._least_bytes, min(self.within_bytes, fewer_bytes))
+
+    def chosen(self) -> Packed | None:
+        """The shortest step of those whose arena has room; of those without, where there is none, or it is dear."""
+        best, tight = self._with_room, self._tight
+        if best is None or tight is None:
+            return best or tight
+        return tight if _step_s(best) > (1 + DEAREST) * _step_s(tight) else best
+
+
+def _shorter(found: Packed, best: Packed | None) -> Packed:
+    return found if best is None or _step_s(found) < _step_s(best) else best
+
+
+def _step_s(packed: Packed) -> float:
+    return packed.candidate.simulation.step_s
 
 
 def room_of(laid: Laid) -> int:
     """Bytes that a budget should hold beside the arena."""
     return int(ROOM * laid.layout.arena_bytes)
-
-
-def _is_dear(found: Outcome, tight: Outcome) -> bool:
-    return found.best.simulation.step_s > (1 + DEAREST) * tight.best.simulation.step_s
 
 
 def smallest_arena(profile: Profile, problem: Problem) -> int:
@@ -91,11 +114,3 @@ def kept_in_arena(profile: Profile) -> Laid | None:
     """Where the blocks lie of the step that keeps everything; None where it has too many for an arena."""
     problem = build_problem(profile)
     return layout_of(profile, problem, keep_all(problem))
-
-
-def _with_bound_of(first: Outcome, found: Outcome) -> Outcome:
-    """``found``, with the bound of the search for the whole budget: the others proved theirs for smaller ones."""
-    if first.optimum is None or found.optimum is None or first is found:
-        return found
-    bound_s = min(first.optimum.bound_s, found.best.simulation.step_s)
-    return replace(found, optimum=replace(found.optimum, bound_s=bound_s))

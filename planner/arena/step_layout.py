@@ -30,8 +30,12 @@ class Laid:
     """The arena, and the most that lies outside at any moment, what was there before the step included."""
 
 
-def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | None:
+def layout_of(
+    profile: Profile, problem: Problem, schedule: Schedule, *, enough_bytes: int = 0, room: float = 0.0
+) -> Laid | None:
     """Where the blocks of a step under ``schedule`` lie; None when there are more than ``MOST_BLOCKS``.
+
+    Packing ends early where the arena, with ``room`` as a share of it and what lies outside, is ``enough_bytes``.
 
     Outside lie those of less than ``LEAST_PLACED_BYTES``, those from before the first point of the clock, where a step
     is not yet told from another, and those that outlive the step. Gradients that are gone by the next forward do not.
@@ -44,16 +48,17 @@ def layout_of(profile: Profile, problem: Problem, schedule: Schedule) -> Laid | 
         block for block in blocks.of_step if block.size_bytes >= LEAST_PLACED_BYTES and blocks.points_before(block) > 0
     ]
     inside = [block for block in large if block.end < blocks.end or block in gone]
-    packing = pack(inside, LOOKS_PER_BLOCK * len(inside))
     is_inside = set(inside)
+    outside = [block for block in blocks.of_step if block not in is_inside]
+    outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
+    if Decision.RECOMPUTE in schedule.decisions:
+        outside_bytes += GENERATOR_STATE_BYTES
+    enough = max(0, int((enough_bytes - outside_bytes) / (1 + room)))
+    packing = pack(inside, LOOKS_PER_BLOCK * len(inside), enough)
     offsets = iter(packing.offsets)
     places = tuple(
         Place(blocks.points_before(block), block.size_bytes, next(offsets) if block in is_inside else OUTSIDE)
         for block in large
     )
-    outside = [block for block in blocks.of_step if block not in is_inside]
     layout = Layout(arena_bytes=packing.arena_bytes, least_bytes=LEAST_PLACED_BYTES, places=places)
-    outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
-    if Decision.RECOMPUTE in schedule.decisions:
-        outside_bytes += GENERATOR_STATE_BYTES
     return Laid(layout, packing.lower_bound_bytes, packing.arena_bytes + outside_bytes)

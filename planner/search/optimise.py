@@ -16,8 +16,10 @@ from math import inf
 import numpy as np
 
 from poochplan.errors import UsageError
-from poochplan.formats.plan import SolveStatus
+from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.allowance import Allowance, Budget
+from poochplan.planner.arena.fitting import NO_ARENA, Fitting
+from poochplan.planner.arena.step_layout import Laid
 from poochplan.planner.effort import Effort, Progress, Watch
 from poochplan.planner.evaluator.codes import KEEP, STYLE_OF, codes_of
 from poochplan.planner.evaluator.layout import layout_of
@@ -43,6 +45,8 @@ EXHAUSTIVE = 800
 MARGIN = 1.0
 """What PLAN's relaxation is not given of the budget, in units of the largest value that may move: whole buffers need
 more room than flowing bytes."""
+ROUNDS = 4
+"""How often at most, while what packing adds is not known."""
 SOLVES = 60
 """How many linear programs branching solves at most."""
 SMALL = 96
@@ -82,6 +86,10 @@ class Optimum:
     solver: str
     """What proved the bound."""
     tiny: frozenset[int]
+    laid: Laid | None = None
+    """Where the blocks of the best plan lie, if it was packed."""
+    note: str = ""
+    """What is to be said of its arena."""
 
 
 def optimise(
@@ -91,12 +99,14 @@ def optimise(
     proposals: Sequence[Callable[[Allowance], Candidate]] = (),
     watch: Watch | None = None,
     spent_s: float = 0.0,
+    fitting: Fitting | None = None,
 ) -> Optimum:
     """The plan with the least simulated step that was found; ``proposals`` are other policies to ask for theirs.
 
+    With ``fitting`` its arena fits the budget too, or a note says that none was found.
     An interrupt ends the search; where ``effort.keeps_interrupted``, with the best plan so far.
     """
-    search = _Search(problem, budget_bytes, effort, proposals, spent_s)
+    search = _Search(problem, budget_bytes, effort, proposals, spent_s, fitting)
     search.run(watch)
     return search.optimum()
 
@@ -111,16 +121,18 @@ class _Search:
         effort: Effort,
         proposals: Sequence[Callable[[Allowance], Candidate]],
         spent_s: float,
+        fitting: Fitting | None,
     ) -> None:
         self.problem, self.budget_bytes, self.effort, self.proposals = problem, budget_bytes, effort, proposals
         self.solver = _solver_for(effort)
         self.whole = effort.allowance(spent_s)
         self.allowance = self.whole.part(1.0 - POLISH_SHARE)
         self.layout = layout_of(problem)
+        self._fitting = fitting
+        self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
         least = swap_all_on_demand(problem)
-        self.tiny = tiny_values(problem, budget_bytes - least.peak_bytes, TINY_SHARE)
+        self.tiny = tiny_values(problem, self.incumbents.within_bytes - least.peak_bytes, TINY_SHARE)
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
-        self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes)
         self.proof = Proof(problem, budget_bytes, self.solver)
         self.walking = Walking(problem, self.values, self.tiny, self.incumbents, self.allowance, effort.seed)
         self.solution: Solution | None = None
@@ -231,9 +243,14 @@ class _Search:
             return inf
         return self.incumbents.step_s / bound_s - 1 if bound_s > 0 else 0.0
 
+    def is_enough(self, step_s: float) -> bool:
+        """Whether a step of so many seconds is within the wanted gap."""
+        bound_s = self.proof.bound_s
+        return step_s < inf and (bound_s <= 0 or step_s / bound_s - 1 <= self.effort.gap)
+
     @property
     def is_good_enough(self) -> bool:
-        return self.gap <= self.effort.gap
+        return self.is_enough(self.incumbents.step_s)
 
     @property
     def is_over(self) -> bool:
@@ -272,8 +289,9 @@ class _Search:
     def _round(self, walker: Walker) -> None:
         """PLAN: its relaxation rounded, for less memory too; on small steps with its integrality."""
         largest = max((int(self.problem.rounded_bytes[value]) for value in self.values), default=0)
-        request = Request(self.budget_bytes, self.values, host_bytes=self.effort.host_bytes)
-        less = replace(request, budget_bytes=int(self.budget_bytes - MARGIN * largest))
+        within_bytes = self.incumbents.within_bytes
+        request = Request(within_bytes, self.values, host_bytes=self.effort.host_bytes)
+        less = replace(request, budget_bytes=int(within_bytes - MARGIN * largest))
         self._solve(walker, less, is_relaxed=True)
         if self.is_small and not self.is_over:
             whole = large_values(self.problem, self.values, LARGE_SHARE)
@@ -296,7 +314,7 @@ class _Search:
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def _walker(self) -> Walker:
-        return Walker(self.problem, self.layout, self.values, self.incumbents, is_over=lambda: self.is_good_enough)
+        return Walker(self.problem, self.layout, self.values, self.incumbents, self.is_enough)
 
     def _begin(self) -> None:
         """Every way to decide where there are few, else plans that are simple: there is a plan from here on."""
@@ -305,13 +323,21 @@ class _Search:
         walker.try_styles(keep_all, "keep-all", (0,))  # any host has room for it: something is found
         every_way = all_decisions(self.problem, EXHAUSTIVE)
         if every_way is not None:
-            for wish in every_way:
-                walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
+            self._try_all(walker, every_way)
             self.is_exhausted = True
             return
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
         self.walking.begin()
+
+    def _try_all(self, walker: Walker, every_way: Sequence[tuple[Decision, ...]]) -> None:
+        """Every way, and again where packing has left fewer live bytes meanwhile."""
+        for _ in range(ROUNDS):
+            within_bytes = self.incumbents.within_bytes
+            for wish in every_way:
+                walker.try_styles(codes_of(wish), "ilp", range(len(STYLE_OF)))
+            if self.incumbents.within_bytes == within_bytes:
+                return
 
     def _propose(self, walker: Walker) -> None:
         """The plans of other policies, so that none of them is better."""
@@ -335,20 +361,36 @@ class _Search:
                 return
             start = self.incumbents.judged(found)
             if least_step_s(self.problem, start.wish) < self.incumbents.step_s:
-                self._offer(polish(self.problem, start, self.budget_bytes, Budget(POLISH_EVALUATIONS, self.whole)))
+                self._offer(polish(self.problem, start, found.within_bytes, Budget(POLISH_EVALUATIONS, self.whole)))
 
     def _offer(self, candidate: Candidate) -> None:
-        if self.incumbents.fits(candidate):
+        if not self.incumbents.fits(candidate):
+            return
+        if self.incumbents.fitting is None:
             self.polished.append(candidate)
+        elif candidate.peak_bytes <= self.budget_bytes and candidate.simulation.step_s < self.incumbents.step_s:
+            self.incumbents.fitting.pack(candidate)
 
     def optimum(self) -> Optimum:
         """The best plan, with recording, and what is proven."""
+        fitting = self.incumbents.fitting
+        packed = fitting.chosen() if fitting is not None else None
         best = min([self.incumbents.judged(self.incumbents.best()), *self.polished], key=self._rank)
+        best = best if packed is None else packed.candidate
         best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
-        status = SolveStatus.WITHIN_GAP if is_near else self._status()
-        return Optimum(best, self.solution, bound_s, status, self.rounds, self.solver, self.tiny)
+        return Optimum(
+            best=best,
+            solution=self.solution,
+            bound_s=bound_s,
+            status=SolveStatus.WITHIN_GAP if is_near else self._status(),
+            rounds=self.rounds,
+            solver=self.solver,
+            tiny=self.tiny,
+            laid=packed.laid if packed is not None else None,
+            note=packed.note if packed is not None else "" if self._fitting is None else NO_ARENA,
+        )
 
     def _status(self) -> SolveStatus:
         return self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status

@@ -30,6 +30,8 @@ WALKS = 12
 HOT, WARM, COOL = 0.02, 0.005, 0.003
 """Temperatures at which walks begin, as shares of the step: far from a good plan, at a rounded solution, and from the
 best plan."""
+REPAIRS = 3
+"""How often the end of a walk whose arena does not fit is tried again with fewer live bytes."""
 MIN_GAIN = 1e-5
 """Smallest gain of a walk that counts, as a share of the step."""
 
@@ -111,6 +113,10 @@ class Walking:
             mate=mate,
         )
         end = self.descend(walker, found)
+        for _ in range(REPAIRS):
+            if end.peak_bytes <= self.incumbents.budget_bytes:
+                break
+            end = self.descend(walker, walker.try_styles(end.wish, end.origin))
         with self._lock:
             if self.incumbents.step_s < before_s * (1 - MIN_GAIN):
                 self._last_gain = self._again

@@ -35,18 +35,24 @@ class Walker:
         layout: Layout,
         values: Sequence[int],
         incumbents: Incumbents,
-        is_over: Callable[[], bool] = lambda: False,
+        is_enough: Callable[[float], bool] = lambda step_s: False,
     ) -> None:
-        self.problem, self.values, self.incumbents, self._is_over = problem, tuple(values), incumbents, is_over
+        """``is_enough`` says whether a step of so many seconds ends the search."""
+        self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
         self._evaluator = Evaluator(problem, layout)
-        self._limits = Limits(incumbents.budget_bytes, incumbents.host_bytes)
         self._replayable = np.array([replay is not None for replay in problem.replay.replays])
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.incumbents.within_bytes, self.incumbents.host_bytes)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_enough(self.incumbents.step_s)
 
     def try_styles(self, wish: Bytes, origin: str, styles: Sequence[int] = range(len(STYLES))) -> Found:
         """Decisions in each of the styles; the best one."""
-        tried = [self._evaluated(wish, style, origin) for style in styles]
-        for found in tried:
-            self.incumbents.offer(found)
+        tried = [self.incumbents.offer(self._evaluated(wish, style, origin)) for style in styles]
         return min(tried, key=self.incumbents.rank)
 
     def anneal(
@@ -68,27 +74,32 @@ class Walker:
         if not values:
             return start
         ground, trail = ground_of(self.problem, values), self._trail(start, mate or start)
-        rng = np.random.default_rng(seed)
-        while not allowance.is_spent and not self._is_over():
+        rng, limits = np.random.default_rng(seed), self._limits
+        while not allowance.is_spent and not self._is_over:
+            if limits != self._limits:
+                limits = self._limits
+                trail.scores[0] = score(self._evaluator, limits, int(trail.styles[0]), trail.here)
+                trail.scores[1] = score(self._evaluator, limits, int(trail.styles[1]), trail.best)
             steps = allowance.at_once()
             warmth = temperature * (COLDEST / temperature) ** allowance.progress
             draws = rng.random(steps * DRAWS)
             before = float(trail.scores[1])
-            walk_on(self._evaluator, ground, trail, self._limits, steps, warmth, draws)
+            walk_on(self._evaluator, ground, trail, limits, steps, warmth, draws)
             allowance.spend(steps)
             if trail.scores[1] < before:
-                self._offer_best(trail, start.origin)
+                self._offer_best(trail, start.origin, is_end=False)
         return self._offer_best(trail, start.origin)
 
     def descend(self, start: Found, allowance: Allowance) -> Found:
         """Tries each value with each other decision, the costliest first, until a whole round gains nothing."""
         order = np.array(sorted(self.values, key=lambda v: (-self._cost(start.wish, v), v)), dtype=np.int64)
         trail = self._trail(start, start)
+        limits = self._limits
         last_gain = at = 0
-        while at - last_gain < len(order) and not allowance.is_spent and not self._is_over():
+        while at - last_gain < len(order) and not allowance.is_spent and not self._is_over:
             some = order[[(at + step) % len(order) for step in range(SWEPT_AT_ONCE)]]
             before = float(trail.scores[0])
-            spent = sweep(self._evaluator, self._replayable, trail, self._limits, some)
+            spent = sweep(self._evaluator, self._replayable, trail, limits, some)
             allowance.spend(spent)
             at += len(some)
             if trail.scores[0] < before:
@@ -106,15 +117,18 @@ class Walker:
             styles=np.array([start.style, start.style]),
         )
 
-    def _offer_best(self, trail: Trail, origin: str) -> Found:
+    def _offer_best(self, trail: Trail, origin: str, *, is_end: bool = True) -> Found:
+        """On the way only what takes no packing, or ends the search."""
         found = self._evaluated(trail.best.copy(), int(trail.styles[1]), origin)
-        self.incumbents.offer(found)
+        if is_end or self.incumbents.fitting is None or self._is_enough(found.step_s):
+            return self.incumbents.offer(found)
         return found
 
     def _evaluated(self, wish: Bytes, style: int, origin: str) -> Found:
-        found = self._evaluator.evaluate_codes(wish, self.incumbents.budget_bytes, style)
+        within_bytes = self.incumbents.within_bytes
+        found = self._evaluator.evaluate_codes(wish, within_bytes, style)
         decisions = self._evaluator.codes.copy()
-        return Found(wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin)
+        return Found(wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin, within_bytes)
 
     def _cost(self, wish: Bytes, value: int) -> float:
         if wish[value] == RECOMPUTE:

@@ -1,11 +1,12 @@
-"""The best plans so far, as several threads find them."""
+"""The best plans so far, as several threads find them; with an arena, those whose arena fits the budget too."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
+from poochplan.planner.arena.fitting import Fitting
 from poochplan.planner.evaluator.codes import STYLE_OF, SWAP, codes_of, decisions_of
 from poochplan.planner.judge.candidate import Candidate, try_style
 from poochplan.planner.problem.arrays import Bytes
@@ -26,11 +27,13 @@ class Found:
     style: int
     step_s: float
     peak_bytes: int
-    """In the first step too."""
+    """In the first step too. Of a plan whose arena does not fit: what that takes."""
     moved_bytes: int
     """Over the link, both ways."""
     origin: str
     """Where the decisions come from: a policy's name, or ``ilp`` for those of a model."""
+    within_bytes: int
+    """The live bytes that its schedule was made for."""
 
     @property
     def swapped(self) -> int:
@@ -41,29 +44,56 @@ class Found:
 class Incumbents:
     """State: the plans that count; every method may be called by any thread."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int | None) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, host_bytes: int | None, fitting: Fitting | None = None
+    ) -> None:
         self.problem, self.budget_bytes = problem, budget_bytes
         self.host_bytes = -1 if host_bytes is None else host_bytes
         """Most bytes swapped out; -1 where there is no limit."""
+        self._fitting = fitting
         self._lock = threading.Lock()
         self._plans: dict[tuple[bytes, int], Found] = {}
         self._step_s = inf
+
+    @property
+    def fitting(self) -> Fitting | None:
+        """What packs the best plans; None where the budget is on live bytes alone."""
+        return None if self._fitting is None or self._fitting.is_hopeless else self._fitting
+
+    @property
+    def within_bytes(self) -> int:
+        """Live bytes that a plan may have: the budget, less what packing adds."""
+        return self.budget_bytes if self.fitting is None else self.fitting.within_bytes
 
     @property
     def step_s(self) -> float:
         """Seconds of the shortest step within the budget; infinite while there is none."""
         return self._step_s
 
-    def offer(self, found: Found) -> None:
-        """Remembers a plan where it is among the best; one that asks for more host memory than there is, is not."""
+    def offer(self, found: Found) -> Found:
+        """Remembers a plan where it is among the best; one that asks for more host memory than there is, is not.
+
+        What would be the best is packed first; it is returned with the bytes of its arena where that does not fit.
+        """
         if not self._fits_host(found.decisions):
-            return
+            return found
+        found = self._packed(found)
         with self._lock:
             self._plans[found.wish.tobytes(), found.style] = found
             if len(self._plans) > 2 * KEPT:
                 self._plans = dict(sorted(self._plans.items(), key=lambda item: self.rank(item[1]))[:KEPT])
             if found.peak_bytes <= self.budget_bytes:
                 self._step_s = min(self._step_s, found.step_s)
+        return found
+
+    def _packed(self, found: Found) -> Found:
+        """With what its arena takes, or seems to, where that is above the budget."""
+        fitting = self.fitting
+        if fitting is None or found.peak_bytes > self.budget_bytes or found.step_s >= self._step_s:
+            return found
+        over_bytes = found.peak_bytes - fitting.within_bytes
+        needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.judged(found))
+        return replace(found, peak_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
 
     def ranked(self) -> list[Found]:
         """The best first."""
@@ -78,7 +108,7 @@ class Incumbents:
     def judged(self, found: Found) -> Candidate:
         """The same plan with its schedule, by the simulator."""
         wish = decisions_of(found.wish)
-        return try_style(self.problem, found.origin, wish, self.budget_bytes, STYLE_OF[found.style])
+        return try_style(self.problem, found.origin, wish, found.within_bytes, STYLE_OF[found.style])
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the host has room for what a plan swaps."""

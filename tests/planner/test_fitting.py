@@ -4,95 +4,62 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from poochplan.errors import InfeasibleError
-from poochplan.formats.profile import Profile
-from poochplan.planner.arena import packing
-from poochplan.planner.arena.fitting import NO_ARENA, NO_ROOM, fitted, room_of
+from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.arena import fitting, packing, step_layout
+from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, smallest_arena
 from poochplan.planner.arena.step_layout import layout_of
+from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.writing import Outcome
 from poochplan.sessions import packed
-from tests.planner.random_profiles import transformer_like
+from tests.planner.random_profiles import transformer_like, unet_like
 from tests.planner.test_packing_search import UNIT, cut_rectangle
 
 PROFILE = transformer_like(3)
 PROBLEM = build_problem(PROFILE)
+PROFILES = {"gpt": PROFILE, "unet": unet_like(3)}
 
 
-def greedy(within_bytes: int, profile: Profile = PROFILE) -> Outcome:
-    return Outcome(run_policy("greedy", PolicyInput(profile, PROBLEM, within_bytes)), "greedy")
+def greedy(share: float) -> Candidate:
+    return run_policy("greedy", PolicyInput(PROFILE, PROBLEM, int(share * PROFILE.in_core_peak_bytes)))
 
 
-def arena_peak(outcome: Outcome) -> tuple[int, int]:
-    """(Peak with the arena, and the room that it should have)."""
-    laid = layout_of(PROFILE, PROBLEM, outcome.best.schedule)
+def taken_bytes(candidate: Candidate) -> int:
+    """What its arena takes, and what lies outside it."""
+    laid = layout_of(PROFILE, PROBLEM, candidate.schedule)
     assert laid is not None
-    return laid.peak_bytes, room_of(laid)
+    return laid.peak_bytes
 
 
-def loose_budget() -> tuple[int, Outcome]:
-    """A budget of which the first search's arena leaves too little, and that outcome."""
-    first = greedy(int(0.6 * PROFILE.in_core_peak_bytes))
-    peak_bytes, room_bytes = arena_peak(first)
-    return peak_bytes + room_bytes // 2, first
+def slowed(candidate: Candidate, factor: float) -> Candidate:
+    """The same plan with a longer step."""
+    longer = replace(candidate.simulation, step_s=factor * candidate.simulation.step_s)
+    return replace(candidate, simulation=longer)
 
 
-def test_a_plan_that_leaves_no_room_is_searched_for_again_with_less() -> None:
-    budget_bytes, first = loose_budget()
-    asked: list[int] = []
-
-    def search(within_bytes: int, _: float) -> Outcome:
-        asked.append(within_bytes)
-        return first if len(asked) == 1 else greedy(within_bytes)
-
-    found = fitted(PROFILE, PROBLEM, budget_bytes, search, is_strict=False)
-    peak_bytes, room_bytes = arena_peak(found)
-    assert len(asked) > 1
-    assert asked[1] < first.best.peak_bytes
-    assert found.notes == ()
-    assert peak_bytes + room_bytes <= budget_bytes
-    assert found.laid is not None
-    assert found.laid.peak_bytes == peak_bytes
+# -- what the search makes of it -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_strict", [True, False])
-def test_without_a_plan_that_leaves_room_the_one_that_fits_is_taken(is_strict: bool) -> None:
-    budget_bytes, first = loose_budget()
-
-    def search(within_bytes: int, _: float) -> Outcome:
-        if within_bytes < budget_bytes:
-            raise InfeasibleError("none", smallest_budget_bytes=budget_bytes)
-        return first
-
-    found = fitted(PROFILE, PROBLEM, budget_bytes, search, is_strict=is_strict)
-    assert found.best is first.best
-    assert found.laid is not None
-    assert found.laid.peak_bytes <= budget_bytes
-    assert found.notes == (NO_ROOM,)
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("share", ["75%", "85%"])
+def test_the_arena_fits_the_budget_with_room(name: str, share: str) -> None:
+    found = plan(PROFILES[name], share, arena="on", evaluations=2000)
+    assert found.prediction.arena_peak_bytes is not None
+    assert found.prediction.arena_bytes is not None
+    assert found.prediction.arena_peak_bytes + int(ROOM * found.prediction.arena_bytes) <= found.budget_bytes
+    assert not {NO_ROOM, NO_ARENA} & set(found.notes)
 
 
-def test_a_plan_with_room_whose_step_is_much_longer_is_not_taken() -> None:
-    budget_bytes, first = loose_budget()
-    slow = greedy(int(0.5 * PROFILE.in_core_peak_bytes))
-    longer = replace(slow.best.simulation, step_s=1.5 * first.best.simulation.step_s)
-    slow = replace(slow, best=replace(slow.best, simulation=longer))
-    assert sum(arena_peak(slow)) <= budget_bytes
-
-    found = fitted(PROFILE, PROBLEM, budget_bytes, lambda b, _: first if b == budget_bytes else slow, is_strict=False)
-    assert found.best is first.best
-    assert found.notes == (NO_ROOM,)
-
-
-def test_where_no_arena_fits_the_first_plan_is_taken_and_says_so() -> None:
-    first = greedy(int(0.6 * PROFILE.in_core_peak_bytes))
-    budget_bytes = arena_peak(first)[0] - 1
-    found = fitted(PROFILE, PROBLEM, budget_bytes, lambda *_: first, is_strict=False)
-    assert found.best is first.best
-    assert found.notes == (NO_ARENA,)
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_bound_is_that_of_the_whole_budget_and_holds_for_plans_without_an_arena(name: str) -> None:
+    within, without = (plan(PROFILES[name], "75%", arena=arena, evaluations=2000) for arena in ("on", "off"))
+    assert within.solve.bound_s is not None
+    assert within.solve.bound_s <= without.prediction.step_s * (1 + 1e-9)
+    assert without.prediction.arena_peak_bytes is None
 
 
 def test_the_smallest_budget_has_a_plan_though_it_holds_no_room() -> None:
@@ -100,6 +67,67 @@ def test_the_smallest_budget_has_a_plan_though_it_holds_no_room() -> None:
     found = plan(PROFILE, smallest, arena="on", evaluations=20)
     assert found.prediction.arena_peak_bytes is not None
     assert found.prediction.arena_peak_bytes <= smallest
+
+
+def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
+    smallest = smallest_budget(PROFILE, arena="off")
+    assert smallest_arena(PROFILE, PROBLEM) > smallest
+    device = msgspec.structs.replace(PROFILE.device, kind="cpu")
+    profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device)
+    found = plan(profile, smallest, evaluations=200)
+    assert found.prediction.peak_bytes <= smallest
+    assert NO_ARENA in found.notes
+
+
+# -- what is learned from a plan that was packed ----------------------------------------------------
+
+
+def test_a_plan_whose_arena_does_not_fit_leaves_the_next_ones_as_many_bytes_less() -> None:
+    first = greedy(0.6)
+    judge = Fitting(PROFILE, PROBLEM, taken_bytes(first) - UNIT)
+    needed_bytes = judge.pack(first)
+    assert needed_bytes > taken_bytes(first) - UNIT
+    assert judge.within_bytes < first.peak_bytes
+    assert judge.chosen() is None
+
+
+def test_a_plan_that_fits_lets_the_next_ones_have_more() -> None:
+    first = greedy(0.6)
+    judge = Fitting(PROFILE, PROBLEM, int(1.05 * taken_bytes(first)))
+    assert judge.pack(first) <= int(1.05 * taken_bytes(first))
+    assert judge.within_bytes > first.peak_bytes
+    chosen = judge.chosen()
+    assert chosen is not None
+    assert (chosen.candidate, chosen.note) == (first, "")
+
+
+def test_without_a_plan_that_leaves_room_the_one_that_fits_is_taken_and_so_it_is_where_room_is_dear() -> None:
+    first = greedy(0.6)
+    judge = Fitting(PROFILE, PROBLEM, int((1 + ROOM / 2) * taken_bytes(first)))
+    judge.pack(first)
+    chosen = judge.chosen()
+    assert chosen is not None
+    assert (chosen.candidate, chosen.note) == (first, NO_ROOM)
+    judge.pack(slowed(greedy(0.5), 1.5))
+    assert judge.chosen() is chosen
+    cheap = slowed(greedy(0.5), first.simulation.step_s / greedy(0.5).simulation.step_s)
+    judge.pack(cheap)
+    assert judge.chosen() is not None
+    assert judge.chosen() is not chosen
+
+
+def test_plans_of_the_fewest_live_bytes_are_packed_so_often_and_then_no_arena_is_asked_for() -> None:
+    least = swap_all_on_demand(PROBLEM)
+    judge = Fitting(PROFILE, PROBLEM, taken_bytes(least) - UNIT)
+    for _ in range(2 * HOPELESS - 1):
+        judge.pack(least)
+    assert not judge.is_hopeless
+    for _ in range(2):
+        judge.pack(least)
+    assert judge.within_bytes == least.peak_bytes
+    assert judge.is_hopeless
+    assert fitting.CLIMB < ROOM  # a plan that fits does not lead away from those that do
 
 
 def test_a_learned_step_is_searched_for_again_where_its_arena_is_above_the_room(

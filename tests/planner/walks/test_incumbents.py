@@ -18,7 +18,7 @@ from tests.planner.random_profiles import transformer_like, unet_like
 def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0) -> Found:
     wish = np.array([number // 3**value % 3 for value in range(problem.value_count)], dtype=np.int8)
     nothing = np.zeros(problem.value_count, dtype=np.int8)
-    return Found(wish, nothing, 0, step_s, peak_bytes, 0, "ilp")
+    return Found(wish, nothing, 0, step_s, peak_bytes, 0, "ilp", 100)
 
 
 @pytest.mark.parametrize("kept", [2500, 20])
