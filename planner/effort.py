@@ -37,7 +37,7 @@ class Effort:
     """How long to search, and when to stop."""
 
     solver: str | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: float = 20.0
     gap: float = 0.005
     """The search ends when the step is within this share of the proven bound."""
     threads: int = 2

@@ -39,7 +39,7 @@ def plan(
     budget: str | int | float,
     *,
     solver: str | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     gap: float = 0.005,
     threads: int | None = None,
     host_budget: str | int | None = None,

@@ -62,11 +62,6 @@ class SweepPoint:
         return self.status is CellStatus.FAILED
 
     @property
-    def stopped(self) -> bool:
-        """Whether the solver ran out of time; the plan is the best one found."""
-        return self.status is SolveStatus.TIME_LIMIT
-
-    @property
     def outcome(self) -> str:
         """The status in words, with what went wrong."""
         return f"{self.status}: {self.failure}" if self.failed else str(self.status)
@@ -83,7 +78,7 @@ class Solving:
     """How each cell is solved."""
 
     solver: str | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: float = 20.0
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
     """Of the ILP's budgets; see ``plan``. Policies that decide alone know none."""

@@ -20,6 +20,8 @@ from poochplan.planner.search.optimise import Optimum
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
+WIDE_GAP = 0.02
+"""Above this share a plan's notes say what its gap means."""
 BY_HAND = "by hand"
 """The policy of a plan that somebody has changed."""
 
@@ -51,6 +53,7 @@ def write_plan(
     lie in an arena.
     """
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
+    solve = _solve_record(problem, found, wall_s)
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
     laid = found.optimum.laid if found.optimum else None
     if laid is None and is_laid_out:
@@ -67,10 +70,10 @@ def write_plan(
         roofline=profile.roofline,
         gradients_live_through_forward=profile.gradients_live_through_forward,
         static_bytes=dict(profile.static_bytes),
-        solve=_solve_record(problem, found, wall_s),
+        solve=solve,
         prediction=_prediction(profile, problem, best, host_bytes, laid),
         link=profile.link,
-        notes=found.notes,
+        notes=found.notes + _gap_notes(solve),
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
         inputs=profile.inputs,
@@ -141,6 +144,15 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
         rounds=optimum.rounds if optimum else 0,
         evaluations=found.evaluations,
         seed=found.seed,
+    )
+
+
+def _gap_notes(solve: Solve) -> tuple[str, ...]:
+    if solve.gap is None or solve.gap <= WIDE_GAP:
+        return ()
+    return (
+        f"its step is proven to be at most {solve.gap:.1%} longer than that of the best plan there is: a longer search "
+        "may find a better one, or prove more",
     )
 
 

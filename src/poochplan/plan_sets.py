@@ -21,7 +21,7 @@ def plan_set(
     model: torch.nn.Module,
     budget: str | int | float,
     optimizer: torch.optim.Optimizer | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     evaluations: int | None = None,
     **options: Any,
 ) -> PlanSet:

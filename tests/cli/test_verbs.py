@@ -16,7 +16,6 @@ import torch
 
 import poochplan
 from poochplan.cli import VERBS
-from poochplan.formats.plan import SolveStatus
 from poochplan.planner.comparison import all_policies
 
 Pooch = Any
@@ -135,24 +134,36 @@ def test_a_profile_may_be_compressed(pooch: Pooch, workloads: Path) -> None:
     assert Path("p.plan.json").is_file()
 
 
-def test_a_stopped_solver_writes_the_best_plan_and_ends_with_code_4(
-    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch
+TIGHT_AND_SHORT = ("--budget", "85%", "--gap", "1e-9", "--evaluations", "2", "-o", "plan.json", "--force")
+
+
+def test_a_plan_within_its_budget_is_success_whatever_its_gap(pooch: Pooch, profile_path: Path) -> None:
+    assert pooch("plan", profile_path, *TIGHT_AND_SHORT).code == 0
+    made = poochplan.Plan.load("plan.json")
+    assert made.solve.gap is not None
+    assert made.solve.gap > 1e-9
+    assert made.prediction.peak_bytes <= made.budget_bytes
+
+
+@pytest.mark.parametrize("verb", ["plan", "sweep"])
+def test_a_gap_above_the_one_that_is_asked_for_is_an_error_and_what_was_found_is_written(
+    pooch: Pooch, profile_path: Path, verb: str
 ) -> None:
-    import msgspec
-
-    from poochplan.planner import planning
-
-    solve = planning.plan
-
-    def stopped(*arguments: Any, **options: Any) -> poochplan.Plan:
-        made = solve(*arguments, **options)
-        return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=SolveStatus.TIME_LIMIT))
-
-    monkeypatch.setattr(planning, "plan", stopped)
-    result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
+    arguments = ["--budget", "85%", "--evaluations", "2", "-o", "plan.json"]
+    if verb == "sweep":
+        arguments = ["--budgets", "85%", "--policies", "ilp", "--time-limit", "0.1", "-o", "plan.json"]
+    result = pooch(verb, profile_path, *arguments, "--gap", "1e-9", "--max-gap", "0%", "--json")
     assert result.code == 4
-    assert "the best plan found was written to plan.json" in result.error
-    assert poochplan.Plan.load("plan.json").solve.status == "time limit"
+    assert "--max-gap: expected steps within 0.00% of their proven bounds" in result.error
+    assert "written to plan.json" in result.error
+    assert Path("plan.json").is_file()
+    assert json.loads(result.out)
+    assert pooch(verb, profile_path, *arguments, "--force", "--max-gap", "900%").code == 0
+
+
+def test_a_gap_that_is_asked_for_is_a_share(pooch: Pooch, profile_path: Path) -> None:
+    result = pooch("plan", profile_path, "--budget", "85%", "--max-gap", "wide")
+    assert (result.code, "--max-gap: expected a share such as 30% or 0.3, found 'wide'" in result.error) == (2, True)
 
 
 def test_planning_imports_neither_torch_nor_pictures(profile_path: Path, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageError
+from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.units import format_bytes
 
-from .base import Verb, at_least, positive
+from .base import Verb, at_least
 from .machine import (
     add_arena_argument,
     add_machine_arguments,
@@ -19,6 +19,7 @@ from .machine import (
     smallest_within_memory,
 )
 from .plan import default_plan_name
+from .search import add_search_arguments, check_gaps, most_gap
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
@@ -59,10 +60,7 @@ class SweepVerb(Verb):
         )
         parser.add_argument("--policies", metavar="NAMES", help="with commas: ilp,greedy (default: all)")
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
-        parser.add_argument(
-            "--time-limit", type=positive, default=60.0, metavar="S", help="solver's seconds per budget (default: 60)"
-        )
-        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
+        add_search_arguments(parser, is_counted=False)
         parser.add_argument(
             "--processes", type=at_least(1), metavar="N", help="plans made at a time (default: one per core)"
         )
@@ -74,7 +72,7 @@ class SweepVerb(Verb):
         from poochplan.planner.comparison import all_policies
         from poochplan.report.frontier import frontier_of
 
-        options = self.options
+        options, most = self.options, most_gap(self.options)
         csv = self.output(options.output or default_sweep_name(options.profile))
         picture = self.output(options.png, suffix=".png")
         assert csv is not None
@@ -93,11 +91,13 @@ class SweepVerb(Verb):
         frontier = frontier_of(profile, finished, smallest, policies)
         self._write(frontier, csv, picture)
         data = frontier_data(frontier, profile, csv)
-        problem = _problem(frontier, csv)
-        if problem is not None:
+        try:
+            _check_points(frontier, csv)
+            check_gaps([point.gap for point in frontier.points], most, f"all of them were written to {csv}")
+        except PoochError:
             if options.json:
                 self.print_json(data)
-            raise problem
+            raise
         return data
 
     def _budgets(self, profile: Profile) -> tuple[int, tuple[int, ...]]:
@@ -181,27 +181,20 @@ def _listed(text: str, what: str) -> list[str]:
     return parts
 
 
-def _problem(frontier: Frontier, csv: Path) -> PoochError | None:
-    """What the exit code has to say although the file was written."""
+def _check_points(frontier: Frontier, csv: Path) -> None:
+    """Raises where a plan failed, or no policy has any; the file was written."""
     points = frontier.points
     failed = [point for point in points if point.failed]
     if failed:
         first = failed[0]
-        return PoochError(
+        raise PoochError(
             f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
             f"{format_bytes(first.budget_bytes)} ({first.outcome}); the others were written to {csv}"
         )
     if not any(point.feasible for point in points):
         smallest = frontier.smallest_budget_bytes
-        return InfeasibleError(
+        raise InfeasibleError(
             f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
             f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
-    stopped = sum(point.stopped for point in points)
-    if stopped:
-        return TimeLimitError(
-            f"the solver's time limit was reached for {stopped} of {len(points)} plans; the best found were written "
-            f"to {csv}; raise --time-limit for better ones"
-        )
-    return None
