@@ -5,6 +5,7 @@
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
     python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
+    python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
 with the device it is found at: pcie3 and nvlink2 with the V100, pcie4 with the A100, pcie5 with the H200.
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +36,7 @@ HARDEST, SEEDS = 10, 5
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96")
 LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
+SHARES = ("60%", "70%", "80%")
 KEPT = (0.7, 0.5, 0.3, 0.2, 0.1)
 WANTED_GAP, WANTED_OF_TRANSFORMERS = 0.005, 0.01
 WALL_CASES = (
@@ -176,6 +179,29 @@ def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Profiles as ``pooch profile`` wrote them, with everything that ``pooch plan`` asks of them unasked."""
+    rows = []
+    for path, share in product(map(Path, arguments.profiles), SHARES):
+        profile, started_s = Profile.load(path), time.perf_counter()
+        found = plan(profile, share, time_limit_s=arguments.time_limit)
+        rows.append(
+            {
+                "network": path.name.split(".")[0],
+                "budget": share,
+                "overhead": found.prediction.overhead,
+                "gap": found.solve.gap,
+                "wall_s": time.perf_counter() - started_s,
+                "status": found.solve.status,
+                "holds_arena": found.holds_arena,
+            }
+        )
+        row = rows[-1]
+        shown = f"{row['overhead']:.2%} | {row['gap']:.2%} | {row['wall_s']:.1f} s | {row['status']}"
+        print(f"| {row['network']} | {share} | {shown} |", flush=True)
+    return rows
+
+
 def line(row: dict[str, Any]) -> str:
     """One row of the table, as Markdown."""
     fluid = "" if row["fluid"] is None else f"{row['fluid']:.2%}"
@@ -206,9 +232,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("grid", "wall", "seeds", "pooch", "table"))
+    parser.add_argument("what", choices=("grid", "wall", "seeds", "pooch", "measured", "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96"])
+    parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
     parser.add_argument("--time-limit", type=float, default=25.0, help="seconds per plan")
     parser.add_argument("--patience", type=float, default=1.0, help="wall: limit, as a multiple of the time asked for")
     parser.add_argument("--gap", type=float, default=0.001, help="a plan is done within this of the bound")
@@ -220,7 +247,7 @@ def main() -> int:
         for row in json.loads(Path(arguments.results).read_text())["rows"]:
             print(line(row))
         return 0
-    rows = {"grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch}[arguments.what](arguments)
+    rows = {"grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "measured": measured}[arguments.what](arguments)
     found = summary(rows) if arguments.what == "grid" else {}
     print(json.dumps(found, indent=2))
     if arguments.output:

@@ -19,9 +19,9 @@ from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
 
 KEEP_ALL = "keep-all"
-NOTED_GAP = 0.02
-"""Plans that are further from their bound say so."""
 """The policy of a plan that keeps everything: no step is shorter."""
+WIDE_GAP = 0.02
+"""Above this share a plan's notes say what its gap means."""
 BY_HAND = "by hand"
 """The policy of a plan that somebody has changed."""
 
@@ -53,11 +53,11 @@ def write_plan(
     lie in an arena.
     """
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
+    solve = _solve_record(problem, found, wall_s)
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
     laid = found.optimum.laid if found.optimum else None
     if laid is None and is_laid_out:
         laid = layout_of(profile, problem, best.schedule)
-    solve = _solve_record(problem, found, wall_s)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -73,7 +73,7 @@ def write_plan(
         solve=solve,
         prediction=_prediction(profile, problem, best, host_bytes, laid),
         link=profile.link,
-        notes=(*found.notes, *_far_from_bound(solve)),
+        notes=found.notes + _gap_notes(solve),
         record_from_start=best.schedule.record_from_start,
         model=profile.model,
         inputs=profile.inputs,
@@ -147,10 +147,13 @@ def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
     )
 
 
-def _far_from_bound(solve: Solve) -> list[str]:
-    if solve.gap is None or solve.gap <= NOTED_GAP:
-        return []
-    return [f"its step may be up to {solve.gap:.2%} longer than the best there is; a longer time limit may find less"]
+def _gap_notes(solve: Solve) -> tuple[str, ...]:
+    if solve.gap is None or solve.gap <= WIDE_GAP:
+        return ()
+    return (
+        f"its step is proven to be at most {solve.gap:.1%} longer than that of the best plan there is: a longer search "
+        "may find a better one, or prove more",
+    )
 
 
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:

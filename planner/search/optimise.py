@@ -139,6 +139,7 @@ class _Search:
         self.rounds = 0
         self.is_exhausted = False
         self.polished: list[Candidate] = []
+        self.is_polished = False
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -362,6 +363,7 @@ class _Search:
             start = self.incumbents.judged(found)
             if least_step_s(self.problem, start.wish) < self.incumbents.step_s:
                 self._offer(polish(self.problem, start, found.within_bytes, Budget(POLISH_EVALUATIONS, self.whole)))
+        self.is_polished = not self.whole.is_spent
 
     def _offer(self, candidate: Candidate) -> None:
         if not self.incumbents.fits(candidate):
@@ -393,7 +395,11 @@ class _Search:
         )
 
     def _status(self) -> SolveStatus:
-        return self.whole.status if self.whole.status is SolveStatus.INTERRUPTED else self.allowance.status
+        """What ended the search: that nothing was left to look at, where it came so far."""
+        if self.whole.status is SolveStatus.INTERRUPTED:
+            return self.whole.status
+        has_looked_everywhere = self.is_exhausted or self.walking.is_over
+        return SolveStatus.SEARCHED if has_looked_everywhere and self.is_polished else self.allowance.status
 
     def _rank(self, candidate: Candidate) -> tuple[int, float, int]:
         return candidate.rank(self.budget_bytes)

@@ -86,8 +86,8 @@ class InfeasibleError(PoochError):
         self.smallest_budget_bytes = smallest_budget_bytes
 
 
-class TimeLimitError(PoochError):
-    """The search was interrupted, or ended further from its bound than asked; the best plan was written."""
+class GapError(PoochError):
+    """The search ended before the step was as near to its proven bound as was asked for; the best plan was written."""
 
     exit_code = 4
 

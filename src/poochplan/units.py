@@ -79,18 +79,6 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}{more}")
 
 
-def parse_share(text: str, what: str) -> float:
-    """``0.3`` of ``"30%"`` or ``"0.3"``; raises ``UsageError`` for what is neither, and for ``"30"``."""
-    is_percent = text.strip().endswith("%")
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if is_percent else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < float("inf") or (share >= 10 and not is_percent):
-        raise UsageError(f"{what}: expected a share such as 30% or 0.3, found {text!r}")
-    return share
-
-
 def share_of_peak(size_bytes: float, in_core_peak_bytes: int) -> float:
     """The budget or peak as a share of the in-core peak; where that counts no bytes, of one byte."""
     return size_bytes / max(1, in_core_peak_bytes)

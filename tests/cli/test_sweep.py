@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
@@ -122,28 +123,31 @@ def altered(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(sweeping, "solve_cell", lambda *arguments: change(solve(*arguments)))
 
 
-def test_a_cell_that_failed_is_the_exit_code_and_the_rest_is_written(
-    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("status", "failure", "told", "code", "message"),
+    [
+        (SolveStatus.TIME_LIMIT, "", "time limit", 0, ""),
+        (CellStatus.FAILED, "OSError: no space", "failed: OSError: no space", 1, "1 of 2 plans failed, first swap-all"),
+    ],
+)
+def test_what_went_wrong_is_the_exit_code_and_the_rest_is_written(
+    pooch: Pooch,
+    profile_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: SolveStatus | CellStatus,
+    failure: str,
+    told: str,
+    code: int,
+    message: str,
 ) -> None:
-    failed = {"status": CellStatus.FAILED, "failure": "OSError: no space"}
-    altered(monkeypatch, lambda point: replace(point, **failed) if point.policy == "swap-all" else point)
+    altered(
+        monkeypatch,
+        lambda point: replace(point, status=status, failure=failure) if point.policy == "swap-all" else point,
+    )
     result = pooch("sweep", profile_path, "-o", "sweep.csv", "--budgets", "100%", *QUICK)
-    assert result.code == 1
-    assert "1 of 2 plans failed, first swap-all" in result.error
-    assert list(pd.read_csv("sweep.csv")["status"]) == ["failed: OSError: no space", "fits"]
-
-
-@pytest.mark.parametrize(("gap", "code"), [(0.009, 0), (0.011, 4)])
-def test_a_plan_further_from_its_bound_than_asked_is_code_4(
-    pooch: Pooch, profile_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float, code: int
-) -> None:
-    altered(monkeypatch, lambda point: replace(point, gap=gap) if point.policy == "swap-all" else point)
-    arguments = ("sweep", profile_path, "--budgets", "100%", *QUICK)
-    assert pooch(*arguments, "-o", "any.csv").code == 0
-    result = pooch(*arguments, "-o", "sweep.csv", "--max-gap", "1%")
     assert result.code == code
-    assert ("expected plans within 1.00% of their proven bounds, found 1 of 2" in result.err) is (code == 4)
-    assert pd.read_csv("sweep.csv")["gap"].max() == gap
+    assert message in result.error
+    assert list(pd.read_csv("sweep.csv")["status"]) == [told, "fits"]
 
 
 def test_interrupted_it_writes_what_is_finished(

@@ -127,7 +127,7 @@ def test_a_cell_asked_for_twice_is_solved_once(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("status", SolveStatus)
-def test_a_point_says_how_its_search_ended(
+def test_however_a_search_ended_its_plan_is_a_point_that_says_so(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, status: SolveStatus
 ) -> None:
     def ended(*arguments: object, **options: object) -> object:
@@ -137,6 +137,7 @@ def test_a_point_says_how_its_search_ended(
     monkeypatch.setattr(sweep_cells, "plan", ended)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert (point.status, point.outcome) == (status, str(status))
+    assert point.feasible
     assert not point.failed
 
 

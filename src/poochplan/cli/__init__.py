@@ -1,8 +1,8 @@
 """The command line ``pooch``: one class per verb, one place where errors become one line and an exit code.
 
 Exit codes: 0 ok, 1 error (of ``pooch diff``: the files differ), 2 usage, 3 infeasible (names the smallest feasible
-budget), 4 interrupted or above --max-gap (the best plan was written), 5 a run took more than its budget,
-6 its steps left their plan, 130 interrupted.
+budget), 4 a plan was written whose gap is above --max-gap, or whose search Ctrl-C ended, 5 a run took more than its
+budget, 6 its steps left their plan, 130 interrupted.
 """
 
 from __future__ import annotations

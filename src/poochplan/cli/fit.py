@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import BudgetExceededError, PoochError, UsageError
-from poochplan.units import format_bytes, parse_share
+from poochplan.units import format_bytes
 
-from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides, positive
+from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
 from .machine import DEFAULT_MARGIN, MARGIN_NEEDS_MEMORY, add_machine_arguments
 from .profile import add_workload, add_workload_arguments
+from .search import add_search_arguments, check_gaps, most_gap, parse_share
 
 if TYPE_CHECKING:
     from poochplan.fitting.fit import Fit
@@ -57,13 +58,7 @@ class FitVerb(Verb):
             help="v100, a100, h200, p100, titan-x, cpu-core, or FLOPS,BYTES such as 50e12,2e12: no step is run",
         )
         add_machine_arguments(parser)
-        parser.add_argument(
-            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds of each plan's search (default: 20)"
-        )
-        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
-        parser.add_argument(
-            "--evaluations", type=at_least(1), metavar="N", help="simulations of each plan, in place of --time-limit"
-        )
+        add_search_arguments(parser)
         parser.add_argument(
             "--run", dest="steps", type=at_least(0), default=2, metavar="N", help="steps to run here (default: 2)"
         )
@@ -73,7 +68,7 @@ class FitVerb(Verb):
         from poochplan.report.fits import draw_fit, fit_data, fit_lines, fit_table, write_fit
         from poochplan.report.pictures import write_picture
 
-        options = self.options
+        options, most = self.options, most_gap(self.options)
         path, csv = self.output(options.output, suffix=".json"), self.output(options.csv)
         beside = None if path is None else self.output(profile_name(path))
         picture = self.output(options.picture, suffix=".png")
@@ -87,11 +82,13 @@ class FitVerb(Verb):
         if picture is not None:
             self.wrote(write_picture(draw_fit(found), picture, force=options.force))
         data = fit_data(found) | {"plan": None if path is None else str(path)}
-        problem = _problem(found)
-        if problem is not None:
+        try:
+            _check_trial(found)
+            check_gaps([found.plan.solve.gap], most, "what was found stands above")
+        except PoochError:
             if options.json:
                 self.print_json(data)
-            raise problem
+            raise
         return data
 
     def _search(self) -> Fit:
@@ -131,17 +128,16 @@ def profile_name(plan_path: Path) -> Path:
     return plan_path.with_name(f"{name}profile.json" if not name or name.endswith(".") else f"{name}.profile.json")
 
 
-def _problem(found: Fit) -> PoochError | None:
-    """What the exit code has to say although something was found."""
+def _check_trial(found: Fit) -> None:
+    """Raises what the steps that ran have shown."""
     trial = found.trial
     if trial is None:
-        return None
+        return
     if trial.difference is not None:
-        return PoochError(f"not bitwise equal to in-core: {trial.difference}; please report this with the plan")
+        raise PoochError(f"not bitwise equal to in-core: {trial.difference}; please report this with the plan")
     if not trial.is_within and trial.peak_bytes is not None:
-        return BudgetExceededError(
+        raise BudgetExceededError(
             f"over the budget: expected at most {found.budget_bytes} bytes ({format_bytes(found.budget_bytes)}), found "
             f"a step of {trial.peak_bytes} bytes ({format_bytes(trial.peak_bytes)}); name less memory, or a --margin",
             peak_bytes=trial.peak_bytes,
         )
-    return None

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import TimeLimitError, UsageError
-from poochplan.units import parse_share
+from poochplan.errors import GapError, UsageError
 
-from .base import Verb, at_least, positive
+from .base import Verb, at_least
 from .machine import add_arena_argument, add_machine_arguments, chosen_budget, profile_for, require_budget
+from .search import add_search_arguments, check_gaps, most_gap
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
@@ -28,13 +28,15 @@ class PlanVerb(Verb):
     summary = "decide which saved values to keep, swap and recompute under a memory budget"
     description = (
         "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
-        "will cost. Runs on any machine. Exit code 3: nothing fits, and the smallest feasible budget is named. Exit "
-        "code 4: the plan was written and can be used, but Ctrl-C ended the search, or its gap is above --max-gap."
+        "will cost, and how near that is proven to be to the best there is. Runs on any machine. Exit code 3: nothing "
+        "fits, and the smallest feasible budget is named. Exit code 4: the plan was written, but its gap is above "
+        "--max-gap, or Ctrl-C ended the search."
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
   pooch plan profile.json --budget 8GiB --timeline plan.png --picture decisions.png
   pooch plan profile.json --min -o least.plan.json
+  pooch plan profile.json --budget 60% --max-gap 1%
   pooch plan profile.json --budget 60% --arena off
   pooch plan profile.json --device-memory 16GiB --link pcie3 --compute-scale 0.1
   pooch plan profile.json --budget 60% --policy all
@@ -56,29 +58,9 @@ class PlanVerb(Verb):
             "-o", "--output", metavar="FILE", help="plan to write (default: PROFILE's name, .plan.json)"
         )
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
-        end = parser.add_mutually_exclusive_group()
-        end.add_argument(
-            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds for the search (default: 20)"
-        )
-        end.add_argument(
-            "--evaluations",
-            type=at_least(1),
-            metavar="N",
-            help="simulations for the search in place of seconds: no clock decides, the same call makes the same plan",
-        )
+        add_search_arguments(parser)
         parser.add_argument(
             "--seed", type=at_least(0), default=0, metavar="N", help="of the search's random walks (default: 0)"
-        )
-        parser.add_argument(
-            "--gap",
-            type=positive,
-            default=0.005,
-            help="stop when the step is within this share of its proven lower bound (default: 0.005, which is 0.5%%)",
-        )
-        parser.add_argument(
-            "--max-gap",
-            metavar="SHARE",
-            help="exit with code 4 where the plan is further than this from its bound: 1%% or 0.01 (default: never)",
         )
         parser.add_argument(
             "--threads",
@@ -109,11 +91,11 @@ class PlanVerb(Verb):
         options = self.options
         require_budget(options)
         _settle_arena(options)
+        most = most_gap(options)
         path = self.output(options.output or default_plan_name(options.profile))
         timeline = self.output(options.timeline, suffix=".png")
         picture = self.output(options.picture, suffix=".png")
         assert path is not None
-        max_gap = None if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
         profile = profile_for(Profile.load(options.profile), options)
         self.advise(profile.advice())
         budget_bytes = chosen_budget(profile, options)
@@ -149,11 +131,13 @@ class PlanVerb(Verb):
         data = plan_data(made, path) | kept_data(kept)
         if options.policy == "all":
             data["policies"] = self._compare(profile, made)
-        problem = _problem(made, path, max_gap)
-        if problem is not None:
+        try:
+            _check_interrupt(made, path)
+            check_gaps([made.solve.gap], most, f"the plan was written to {path}")
+        except GapError:
             if options.json:
                 self.print_json(data)
-            raise problem
+            raise
         return data
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
@@ -270,18 +254,12 @@ def kept_data(kept: Laid | None) -> dict[str, Any]:
     }
 
 
-def _problem(plan: Plan, path: Path, max_gap: float | None) -> TimeLimitError | None:
-    """What the exit code has to say although the plan was written."""
+def _check_interrupt(plan: Plan, path: Path) -> None:
+    """Raises ``GapError`` where the user has ended the search."""
     from poochplan.formats.plan import SolveStatus
 
     if plan.solve.status is SolveStatus.INTERRUPTED:
-        return TimeLimitError(
-            f"an interrupt ended the search; the best plan found was written to {path}; run it again for a better one"
+        raise GapError(
+            "an interrupt ended the search before the plan was within --gap of its proven bound; the best plan found "
+            f"was written to {path}; run it again for a better one"
         )
-    gap = plan.solve.gap
-    if max_gap is None or gap is None or gap <= max_gap:
-        return None
-    return TimeLimitError(
-        f"--max-gap: expected a plan within {max_gap:.2%} of its proven bound, found {gap:.2%}; it was written to "
-        f"{path}; raise --time-limit or --max-gap"
-    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import InfeasibleError, PoochError, TimeLimitError, UsageError
-from poochplan.units import format_bytes, parse_share
+from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.units import format_bytes
 
-from .base import Verb, at_least, positive
+from .base import Verb, at_least
 from .machine import (
     add_arena_argument,
     add_machine_arguments,
@@ -20,6 +19,7 @@ from .machine import (
     smallest_within_memory,
 )
 from .plan import default_plan_name
+from .search import add_search_arguments, check_gaps, most_gap
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
@@ -60,15 +60,7 @@ class SweepVerb(Verb):
         )
         parser.add_argument("--policies", metavar="NAMES", help="with commas: ilp,greedy (default: all)")
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
-        parser.add_argument(
-            "--time-limit", type=positive, default=20.0, metavar="S", help="seconds per budget (default: 20)"
-        )
-        parser.add_argument("--gap", type=positive, default=0.005, help="relative gap to stop at (default: 0.005)")
-        parser.add_argument(
-            "--max-gap",
-            metavar="SHARE",
-            help="exit with code 4 where a plan is further from its bound: 1%% or 0.01 (default: never)",
-        )
+        add_search_arguments(parser, is_counted=False)
         parser.add_argument(
             "--processes", type=at_least(1), metavar="N", help="plans made at a time (default: one per core)"
         )
@@ -80,12 +72,11 @@ class SweepVerb(Verb):
         from poochplan.planner.comparison import all_policies
         from poochplan.report.frontier import frontier_of
 
-        options = self.options
+        options, most = self.options, most_gap(self.options)
         csv = self.output(options.output or default_sweep_name(options.profile))
         picture = self.output(options.png, suffix=".png")
         assert csv is not None
         memory_budget(options)
-        max_gap = inf if options.max_gap is None else parse_share(options.max_gap, "--max-gap")
         profile = profile_for(Profile.load(options.profile), options)
         smallest, budgets = self._budgets(profile)
         policies = (
@@ -100,11 +91,13 @@ class SweepVerb(Verb):
         frontier = frontier_of(profile, finished, smallest, policies)
         self._write(frontier, csv, picture)
         data = frontier_data(frontier, profile, csv)
-        problem = _problem(frontier, csv, max_gap)
-        if problem is not None:
+        try:
+            _check_points(frontier, csv)
+            check_gaps([point.gap for point in frontier.points], most, f"all of them were written to {csv}")
+        except PoochError:
             if options.json:
                 self.print_json(data)
-            raise problem
+            raise
         return data
 
     def _budgets(self, profile: Profile) -> tuple[int, tuple[int, ...]]:
@@ -188,27 +181,20 @@ def _listed(text: str, what: str) -> list[str]:
     return parts
 
 
-def _problem(frontier: Frontier, csv: Path, max_gap: float) -> PoochError | None:
-    """What the exit code has to say although the file was written."""
+def _check_points(frontier: Frontier, csv: Path) -> None:
+    """Raises where a plan failed, or no policy has any; the file was written."""
     points = frontier.points
     failed = [point for point in points if point.failed]
     if failed:
         first = failed[0]
-        return PoochError(
+        raise PoochError(
             f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
             f"{format_bytes(first.budget_bytes)} ({first.outcome}); the others were written to {csv}"
         )
     if not any(point.feasible for point in points):
         smallest = frontier.smallest_budget_bytes
-        return InfeasibleError(
+        raise InfeasibleError(
             f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
             f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
-    far = [point for point in points if point.gap is not None and point.gap > max_gap]
-    if far:
-        return TimeLimitError(
-            f"--max-gap: expected plans within {max_gap:.2%} of their proven bounds, found {len(far)} of {len(points)} "
-            f"further away; all were written to {csv}; raise --time-limit or --max-gap"
-        )
-    return None
