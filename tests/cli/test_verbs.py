@@ -154,8 +154,8 @@ def test_a_gap_above_the_one_that_is_asked_for_is_an_error_and_what_was_found_is
         arguments = ["--budgets", "85%", "--policies", "ilp", "--time-limit", "0.1", "-o", "plan.json"]
     result = pooch(verb, profile_path, *arguments, "--gap", "1e-9", "--max-gap", "0%", "--json")
     assert result.code == 4
-    assert "--max-gap: expected steps within 0.00% of their proven bounds" in result.error
-    assert "written to plan.json" in result.error
+    assert "--max-gap: expected steps within 0.00% of their proven bounds" in result.err
+    assert "written to plan.json" in result.err
     assert Path("plan.json").is_file()
     assert json.loads(result.out)
     assert pooch(verb, profile_path, *arguments, "--force", "--max-gap", "900%").code == 0

@@ -41,7 +41,7 @@ def plan_of(name: str, kind: str = "mixed") -> Plan:
 
 def _made(name: str, kind: str) -> Plan:
     profile, wishes = CASES[name].profile(), WISHES[kind]
-    base = poochplan.plan(profile, "100%", evaluations=1, arena="off")
+    base = poochplan.plan(profile, "100%", evaluations=1)
     base = msgspec.structs.replace(base, budget_bytes=poochplan.smallest_budget(profile, arena="off"))
     changes: dict[str, Decision | str] = {
         value.name: wishes[index % len(wishes)] for index, value in enumerate(base.values)

@@ -104,7 +104,7 @@ def plan_that_switches_recording() -> Plan:
     link = Link(name="slow", outward=SLOW, inward=SLOW)
     profile = msgspec.structs.replace(measured, ops=ops, link=link, runtime=None)
     # Where an arena has to fit too, nothing is recomputed: the bytes alone are what is asked for.
-    return poochplan.plan(profile, "90%", evaluations=300, arena="off")
+    return poochplan.plan(profile, "90%", evaluations=1000, arena="off")
 
 
 def test_a_plan_that_switches_recording_between_in_place_chains_replays() -> None:
