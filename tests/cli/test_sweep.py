@@ -146,7 +146,7 @@ def test_what_went_wrong_is_the_exit_code_and_the_rest_is_written(
     )
     result = pooch("sweep", profile_path, "-o", "sweep.csv", "--budgets", "100%", *QUICK)
     assert result.code == code
-    assert message in result.error
+    assert message in result.err
     assert list(pd.read_csv("sweep.csv")["status"]) == [told, "fits"]
 
 
