@@ -144,7 +144,7 @@ def run_tests(suite: Suite, keyword: str) -> None:
     """``tests/gpu`` in a process of its own, for at most 40% of the time; its output lies beside the results."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
     command += ["-k", keyword] if keyword else []
-    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type, "POOCH_DEEP": "1"}
+    environment = {**os.environ, "POOCH_GPU_TESTS_DEVICE": suite.where.type, "POOCH_DEEP": "1", "POOCH_PART": ""}
     log = suite.path.with_name("gpu-tests.txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:

@@ -189,6 +189,8 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
 OUT_OF_CORE = """
     import json, os, resource, torch
     import poochplan
+    from poochplan.planner.evaluator.evaluator_library import library
+    library(None)  # built before the limit: a thread that builds it has address space of its own
     torch.manual_seed(0)
     class Block(torch.nn.Module):
         def __init__(self):
@@ -201,7 +203,7 @@ OUT_OF_CORE = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = lambda: model(batch).square().mean()
     pages = int(open("/proc/self/statm").read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (220 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (260 << 20), resource.RLIM_INFINITY))
     if os.fork() == 0:
         try:
             step().backward()
