@@ -63,7 +63,7 @@ class Attachment:
     elsewhere: told a model that is called with gradients on another thread.
     rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own.
-    gives_up: whether anything may leave the device.
+    gives_up: whether anything leaves the device from the first step on; else :meth:`memory_is_short` says when.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
     events: who is told of what happens in a step.
     """
@@ -109,7 +109,7 @@ class Attachment:
         self.place = Place.of_caller()
         self.leave: Callable[[], object] = self.__exit__
         """What ends it where nobody has left its block."""
-        self._is_hooked = False
+        self._is_hooked = self._is_short = False
         self._thread: int | None = None
         self._stack = ExitStack()
         self._held = ExitStack()
@@ -122,8 +122,8 @@ class Attachment:
                 refuse_graphs(self.whole)
             stack.enter_context(entered(self))
             stack.callback(self._let_go)
-            if self._kind == "cpu" and self._gives_up:
-                self._held.enter_context(freed_memory_given_back())
+            if self._gives_up:
+                self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
             self.engine = Engine(
                 self._chooser,
@@ -175,6 +175,12 @@ class Attachment:
     def thread(self) -> int | None:
         """The thread whose steps are seen: from the block's begin to its end, but for while it is away."""
         return self._thread if self.state == "open" else None
+
+    def memory_is_short(self) -> None:
+        """Something leaves the device from now on: what is freed goes back to the system. Idempotent."""
+        if self._kind == "cpu" and not self._is_short:
+            self._is_short = True
+            self._held.enter_context(freed_memory_given_back())
 
     def take_hooks_off(self) -> None:
         """Off, if nobody has put others on top of them: then they do nothing from now on, and go when they are met."""

@@ -109,6 +109,7 @@ class Capturing(Watch):
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene, SwapEach(at_once=True))
+        self.swaps_once = True
         self.capture = EngineCapture(scene.model, scene.where.type)
         self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)

@@ -201,8 +201,8 @@ class Lines(dict[Key, Line]):
 
 
 def shape_of(segment: Segment) -> tuple[int, ...]:
-    """How much a segment saves and uses that swaps everything, and what it brought back: of earlier ones, too."""
-    return segment.saves, segment.packs, segment.uses, segment.report.out_bytes, segment.report.in_bytes
+    """How much a segment saves and uses, of earlier ones too."""
+    return segment.saves, segment.packs, segment.uses, segment.saved_bytes, segment.earlier_uses
 
 
 def _may_be(one: Key, other: Key) -> bool:

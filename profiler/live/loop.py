@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from poochplan.errors import PoochError
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -82,6 +83,8 @@ class Loop:
     fits: whether a step may run in-core, by a profile without times.
     room: most bytes that a segment may take that is studied.
     follower: takes the segments that are not watched.
+    unplanned: gives the driver of a segment that nothing is known of; by default it swaps.
+    measures_later: whether somebody else measures what the machine's own costs are.
     events: the attachment's.
     """
 
@@ -99,6 +102,8 @@ class Loop:
         follower: Follower,
         workload: str = "",
         events: StepEvents = NO_EVENTS,
+        unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True),
+        measures_later: bool = False,
     ) -> None:
         self.alternatives: Sequence[Instructions] = ()
         self.lines = Lines()
@@ -124,12 +129,15 @@ class Loop:
             ended=self._ended,
             rebuild=self._rebuild,
             hooks=self._hooks,
+            gives_up=False,
             apart=False,
             events=events,
         )
         self.attachment.around_region = self._around_region
         self._switches = Switches(self.attachment.whole)
-        self.scene = Scene(self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers)
+        self.scene = Scene(
+            self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers, unplanned, measures_later
+        )
 
     def __enter__(self) -> Loop:
         with ExitStack() as stack:
@@ -161,6 +169,13 @@ class Loop:
 
     def choose(self, segment: Segment) -> Driver | None:
         """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
+        driver = self._chosen(segment)
+        swaps_once = self._watch is not None and self._watch.swaps_once
+        if driver is not None and not swaps_once and _gives_up(driver):
+            self.attachment.memory_is_short()
+        return driver
+
+    def _chosen(self, segment: Segment) -> Driver | None:
         if segment.inputs is None and not segment.saves_next:
             return None
         has_gradients = bool(segment.gradient_bytes)
@@ -172,12 +187,12 @@ class Loop:
         if known is not None:
             return known
         if not self.optimizer_steps and self._segments < MOST_WARMUP:
-            return SwapEach(at_once=True)
+            return self.scene.unplanned()
         if self.lines.may_be_known(key):
             gc.collect()  # as before a capture
             kind = self.scene.where.type
             self._compared = key, census_bytes(kind) + foreseen_bytes(self._optimizers, kind)
-            return SwapEach(at_once=True)
+            return self.scene.unplanned()
         line = self._line_of(key)
         if line is None or line.next_watch is None:
             return self._follower.driver(line)
@@ -296,3 +311,10 @@ class Loop:
             del watch
             gc.collect()  # what the study has left behind is not to be beside the steps that follow
             self._follower.profiled(line)
+
+
+def _gives_up(driver: Driver) -> bool:
+    """Whether anything may leave the device from the segment's begin on."""
+    if driver.instructions is not None:
+        return any(value.decision is not Decision.KEEP for value in driver.instructions.values)
+    return isinstance(driver, SwapEach) and not isinstance(driver, KeepWhileRoom)

@@ -23,6 +23,7 @@ from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.trials.compare import verification, without_replays
 from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.profiler.trials.handle_cost import keeping, with_handles
+from poochplan.profiler.trials.machine_facts import with_known_cost
 from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.runtime.watch.census import census_bytes
 
@@ -100,7 +101,10 @@ def study(
     except Hurry:
         once = {phase: _seconds_of(phase, seen.capture.ops) for phase in Phase}
         profile = without_replays(draft("swap-all", durations, [once], [*notes, HURRIED]))
-    return with_handles(profile, aside(lambda: cached_cost(scene.where)), in_hooks if mode == "run" else [])
+    steps = in_hooks if mode == "run" else []
+    if scene.measures_later:
+        return with_known_cost(profile, scene.where, steps)
+    return with_handles(profile, aside(lambda: cached_cost(scene.where)), steps)
 
 
 def _replay_bytes(profile: Profile) -> int:

@@ -22,6 +22,7 @@ class Verifying(Watch):
         self.verify: Verify = verifying(instructions, scene.model, lambda: self._store(scene))
         super().__init__(scene, self.verify)
         self.rebuild = self.verify.rebuild
+        self.swaps_once = True
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:

@@ -18,6 +18,7 @@ from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
@@ -40,6 +41,10 @@ class Scene:
     spill_dir: str | Path | None
     optimizers: Sequence[torch.optim.Optimizer]
     """Those that have stepped, or were named."""
+    unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True)
+    """The driver of a segment that nothing is known of."""
+    measures_later: bool = False
+    """Whether the machine's own costs are measured by somebody else, where they are not known."""
 
 
 class Watch:
@@ -57,6 +62,8 @@ class Watch:
         """Why the segment tells nothing; empty while it does."""
         self.is_final = False
         """Whether that holds for every other segment of its kind."""
+        self.swaps_once = False
+        """Whether values leave the device for what is seen by that, and not because memory is short."""
         self.base_bytes: int | None = None
         """What was alive as the segment began, where that was looked at."""
         self.foreseen_bytes = 0

@@ -31,16 +31,25 @@ def cached_cost(where: torch.device) -> Measured | None:
 
     Takes some seconds then. Not under hooks or modes of anybody's: they would be measured too.
     """
-    threads = torch.get_num_threads()
-    key = f"{platform.node()}, {this_machine(where).name}, {threads} threads, {torch.__version__}"
-    known = _load()
-    if key in known:
-        return Measured(*known[key])
-    measured = measured_on(where, threads)
+    found = known_cost(where)
+    if found is not None:
+        return found
+    measured, key, known = measured_on(where, torch.get_num_threads()), _key(where), _load()
     if measured is not None:
         costs = {**known, key: (measured.cost, measured.call_s)}
         write_cache(_path(), encode_readable(CachedCosts(version=VERSION, costs=costs)))
     return measured
+
+
+def known_cost(where: torch.device) -> Measured | None:
+    """As it was measured here once; None where it was not."""
+    found = _load().get(_key(where))
+    return None if found is None else Measured(*found)
+
+
+def _key(where: torch.device) -> str:
+    threads = torch.get_num_threads()
+    return f"{platform.node()}, {this_machine(where).name}, {threads} threads, {torch.__version__}"
 
 
 def _path() -> Path:

@@ -142,6 +142,11 @@ def library() -> Library:
         return _library
 
 
+def is_loaded() -> bool:
+    """Whether the library is in force in this process, or was found not to be possible."""
+    return _library is not None or _failure is not None
+
+
 def _new_lock() -> None:
     global _lock
     _lock = threading.Lock()

@@ -50,6 +50,7 @@ class Segment:
         "aside",
         "calls",
         "diverged",
+        "earlier_uses",
         "given",
         "gradient_bytes",
         "inputs",
@@ -62,6 +63,7 @@ class Segment:
         "packs",
         "raised",
         "report",
+        "saved_bytes",
         "saves",
         "saves_next",
         "used",
@@ -93,8 +95,12 @@ class Segment:
         """Device bytes of what earlier segments saved and others still hold."""
         self.report = StepReport(steps=1 if number else 0)
         self.saves = 0
+        self.saved_bytes = 0
+        """Of the storages that it has saved."""
         self.packs = 0
         self.uses = 0
+        self.earlier_uses = 0
+        """First uses, in it, of what earlier segments saved."""
         self.used = False
         """Whether a handle of it has been used, also where it has diverged."""
         self.diverged = False

@@ -323,6 +323,7 @@ class Engine:
             index = None
             decision = self._decision(index, tensor, record, ordinal)
         value = SavedValue.of(decision, record, tensor, self.device.compute)
+        segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
         record.packed = True
         assert self._driver is not None
@@ -393,6 +394,7 @@ class Engine:
     def _use_point(self, handle: Handle) -> None:
         segment = self.segment
         if not self.cursor.is_open or handle.segment != segment.number or self._driver is None:
+            segment.earlier_uses += handle.segment != segment.number
             return
         segment.used = True
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -70,10 +71,8 @@ class StepMeter:
     """
 
     def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
-        is_of_cpu = kind == "cpu" and when != "never"
-        allocated = AllocatedPeak() if is_of_cpu and memory is Memory.ALLOCATED else None
-        self._allocated = allocated if allocated is not None and allocated.has_allocator else None
-        self._logged = LoggedPeak(memory) if is_of_cpu and self._allocated is None else None
+        self._is_of_cpu = kind == "cpu" and when != "never"
+        self._memory = memory
         self._kind = kind
         self._when = when
         self._is_settled = False
@@ -96,6 +95,16 @@ class StepMeter:
         """The points of this step, where it is to be known which of them the peak was behind."""
         self._peak_at = 0
         """Behind which of them."""
+
+    @functools.cached_property
+    def _allocated(self) -> AllocatedPeak | None:
+        """The compiled allocator's count, where there is one as the first step is metered."""
+        found = AllocatedPeak() if self._is_of_cpu and self._memory is Memory.ALLOCATED else None
+        return found if found is not None and found.has_allocator else None
+
+    @functools.cached_property
+    def _logged(self) -> LoggedPeak | None:
+        return LoggedPeak(self._memory) if self._is_of_cpu and self._allocated is None else None
 
     def step_begins(self, engine: Engine, device: Device) -> None:
         """A segment has begun on this thread."""

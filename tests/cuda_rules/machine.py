@@ -257,6 +257,7 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
         "manual_seed_all": gpu.generator.manual_seed,
         "max_memory_allocated": lambda device=None: memory.peak_allocated_bytes,
         "max_memory_reserved": lambda device=None: memory.peak_reserved_bytes,
+        "mem_get_info": lambda device=None: (memory.limit_bytes - memory.reserved_bytes, TOTAL_BYTES),
         "memory_allocated": lambda device=None: memory.allocated_bytes,
         "memory_reserved": lambda device=None: memory.reserved_bytes,
         "memory_stats": stats,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from poochplan.formats.profile import Profile
 from poochplan.online.following import left_free
 from poochplan.online.plans.background import Background
+from poochplan.online.plans.planning_process import Asked
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from tests.online.runs import run_auto, run_plain
@@ -78,26 +78,26 @@ def hoarding() -> Training:
 
 
 @pytest.fixture
-def plannings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The budget of each plan that is asked for."""
-    asked: list[int] = []
+def plannings(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """Each plan that is asked for."""
+    every: list[Asked] = []
 
     class Counted(Background):
-        def __init__(self, profile: Profile, budget_bytes: int, *others: Any, **options: Any) -> None:
-            asked.append(budget_bytes)
-            super().__init__(profile, budget_bytes, *others, **options)
+        def __init__(self, profile: Profile, asked: Asked) -> None:
+            every.append(asked)
+            super().__init__(profile, asked)
 
     monkeypatch.setattr("poochplan.online.plans.known_plans.Background", Counted)
-    return asked
+    return every
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of_it(
-    tmp_path: Path, plannings: list[int]
+    tmp_path: Path, plannings: list[Asked]
 ) -> None:
     expected = run_plain(long_history)
     budget_bytes = int(expected.peak_bytes * 0.75)
-    found = run_auto(long_history, budget_bytes, tmp_path)
+    found = run_auto(long_history, budget_bytes, tmp_path, before_plan="swap")
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
     assert found.session is not None
@@ -107,11 +107,11 @@ def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_loop_that_keeps_more_and_more_is_within_its_budget_and_seldom_planned_anew(
-    tmp_path: Path, plannings: list[int]
+    tmp_path: Path, plannings: list[Asked]
 ) -> None:
     expected = run_plain(hoarding, 60)
     budget_bytes = int(expected.peak_bytes * 0.7)
-    found = run_auto(hoarding, budget_bytes, tmp_path, 60)
+    found = run_auto(hoarding, budget_bytes, tmp_path, 60, before_plan="swap")
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
     assert found.session is not None

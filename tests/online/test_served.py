@@ -203,7 +203,8 @@ def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, mo
 def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(served_segments, "is_built", lambda: False)
+    for name in ("is_built", "is_loaded"):
+        monkeypatch.setattr(served_segments, name, lambda: False)
     Served(TRAININGS["plain"], tmp_path, quiet=False)
     assert capsys.readouterr().err == f"poochplan: {served_segments.BUILDING}\n"
     Served(TRAININGS["plain"], tmp_path)

@@ -19,6 +19,7 @@ import torch
 import poochplan
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.integrations.calls import Call
+from poochplan.profiler.trials.machine_facts import is_complete
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.torch_private.tensor_internals import has_topmost_hooks
@@ -71,7 +72,7 @@ def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Ru
     shutil.copytree(first, tmp_path, dirs_exist_ok=True)
     beside = torch.zeros(int(expected.peak_bytes * 0.04 / 4))
     (place,) = {path.parent for path in tmp_path.rglob("plan.json")}
-    found = again(expected, tmp_path)
+    found = again(expected, tmp_path, before_plan="swap")
     del beside
     assert found.equals(expected)
     assert found.session is not None
@@ -98,7 +99,7 @@ def test_a_cache_that_is_damaged_is_as_good_as_none(damage: str, expected: Run, 
     place.mkdir(parents=True)
     (place / "profile.json").write_bytes((entry / "profile.json").read_bytes())
     (place / "plan.json").write_bytes(changed)
-    found = again(expected, tmp_path / "cache", turns=12)
+    found = again(expected, tmp_path / "cache", turns=12, before_plan="swap")
     assert found.session is not None
     assert found.losses == expected.losses[:12]
     assert found.session.total.fallbacks == 0
@@ -311,17 +312,12 @@ def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Ru
     assert found.session.loop.engine.segment.report.out_bytes == 0
 
 
-def test_a_link_that_is_measured_beside_the_loop_takes_no_random_numbers_from_it(
-    expected: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[torch.Tensor] = []
-
-    def drawing(*_: Any) -> Any:
-        measured.append(torch.rand(3))
-        return LINK
-
-    monkeypatch.setattr("poochplan.online.auto.known_link", lambda *_: None)
-    monkeypatch.setattr("poochplan.online.auto.measure_link", drawing)
-    found = run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), tmp_path, turns=6, link=None)
-    assert measured
-    assert found.losses == expected.losses[:6]
+def test_what_the_machine_takes_is_measured_by_the_process_that_plans(expected: Run, tmp_path: Path) -> None:
+    found = run_auto(dropout_and_batch_norm, int(expected.peak_bytes * 0.6), tmp_path, link=None)
+    assert found.losses == expected.losses
+    assert found.session is not None
+    assert found.session.profile is not None
+    assert is_complete(found.session.profile)
+    assert found.session.profile.link.name == "spill"
+    (kept,) = (poochplan.Profile.load(path) for path in tmp_path.rglob("profile.json"))
+    assert kept == found.session.profile

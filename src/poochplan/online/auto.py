@@ -14,6 +14,7 @@ from poochplan.formats.profile import Link
 from poochplan.profiler.link.cache import known_link
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.request import checked_device
+from poochplan.profiler.trials.machine_facts import unmeasured
 from poochplan.runtime.attachment import together
 from poochplan.runtime.budget_watch import OverBudget
 from poochplan.runtime.devices.device import Device
@@ -23,6 +24,7 @@ from poochplan.runtime.serving import ArenaMode
 from poochplan.units import parse_budget, parse_rate
 
 from .auto_session import AutoSession
+from .before_plan import Mode, checked
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -39,16 +41,18 @@ def auto(
     spill_dir: str | Path | None = None,
     throttle: str | float | None = None,
     link: Link | None = None,
-    time_limit_s: float = 30.0,
+    time_limit_s: float = 10.0,
     on_over_budget: Literal["warn", "error", "replan"] = "replan",
+    before_plan: Mode | None = None,
+    on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
     quiet: bool = False,
 ) -> AutoSession:
     """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
     The first steps are profiled where they happen: nothing is run twice, nothing is restored, and every step is right
-    while it is profiled. Planning runs in another process; then the plan takes over. All of it stays within the budget,
-    where that is possible at all: a step that does not fit swaps every saved value until there is a plan.
+    while it is profiled. Planning runs in another process; then the plan takes over, and the budget is kept from there
+    on. Until then steps run in-core as long as the device's memory has room, and swap from there on.
 
     Parameters
     ----------
@@ -59,16 +63,21 @@ def auto(
     cache: a folder for profiles and plans, by default in the user's cache folder: the next run that is the same follows
         its plan at once.
     spill_dir, throttle: as for :func:`poochplan.profile`.
-    link: take this link as measured; by default the one that ``pooch link`` has remembered, else it is measured, which
-        takes some two seconds.
+    link: take this link as measured; by default the one that ``pooch link`` has remembered, else it is measured, on the
+        CPU by the process that plans.
     time_limit_s: for the planner's search.
     on_over_budget: what becomes of a step that follows its plan and takes more than the budget, as where something
         lives beside it that did not before: ``"replan"`` says so and makes a new plan that knows of it, ``"warn"`` says
         so, ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` behind it.
+    before_plan: how steps run that have no plan yet: ``"in-core"`` as long as memory has room (nine tenths of what is
+        free, less what is known to come), and swapped from there on; ``"swap"``: every saved value is swapped, which is
+        slow, and keeps the budget from the first step on where that is possible at all. By default in-core, and swapped
+        with ``on_over_budget="error"``.
+    on_refusal: how steps run whose budget no plan fits, in the same words. One line names the smallest budget.
     arena: on the CPU, whether the blocks of segments that follow a plan lie in one arena, and whether plans are made
         for that: then the budget is on the arena and what lies outside it. It needs the compiled allocator, which is
-        built here if there is none yet; that takes some seconds, once. ``"auto"``: where it can be; ``"on"``: or an
-        error; ``"off"``.
+        built in the background if there is none yet; nothing is profiled before. ``"auto"``: where it can be;
+        ``"on"``: or an error; ``"off"``.
     quiet: say nothing on stderr but warnings.
 
     Raises
@@ -87,12 +96,18 @@ def auto(
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     if arena not in get_args(ArenaMode):
         raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
+    before = checked("before_plan", before_plan or ("swap" if on_over_budget == "error" else "in-core"))
+    refused = checked("on_refusal", on_refusal)
     check_budget(budget)  # here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
 
     def opened() -> Device:
         return open_device(where, folder, rate)
+
+    def measured() -> Link:
+        """On the CPU later, in the process that plans."""
+        return unmeasured(rate) if where.type == "cpu" else measure_link(where, folder, rate)
 
     return AutoSession(
         models,
@@ -102,9 +117,11 @@ def auto(
         opened,
         cache=Path(cache) if cache is not None else cache_folder() / "auto",
         spill_dir=folder,
-        link=lambda: link or known_link(where, folder, rate) or measure_link(where, folder, rate),
+        link=lambda: link or known_link(where, folder, rate) or measured(),
         time_limit_s=time_limit_s,
         on_over_budget=on_over_budget,
+        before_plan=before,
+        on_refusal=refused,
         arena=arena,
         is_quiet=quiet,
     )

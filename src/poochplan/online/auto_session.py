@@ -21,13 +21,14 @@ from poochplan.runtime.run_report import ArenaReport, StepReport
 from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.watch.step_meter import StepMeter
 
+from .before_plan import BeforePlan, Unplanned
 from .plans.known_plans import KnownPlans
 from .plans.plan_cache import PlanCache
 from .plans.ways import Ways
 from .plans_follower import PlansFollower
 from .ranks import Ranks
-from .served_segments import ServedSegments, build_allocator
-from .telling import Teller
+from .served_segments import ServedSegments
+from .telling import IN_CORE, Teller
 
 
 class AutoSession:
@@ -50,16 +51,26 @@ class AutoSession:
         link: Callable[[], Link],
         time_limit_s: float,
         on_over_budget: str,
+        before_plan: Unplanned,
+        on_refusal: Unplanned,
         arena: ArenaMode,
         is_quiet: bool,
     ) -> None:
         policy = OverBudget(on_over_budget)
         self._teller = Teller(is_quiet=is_quiet)
         begin_build()
-        build_allocator(arena, where, self._teller)
         self._meter = StepMeter(where.type, "first-steps")
-        self._served = ServedSegments(arena, where.type, self._teller, self._meter)
-        self._known = KnownPlans(budget, time_limit_s, arena, policy, self._teller, self._served.dropped)
+        self._served = ServedSegments(arena, where, self._teller, self._meter)
+        self._known = KnownPlans(
+            budget,
+            time_limit_s,
+            arena,
+            policy,
+            self._teller,
+            self._served.dropped,
+            on_refusal,
+            None if spill_dir is None else str(spill_dir),
+        )
         self._follower = PlansFollower(self._known, self._served, self._meter, policy, self._teller)
         self._stack = ExitStack()
         self.loop = Loop(
@@ -69,12 +80,17 @@ class AutoSession:
             open_device,
             spill_dir=spill_dir,
             link=link,
-            fits=lambda profile: profile.in_core_peak_bytes <= self._known.budget_of(profile),
-            room=self._known.budget_of,
+            fits=lambda profile: profile.in_core_peak_bytes <= self._room_of(profile),
+            room=self._room_of,
             follower=self._follower,
             events=self._served.events,
+            unplanned=lambda: self._before.driver(),
+            measures_later=where.type == "cpu",
         )
         self._follower.loop = self.loop
+        scene, is_short = self.loop.scene, self.loop.attachment.memory_is_short
+        self._before = BeforePlan(before_plan, on_refusal, scene.model, where, scene.optimizers, is_short)
+        self._follower.before = self._before
         self._known.cache = PlanCache(cache, self.loop.scene.model, where, budget, arena)
 
     def __enter__(self) -> AutoSession:
@@ -86,6 +102,8 @@ class AutoSession:
             self._follower.ranks = Ranks.of(self.loop.attachment.models.values())
             self._teller.is_quiet |= not self._follower.is_planner
             self._known.is_shared = self._follower.ranks is not None
+            if self._before.before is Unplanned.IN_CORE:
+                self._teller.say(IN_CORE)
             self._stack = stack.pop_all()
         return self
 
@@ -93,6 +111,9 @@ class AutoSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def _room_of(self, profile: Profile) -> int:
+        return self._before.room_of(self._known.budget_of(profile))
 
     def lasts_while(self, is_wanted: Callable[[], bool]) -> None:
         """The session ends, at the latest, where something is trained and ``is_wanted()`` says no.
@@ -181,6 +202,7 @@ class AutoSession:
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.loop.settle()
+        self._served.wait_until_ready(timeout_s)
         self._known.wait(end_s)
         return (
             self._follower.tell_ranks(even_nothing=True)

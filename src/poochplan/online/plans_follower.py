@@ -21,12 +21,13 @@ from poochplan.runtime.watch.keeper import held_beside
 from poochplan.runtime.watch.step_meter import StepMeter
 
 from .adherence import Adherence
+from .before_plan import BeforePlan
 from .following import Beside, Metered, left_free
 from .plans.known_plans import KnownPlans
 from .plans.ways import Way
 from .ranks import Ranks, Shared
 from .served_segments import ServedSegments
-from .telling import Teller
+from .telling import Teller, without_plan
 
 
 class PlansFollower(Follower):
@@ -39,7 +40,12 @@ class PlansFollower(Follower):
     """
 
     def __init__(
-        self, known: KnownPlans, served: ServedSegments, meter: StepMeter, policy: OverBudget, teller: Teller
+        self,
+        known: KnownPlans,
+        served: ServedSegments,
+        meter: StepMeter,
+        policy: OverBudget,
+        teller: Teller,
     ) -> None:
         self.total = StepReport()
         self.current: Way | None = None
@@ -47,7 +53,8 @@ class PlansFollower(Follower):
         self.adherence = Adherence()
         self.ranks: Ranks | None = None
         self.loop: Loop
-        """There is one from before the first segment on."""
+        self.before: BeforePlan
+        """There are both from before the first segment on."""
         self._known, self._served, self._meter, self._teller = known, served, meter, teller
         self._policy = policy
         self._watch = BudgetWatch(OverBudget.ERROR if policy is OverBudget.ERROR else OverBudget.WARN)
@@ -67,15 +74,17 @@ class PlansFollower(Follower):
         return found
 
     def _known_driver(self, key: Key) -> Driver | Watch | None:
+        if not self._served.is_ready:  # nothing can be profiled before the allocator counts
+            return self.before.driver()
         known = self._known
         known.poll()
         if self.is_planner:
             known.look_up(key, lambda budget, smallest: self._left_free(self._foreseen_bytes, budget, smallest))
         if known.waits_in_vain(key):
-            return self._without_plan(self._known.profiles[key])
+            return self._without_plan(key, self._known.profiles[key], is_refused=known.is_refused(key))
         found = self._known.ways.choose(key)
         if found is None:
-            return None if self.is_planner else SwapEach(at_once=True)
+            return None if self.is_planner else self.before.driver()
         way, course = found
         beside, is_due = self.adherence.beside(way.key), self.adherence.is_metered(way.key)
         if (is_due or beside.is_due(self._number)) and self._is_outgrown(way, beside):
@@ -95,19 +104,24 @@ class PlansFollower(Follower):
 
     def driver(self, line: Line | None) -> Driver:
         """Until there is a plan, and where there will be none."""
-        return self._without_plan(None if line is None else line.profile)
+        if line is None:
+            return self.before.driver()
+        return self._without_plan(line.key, line.profile, is_refused=bool(line.refused))
 
-    def _without_plan(self, profile: Profile | None) -> Driver:
-        """Keeps all where that is known to fit the budget."""
-        fits = profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile)
-        return KeepAll() if fits else SwapEach(at_once=True)
+    def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> Driver:
+        """Keeps all where that is known to fit the budget, and swaps where the budget was promised."""
+        if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
+            return KeepAll()
+        if is_refused:
+            return self.before.refused_driver()
+        return SwapEach(at_once=True) if self._known.is_promised(key) else self.before.driver()
 
     def profiled(self, line: Line) -> None:
         """Has the profile planned, or says why there is none."""
         profile = line.profile
         if profile is None:
             if line.refused != UNUSED:  # there is nothing to plan
-                self._teller.warn(f"steps that save like this are swapped whole, for {line.refused}")
+                self._teller.warn(without_plan(line.refused, self.before.refused))
             return
         beside = self.adherence.profiled(line.key, line.growth)
         if self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 
-from poochplan.errors import AllocatorError, UsageError
+from poochplan.errors import AllocatorError, NativeError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime.allocator.building import is_built
-from poochplan.runtime.allocator.library import library
+from poochplan.runtime.allocator.building import build, is_built
+from poochplan.runtime.allocator.library import is_loaded, library
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.step_events import StepEvents
 from poochplan.runtime.run_report import ArenaReport
@@ -17,25 +20,53 @@ from poochplan.runtime.watch.step_meter import StepMeter
 
 from .telling import Teller
 
-BUILDING = "building the allocator that counts what ops take; some seconds, once for this torch"
+BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
 
 
-def build_allocator(mode: ArenaMode, where: torch.device, teller: Teller) -> None:
-    """Builds the compiled allocator, where there is none yet and one can be, and says so: before anything is trained.
-    The first segments are profiled, and a profile that was begun without it would never have what ops take.
+class AllocatorBuild:
+    """State: the compiled allocator's build, in the background where it is not there yet. The first segments are
+    profiled behind it, since a profile that was begun without it would never have what ops take.
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
-    reason = why_no_arena(where.type)
-    if not reason:
-        if not is_built():
+
+    def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller) -> None:
+        self._thread: threading.Thread | None = None
+        reason = why_no_arena(where.type)
+        self._is_loaded = bool(reason)
+        if not reason and mode == "on":  # there is to be one, or an error: it is waited for
+            try:
+                library()
+            except AllocatorError as error:
+                reason = str(error)
+        if reason and mode == "on":
+            raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+        if not (reason or is_loaded() or is_built()):
             teller.say(BUILDING)
-        try:
-            library()
-        except AllocatorError as error:
-            reason = str(error)
-    if reason and mode == "on":
-        raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+            self._thread = threading.Thread(target=self._build, name="allocator's build")
+            with contextlib.suppress(RuntimeError):  # where address space is limited it is built by who needs it
+                self._thread.start()
+
+    @staticmethod
+    def _build() -> None:
+        with contextlib.suppress(NativeError):  # who loads it is told why
+            build()
+
+    def wait(self, wait_s: float | None) -> None:
+        """Until it is built, or for so long."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is in force, or there will be none."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if not self._is_loaded:
+            self._is_loaded = True
+            with contextlib.suppress(AllocatorError):
+                library()
+        return True
 
 
 class ServedSegments:
@@ -48,10 +79,11 @@ class ServedSegments:
     meter: of the steps, which an arena counts in whole.
     """
 
-    def __init__(self, mode: ArenaMode, device: str, teller: Teller, meter: StepMeter) -> None:
-        self._mode, self._device, self._teller = mode, device, teller
+    def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller, meter: StepMeter) -> None:
+        self._build = AllocatorBuild(mode, where, teller)
+        self._mode, self._device, self._teller = mode, where.type, teller
         self._meter = meter
-        is_possible = mode != "off" and not why_no_arena(device)
+        is_possible = mode != "off" and not why_no_arena(self._device)
         self._serving = Serving(packed) if is_possible else None
         self._plan: Plan | None = None
         self._segment: Segment | None = None
@@ -59,6 +91,15 @@ class ServedSegments:
         """The one whose segments were served last."""
         self._reasons: dict[int, tuple[Plan, str]] = {}
         """By the identity of a plan that is in force, why its segments are not served; empty where they are."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the allocator is in force, or there will be none."""
+        return self._build.is_ready
+
+    def wait_until_ready(self, wait_s: float | None) -> None:
+        """Until then, or for so long."""
+        self._build.wait(wait_s)
 
     @property
     def events(self) -> StepEvents:
@@ -80,7 +121,7 @@ class ServedSegments:
             return
         self._segment = segment
         self._plan = plan if plan is not None and not self._why_not(plan) else None
-        if self._plan is None:
+        if self._plan is None and self._served is not None:
             self._serving.stands_aside()
             self._meter.served_from(0)
 

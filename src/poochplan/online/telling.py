@@ -12,6 +12,13 @@ from poochplan.planner.planning import share_that_holds
 from poochplan.runtime.watch.users_line import users_line
 from poochplan.units import format_bytes, format_seconds
 
+from .before_plan import Unplanned
+
+IN_CORE = (
+    "steps run in-core while they are measured, as long as memory has room; the budget is kept from the plan on "
+    '(before_plan="swap" keeps it from the first step on)'
+)
+
 
 class Teller:
     """State: what the line says now, and what it has warned of. ``is_quiet``: it says nothing but warnings."""
@@ -29,6 +36,12 @@ class Teller:
         padding = " " * max(0, len(self._said) - len(text)) if is_terminal else ""
         print(f"poochplan: {text}{padding}", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
         self._said = text
+
+    def say_once(self, text: str) -> None:
+        """As :meth:`say`, the first time only."""
+        if text not in self._told_of:
+            self._told_of.add(text)
+            self.say(text)
 
     def warn(self, text: str) -> None:
         """A warning that cites the user's line; the same one comes once."""
@@ -57,13 +70,24 @@ def described(plan: Plan) -> str:
     )
 
 
-def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int) -> str:
-    """That no plan fits, and what does."""
+def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Unplanned) -> str:
+    """That no plan fits, what does, and how steps go on."""
     where = f"layer {profile.in_core_peak_layer}" if profile.in_core_peak_layer else "the step"
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
     also = "".join(f"; {line}" for line in limits(profile))
     return (
         f"no plan fits the budget of {format_bytes(budget_bytes)}: the smallest possible is {smallest_bytes} bytes "
-        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; every saved value is "
-        f"swapped, and the budget is not kept{also}"
+        f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; {_HOW[way]}, and the "
+        f"budget is not kept{also}"
     )
+
+
+def without_plan(reason: str, way: Unplanned) -> str:
+    """Why steps will have no plan, and how they go on."""
+    return f"no plan is made for some of the steps, for {reason}; {_HOW[way]}"
+
+
+_HOW = {
+    Unplanned.IN_CORE: "they run in-core as long as memory has room",
+    Unplanned.SWAP: "every saved value is swapped",
+}

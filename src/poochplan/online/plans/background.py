@@ -8,43 +8,44 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+
+from .planning_process import Asked
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""
 
 
 class Background:
-    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`."""
+    """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`.
+
+    What the profile lacks of the machine is measured there: :meth:`profile` has it.
+    """
 
     def __init__(
         self,
         profile: Profile,
-        budget_bytes: int,
-        time_limit_s: float,
-        arena: Literal["auto", "on", "off"] = "auto",
+        asked: Asked,
     ) -> None:
-        self.budget_bytes = budget_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
-        folder = Path(self._folder.name)
-        self._plan = folder / "plan.json"
-        self._told = folder / "messages"
-        profile.save(folder / "profile.json")
-        self._words = [str(folder / "profile.json"), "--budget", str(budget_bytes), "-o", str(self._plan)]
-        self._words += ["--threads", "1", "--time-limit", str(time_limit_s), "--arena", arena]
+        self._at = Path(self._folder.name)
+        profile.save(self._at / "profile.json")
+        (self._at / "asked.json").write_bytes(msgspec.json.encode(asked))
 
     def start(self) -> None:
         """Planning begins. Idempotent."""
         if self._process is not None:
             return
-        with self._told.open("wb") as told:
+        with (self._at / "messages").open("wb") as told:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.plans.planning_process", *self._words],
+                [sys.executable, "-m", "poochplan.online.plans.planning_process", str(self._at)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,
@@ -59,13 +60,17 @@ class Background:
             self._process.wait(wait_s)
         return self._process.returncode is not None
 
+    def profile(self) -> Profile:
+        """The profile, of one that is done."""
+        return Profile.load(self._at / "profile.json")
+
     def plan(self) -> Plan:
         """The plan, of one that is done. Raises ``PoochError`` with what it said where there is none."""
-        if self._plan.exists():
-            return Plan.load(self._plan)
+        if (self._at / "plan.json").exists():
+            return Plan.load(self._at / "plan.json")
         assert self._process is not None
-        said = self._told.read_text(errors="replace").strip().splitlines()
-        why = said[-1].removeprefix("pooch: error: ") if said else f"exit code {self._process.returncode}"
+        said = (self._at / "messages").read_text(errors="replace").strip().splitlines()
+        why = said[-1] if said else f"exit code {self._process.returncode}"
         raise PoochError(f"planning ended without a plan: {why}")
 
     def close(self) -> None:

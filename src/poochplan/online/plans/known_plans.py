@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.online.before_plan import Unplanned
 from poochplan.online.telling import Teller, described, infeasible
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -19,6 +20,7 @@ from poochplan.units import parse_budget
 
 from .background import Background, Plannings
 from .plan_cache import PlanCache
+from .planning_process import Asked
 from .ways import Way, Ways
 
 
@@ -31,6 +33,8 @@ class KnownPlans:
     arena: what plans are made for.
     policy: whether a budget that no plan fits is an error.
     dropped: told a plan that is not in force any more.
+    refused: how steps go on that no plan fits.
+    spill_dir: of the link, which is measured where a profile has none.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class KnownPlans:
         policy: OverBudget,
         teller: Teller,
         dropped: Callable[[Plan], None],
+        refused: Unplanned,
+        spill_dir: str | None,
     ) -> None:
         self.ways = Ways()
         self.profiles: dict[Key, Profile] = {}
@@ -51,9 +57,11 @@ class KnownPlans:
         self.cache: PlanCache | None = None
         """There is one from before the first segment on."""
         self._budget, self._time_limit_s, self._arena = budget, time_limit_s, arena
-        self._policy, self._teller, self._dropped = policy, teller, dropped
+        self._spill_dir = spill_dir
+        self._policy, self._teller, self._dropped, self._refused = policy, teller, dropped, refused
         self._pending = Plannings()
         self._hopeless: set[Key] = set()
+        self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were told."""
@@ -74,6 +82,14 @@ class KnownPlans:
     def waits_in_vain(self, key: Key) -> bool:
         """Whether that kind is profiled, and has no plan: not yet, or never."""
         return (key in self._pending and key not in self.ways) or key in self._hopeless
+
+    def is_promised(self, key: Key) -> bool:
+        """Whether that kind has had a plan: its budget is kept from there on."""
+        return key in self._promised
+
+    def is_refused(self, key: Key) -> bool:
+        """Whether no plan fits that kind."""
+        return key in self._hopeless
 
     @property
     def is_any_without(self) -> bool:
@@ -105,7 +121,9 @@ class KnownPlans:
         if ahead_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, ahead_bytes)
         try:
-            self._pending[key] = Background(profile, budget_bytes, self._time_limit_s, self._arena)
+            self._pending[key] = Background(
+                profile, Asked(budget_bytes, self._time_limit_s, self._arena, self._spill_dir)
+            )
         except OSError as error:
             self._teller.warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
         return key in self._pending
@@ -114,7 +132,7 @@ class KnownPlans:
         if smallest_bytes <= self._smallest_bytes:
             return
         self._smallest_bytes = smallest_bytes
-        text = infeasible(profile, budget_bytes, smallest_bytes)
+        text = infeasible(profile, budget_bytes, smallest_bytes, self._refused)
         if self._policy is OverBudget.ERROR:
             raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
         self._teller.warn(text)
@@ -124,6 +142,7 @@ class KnownPlans:
         for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
+                self.profiles[key] = pending.profile()
                 self._keep(key, plan)
                 self._found(key, plan)
             except PoochError as error:
@@ -164,6 +183,7 @@ class KnownPlans:
         """That kind has no plan any more."""
         way = self.ways.pop(key, None)
         if way is not None:
+            self._promised.add(key)
             self._dropped(way.plan)
 
     def leave(self, key: Key) -> None:
@@ -184,7 +204,8 @@ class KnownPlans:
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
         """Plans that nobody has followed yet, and which kinds are alike: it has nothing to compare them with."""
-        for key, plan in self._done():
+        for key, profile, plan in self._done():
+            self.profiles[key] = profile
             self._keep(key, plan)
         for key in self.ways:
             if self.cache is not None:
@@ -197,8 +218,8 @@ class KnownPlans:
         """Planning ends."""
         self._pending.close()
 
-    def _done(self) -> Iterator[tuple[Key, Plan]]:
+    def _done(self) -> Iterator[tuple[Key, Profile, Plan]]:
         for key, pending in self._pending.take_done():
             with contextlib.suppress(PoochError):
-                yield key, pending.plan()
+                yield key, pending.profile(), pending.plan()
             pending.close()

@@ -1,8 +1,9 @@
-"""The process that plans beside a training loop: ``pooch plan``, at low priority, gone when its parent is.
+"""The process that plans beside a training loop, at low priority, gone when its parent is.
 
-    python -m poochplan.online.plans.planning_process PROFILE --budget BYTES -o PLAN ...
+    python -m poochplan.online.plans.planning_process FOLDER
 
-Arguments are those of ``pooch plan``.
+The folder has a profile and what is asked (:class:`Asked`). Link and costs of the machine are measured here where the
+profile has none; it is written anew then, and the plan beside it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,24 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 PR_SET_PDEATHSIG = 1
-LEAST_PRIORITY = 5
+LEAST_PRIORITY = 10
+GAP = 0.01
+"""The search ends within this of the proven bound: the loop needs the processors."""
+
+
+class Asked(msgspec.Struct):
+    """What is to be planned beside the profile."""
+
+    budget_bytes: int
+    time_limit_s: float
+    arena: Literal["auto", "on", "off"]
+    spill_dir: str | None = None
 
 
 def ends_with_its_parent() -> None:
@@ -23,10 +39,40 @@ def ends_with_its_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-if __name__ == "__main__":
-    ends_with_its_parent()
+def yields_to_others() -> None:
+    """Where another thread wants the processor that this process has, it gets it at once."""
     with contextlib.suppress(OSError):
         os.nice(LEAST_PRIORITY)
-    from poochplan.cli import main  # only now: its parent may end meanwhile
 
-    sys.exit(main(["plan", *sys.argv[1:]]))
+
+def plan_in(folder: Path) -> None:
+    """Reads what is asked there, and writes the plan. Raises ``PoochError``."""
+    from poochplan.formats.profile import Profile
+    from poochplan.planner.planning import plan
+    from poochplan.profiler.trials.machine_facts import completed, is_complete
+
+    asked = msgspec.json.decode((folder / "asked.json").read_bytes(), type=Asked)
+    profile = Profile.load(folder / "profile.json")
+    if not is_complete(profile):
+        profile = completed(profile, asked.spill_dir)
+        profile.save(folder / "profile.json", force=True)
+    made = plan(profile, asked.budget_bytes, time_limit_s=asked.time_limit_s, gap=GAP, threads=1, arena=asked.arena)
+    made.save(folder / "plan.json")
+
+
+def main(folder: str) -> int:
+    """The exit code; a failure is one line on stderr."""
+    from poochplan.errors import PoochError
+
+    try:
+        plan_in(Path(folder))
+    except (PoochError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    ends_with_its_parent()
+    yields_to_others()
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""What a profile says of the machine and not of the step, the link and what the runtime takes: left to another process,
+so that a training loop does not stand still while it is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from poochplan.formats.profile import Link, LinkDirection, Profile, RuntimeCost
+from poochplan.profiler.link.cache import known_link
+from poochplan.profiler.link.measure import measure_link
+
+from .cost_cache import cached_cost, known_cost
+from .handle_cost import with_handles
+from .paired import HookSeconds
+
+_ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
+UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
+"""In the place of a link that is to be measured."""
+_OWN = "call_s"
+"""Among the ``unmeasured`` of a cost of which the step's own handles alone are known."""
+
+
+def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
+    """With what the runtime takes, as far as this machine has been measured; ``steps`` kept every value."""
+    known = known_cost(where)
+    if known is not None:
+        return with_handles(profile, known, steps)
+    own = RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0, unmeasured=(_OWN,))
+    if steps and profile.handles:
+        least, count = min(steps, key=lambda seconds: seconds.total_s), len(profile.handles)
+        own = msgspec.structs.replace(own, handle_s=least.total_s / count, unpack_s=least.unpack_s / count)
+    return msgspec.structs.replace(profile, runtime=own)
+
+
+def unmeasured(throttle_bytes_per_s: float | None) -> Link:
+    """In the place of a link that is held to that rate."""
+    return msgspec.structs.replace(UNMEASURED, throttle_bytes_per_s=throttle_bytes_per_s)
+
+
+def is_complete(profile: Profile) -> bool:
+    """Whether nothing is left to be measured of the machine."""
+    return profile.link.name != UNMEASURED.name and not _lacks_costs(profile)
+
+
+def completed(profile: Profile, spill_dir: str | Path | None) -> Profile:
+    """The same with the link and the costs of this machine. Raises ``SpillError``."""
+    where, throttle = torch.device(profile.device.kind), profile.link.throttle_bytes_per_s
+    if profile.link.name == UNMEASURED.name:
+        link = known_link(where, spill_dir, throttle) or measure_link(where, spill_dir, throttle)
+        profile = msgspec.structs.replace(profile, link=link)
+    return _with_costs(profile, where) if _lacks_costs(profile) else profile
+
+
+def _lacks_costs(profile: Profile) -> bool:
+    return profile.runtime is not None and _OWN in profile.runtime.unmeasured
+
+
+def _with_costs(profile: Profile, where: torch.device) -> Profile:
+    """Handles as they were measured on the model itself, all else as on the small network."""
+    torch.set_num_threads(profile.device.threads or torch.get_num_threads())
+    measured, own = cached_cost(where), profile.runtime
+    cost = None if measured is None else measured.cost
+    if measured is not None and cost is not None and own is not None and own.handle_s:
+        cost = msgspec.structs.replace(
+            cost, handle_s=own.handle_s + measured.call_s, unpack_s=own.unpack_s + measured.call_s / 2
+        )
+    return msgspec.structs.replace(profile, runtime=cost)

@@ -1,0 +1,107 @@
+"""BeforePlan: how steps run that follow no plan, because there is none yet or none fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from poochplan.errors import UsageError
+from poochplan.profiler.fake.memory_left import memory_left
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.watch.census import census_bytes
+from poochplan.tensors.storages import own_tensors
+
+SHARE_TAKEN = 0.9
+"""Of the memory that is free."""
+STATES_PER_PARAMETER = 2
+"""Tensors like a parameter that an optimizer may hold beside it (Adam's two), before its first step tells."""
+
+
+class Unplanned(StrEnum):
+    """How a step runs that follows no plan."""
+
+    IN_CORE = "in-core"
+    """Everything is kept as long as memory has room, and swapped from there on."""
+    SWAP = "swap"
+    """Every saved value is swapped."""
+
+
+Mode = Literal["in-core", "swap"]
+
+
+class BeforePlan:
+    """Gives such steps their drivers. Memory is that of the device, as it is when it is asked for.
+
+    Parameters
+    ----------
+    before: while there is no plan.
+    refused: where none fits the budget.
+    model: all of the models together; ``optimizers`` those of the loop, as far as they are known.
+    is_short: told when a step is about to swap.
+    """
+
+    def __init__(
+        self,
+        before: Unplanned,
+        refused: Unplanned,
+        model: torch.nn.Module,
+        where: torch.device,
+        optimizers: Iterable[torch.optim.Optimizer],
+        is_short: Callable[[], None],
+    ) -> None:
+        self.before, self.refused = before, refused
+        self._model, self._where, self._optimizers = model, where, optimizers
+        self._is_short = is_short
+
+    def driver(self) -> Driver:
+        """Of a step that is to have a plan."""
+        return self._by(self.before)
+
+    def refused_driver(self) -> Driver:
+        """Of a step that will have none."""
+        return self._by(self.refused)
+
+    def room_of(self, budget_bytes: int) -> int:
+        """Most bytes that a step may take while it is profiled: the budget, or what the device has."""
+        return budget_bytes if self.before is Unplanned.SWAP else max(budget_bytes, self._device_bytes())
+
+    def _by(self, way: Unplanned) -> Driver:
+        return SwapEach(at_once=True) if way is Unplanned.SWAP else KeepWhileRoom(self._room, self._is_short)
+
+    def _room(self) -> int:
+        return int(SHARE_TAKEN * free_bytes(self._where)) - self._to_come_bytes()
+
+    def _device_bytes(self) -> int:
+        """What lives, and what may be taken beside it."""
+        return census_bytes(self._where.type) + int(SHARE_TAKEN * free_bytes(self._where))
+
+    def _to_come_bytes(self) -> int:
+        """Gradients that are not there yet, and the state of optimizers that have not stepped."""
+        parameters = [one for one in own_tensors(self._model) if one.is_leaf and one.requires_grad]
+        stateful = {id(one) for optimizer in self._optimizers for one in optimizer.state}
+        tensors = ((one.grad is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
+        return sum(count * one.nbytes for count, one in zip(tensors, parameters, strict=True))
+
+
+def free_bytes(where: torch.device) -> int:
+    """Bytes that one process may still take there, with what torch's allocator has reserved; ranks of a host share its
+    memory.
+    """
+    left_bytes = memory_left(where)
+    if where.type == "cuda":
+        return left_bytes + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return left_bytes // max(1, int(ranks) if ranks.isdigit() else 1)
+
+
+def checked(name: str, mode: Mode) -> Unplanned:
+    """The mode of that argument; raises ``UsageError``."""
+    if mode not in tuple(Unplanned):
+        raise UsageError(f'{name}: expected "in-core" or "swap", found {mode!r}')
+    return Unplanned(mode)

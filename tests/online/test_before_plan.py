@@ -1,0 +1,157 @@
+"""Steps that have no plan: in-core while the device has room, swapped from where it has not; bitwise either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.online import before_plan
+from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
+from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
+from poochplan.runtime.drivers.swap_each import SwapEach
+from tests.online.trainings import batch, blocks, loss_of
+from tests.runtime.nets import LINK
+
+OPTIONS: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5}
+CPU = torch.device("cpu")
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[list[torch.Tensor], int, int]:
+    """Gradients of the first step under ``auto``, bytes that left the device, and bytes that were saved."""
+    torch.manual_seed(0)
+    model, data = blocks(4), batch(64)
+    with poochplan.auto(model, budget=budget, cache=cache, **OPTIONS, **options) as session:
+        loss_of(model, data).backward()
+        segment = session.loop.engine.segment
+        return gradients(model), segment.report.out_bytes, segment.saved_bytes
+
+
+def plain_step() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, data = blocks(4), batch(64)
+    loss_of(model, data).backward()
+    return gradients(model)
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def test_a_first_step_is_in_core_whatever_the_budget(tmp_path: Path) -> None:
+    found, out_bytes, saved_bytes = first_step(tmp_path, budget="1000")
+    assert equal(found, plain_step())
+    assert out_bytes == 0 < saved_bytes
+
+
+def test_without_room_it_swaps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(before_plan, "free_bytes", lambda _: 0)
+    found, out_bytes, saved_bytes = first_step(tmp_path)
+    assert equal(found, plain_step())
+    assert 0.9 * saved_bytes < out_bytes <= saved_bytes  # what was there before the step stays
+
+
+def test_where_room_ends_within_the_step_it_swaps_from_there_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: Iterator[int] = iter([1 << 30] * 2 + [0] * 1000)
+    monkeypatch.setattr(before_plan, "free_bytes", lambda _: next(left))
+    monkeypatch.setattr("poochplan.runtime.drivers.keep_while_room.SHARE_BETWEEN_LOOKS", 1e-9)
+    found, out_bytes, saved_bytes = first_step(tmp_path)
+    assert equal(found, plain_step())
+    assert 0 < out_bytes < 0.9 * saved_bytes
+
+
+@pytest.mark.parametrize("options", [{"before_plan": "swap"}, {"on_over_budget": "error"}])
+def test_it_swaps_where_that_is_asked_for_or_a_step_above_the_budget_is_an_error(
+    options: dict[str, str], tmp_path: Path
+) -> None:
+    found, out_bytes, saved_bytes = first_step(tmp_path, **options)
+    assert equal(found, plain_step())
+    assert 0.9 * saved_bytes < out_bytes
+
+
+@pytest.mark.parametrize("way", ["in-core", "swap"])
+def test_steps_that_no_plan_fits_go_on_as_asked(way: str, tmp_path: Path) -> None:
+    model, data = blocks(4), batch(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match="no plan fits the budget of .*: the smallest possible is"),
+        poochplan.auto(model, optimizer, budget=1000, cache=tmp_path, on_refusal=way, **OPTIONS) as session,  # type: ignore[arg-type]
+    ):
+        for _ in range(14):
+            loss_of(model, data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.plan is None
+        assert (session.loop.engine.segment.report.out_bytes > 0) == (way == "swap")
+
+
+@pytest.mark.parametrize("name", ["before_plan", "on_refusal"])
+def test_another_word_is_one_line(name: str) -> None:
+    with pytest.raises(UsageError, match=rf'^{name}: expected "in-core" or "swap", found \'never\'$'):
+        poochplan.auto(blocks(1), budget="60%", **{name: "never"})  # type: ignore[arg-type]
+
+
+def test_the_first_line_says_from_when_on_the_budget_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with poochplan.auto(blocks(1), budget="60%", cache=tmp_path, link=LINK):
+        pass
+    assert capsys.readouterr().err.startswith("poochplan: steps run in-core while they are measured")
+
+
+def unplanned(model: torch.nn.Module, optimizer: torch.optim.Optimizer, way: Unplanned) -> BeforePlan:
+    return BeforePlan(way, way, model, CPU, [optimizer], lambda: None)
+
+
+def test_room_is_left_for_gradients_and_the_state_of_optimizers_until_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(before_plan, "free_bytes", lambda _: 1_000_000)
+    model = torch.nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = unplanned(model, optimizer, Unplanned.IN_CORE)
+    found = []
+    for _ in range(2):
+        found.append(before._room())
+        model(torch.ones(1, 100)).sum().backward()
+        found.append(before._room())
+        optimizer.step()
+    found.append(before._room())
+    taken = 1_000_000 * SHARE_TAKEN
+    assert found == [taken - 3 * 40_000, taken - 2 * 40_000, taken, taken, taken]
+
+
+def test_a_step_that_is_profiled_may_take_what_the_device_has_or_else_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(before_plan, "free_bytes", lambda _: 1 << 40)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert unplanned(model, optimizer, Unplanned.SWAP).room_of(1000) == 1000
+    assert unplanned(model, optimizer, Unplanned.IN_CORE).room_of(1000) >= SHARE_TAKEN * (1 << 40)
+
+
+def test_drivers_are_of_the_way_that_was_asked_for() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = BeforePlan(Unplanned.IN_CORE, Unplanned.SWAP, model, CPU, [optimizer], lambda: None)
+    assert type(before.driver()) is KeepWhileRoom
+    assert type(before.refused_driver()) is SwapEach
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(before_plan, "memory_left", lambda _: 1000)
+    assert free_bytes(CPU) == 1000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(CPU) == 250
