@@ -12,7 +12,8 @@ from poochplan.planner.problem.problem import Problem
 from poochplan.planner.rows.fluid_rows import build_fluid_model
 
 from .fluid import FluidModel, Request
-from .solvers import Limits, SolverStatus, solve_linear
+from .solver_status import SolverStatus
+from .solvers import Limits, solve_linear
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from poochplan.planner.rows.fluid_rows import build_fluid_model
 
 from .fluid import FluidModel, Purpose, Request
 from .linear import proven_bound
-from .solvers import Cancel, Limits, SolverStatus, Warm
+from .solver_status import SolverStatus
+from .solvers import Cancel, Limits, Warm
 
 PROOF = 1e-7
 """A ray shows that no plan is left where what it proves of nothing is above this share of its own size."""

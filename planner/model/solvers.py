@@ -1,61 +1,30 @@
-"""The solvers: HiGHS in-process, and by name whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...)."""
+"""The solvers: HiGHS in-process, and by name whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...).
+
+Neither HiGHS nor PuLP is loaded before something is solved: a training loop imports this, and its plans are made in
+another process.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
-import pulp
 
 from poochplan.errors import SolverError, UsageError
 from poochplan.planner.problem.arrays import Floats
 
 from .linear import Arrays, proven_bound
+from .solver_status import Result, SolverStatus
 
-
-class SolverStatus(StrEnum):
-    """How a solver's run ended."""
-
-    OPTIMAL = "optimal"  # within the gap
-    TIME_LIMIT = "time limit"  # with a solution
-    CHECK_LIMIT = "check limit"  # with a solution; see :attr:`Limits.most_checks`
-    TOO_LARGE = "too large"  # not tried; see :attr:`Limits.most_columns`
-    NO_SOLUTION = "no solution found"
-    INFEASIBLE = "infeasible"
-    UNBOUNDED = "unbounded"
-    NOT_SOLVED = "not solved"  # whatever else a solver may say
-
-
-def _let_go_of_frames() -> None:
-    """PuLP keeps the error of a solver that is not installed, and with it all frames down to who planned first: a
-    model and its batch in there would live on for good.
-    """
-    for solver in vars(pulp).values():
-        error = getattr(solver, "err", None)
-        while isinstance(error, BaseException):
-            error.__traceback__, error = None, error.__context__
-
-
-_let_go_of_frames()
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
-_PULP_STATUS = {
-    pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,
-    pulp.LpSolutionIntegerFeasible: SolverStatus.TIME_LIMIT,
-    pulp.LpSolutionNoSolutionFound: SolverStatus.NO_SOLUTION,
-    pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
-    pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
-}
 _LONGEST_SOLVE_S = 300.0
 """Of one program in a search that counts and has no limit of time: a thousand times what any has taken. The solver is
 not known to end on every program.
 """
-_HAS_SOLUTION = (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,9 @@ def choose_solver(name: str | None = None) -> str:
     UsageError
         The solver asked for is unknown to PuLP or not installed, or none is there.
     """
-    available = {solver.lower(): solver for solver in pulp.listSolvers(onlyAvailable=True)}
+    from .pulp_solvers import solver_names
+
+    available = solver_names(only_installed=True)
     if name is None:
         for default in _SHORT:
             if _SHORT[default].lower() in available:
@@ -108,8 +79,7 @@ def choose_solver(name: str | None = None) -> str:
         return next((short for short, full in _SHORT.items() if full.lower() == wanted.lower()), name.lower())
     short_of = {full.lower(): short for short, full in _SHORT.items()}
     found = ", ".join(sorted(short_of.get(full, full) for full in available)) or "none"
-    known = {solver.lower() for solver in pulp.listSolvers()}
-    what = "is not installed" if wanted.lower() in known else "is unknown"
+    what = "is not installed" if wanted.lower() in solver_names() else "is unknown"
     raise UsageError(f"solver {name!r} {what} (found: {found}); name one of these, or leave it out")
 
 
@@ -158,18 +128,18 @@ def solve_linear(
         if solver == "highs":
             status, values, objective, bound = _solve_highs(model, limits, relaxed, start, cancel)
         else:
-            status, values, objective, bound = _solve_pulp(model, solver, limits, relaxed)
-    except (pulp.PulpSolverError, OSError, RuntimeError) as error:
+            from .pulp_solvers import solve_with_pulp
+
+            name = _SHORT.get(solver, solver)
+            status, values, objective, bound = solve_with_pulp(model, name, limits.time_s, limits.gap, relaxed)
+    except (OSError, RuntimeError) as error:
         raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
     return LinearSolution(status, values, objective, bound)
 
 
-_Result = tuple[SolverStatus, Floats | None, float | None, float | None]
-
-
 def _solve_highs(
     model: Arrays, limits: Limits, relaxed: bool, start: Mapping[int, float] | None, cancel: Cancel | None
-) -> _Result:
+) -> Result:
     import highspy
 
     highs = _highs(limits)
@@ -191,16 +161,12 @@ def _solve_highs(
     status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return _without_solution(status), None, None, _finite(info.mip_dual_bound) if is_integral else None
+        return status.without_solution(), None, None, _finite(info.mip_dual_bound) if is_integral else None
     solution = highs.getSolution()
     values = np.array(solution.col_value)
     if is_integral:
         return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
     return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
-
-
-def _without_solution(status: SolverStatus) -> SolverStatus:
-    return SolverStatus.NO_SOLUTION if status in _HAS_SOLUTION else status
 
 
 class _Checks:
@@ -254,7 +220,7 @@ class Warm:
         is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         duals = np.array(solution.row_dual) if solution.dual_valid else None
         if not is_solved:
-            return _without_solution(status), None, duals
+            return status.without_solution(), None, duals
         return status, np.array(solution.col_value), duals
 
     def ray(self) -> Floats | None:
@@ -325,49 +291,3 @@ def _highs_status(highs: Any) -> SolverStatus:
         highspy.HighsModelStatus.kUnbounded: SolverStatus.UNBOUNDED,
     }
     return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
-
-
-def _solve_pulp(model: Arrays, solver: str, limits: Limits, relaxed: bool) -> _Result:
-    problem, variables, rows = _pulp_model(model, relaxed)
-    full = {name.lower(): name for name in pulp.listSolvers()}[_SHORT.get(solver, solver).lower()]
-    options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        problem.solve(pulp.getSolver(full, msg=False, **options))
-    status = _PULP_STATUS.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
-    found = [variable.varValue for variable in variables]
-    if status not in _HAS_SOLUTION or all(value is None for value in found):
-        return _without_solution(status), None, None, None
-    # A variable that stands in no row is unknown to the solver: any value will do.
-    values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
-    bound = None
-    if relaxed and all(row.pi is not None for row in rows):
-        bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
-    return status, values, float(model.cost @ values), bound
-
-
-def _pulp_model(model: Arrays, relaxed: bool) -> tuple[pulp.LpProblem, list[pulp.LpVariable], list[pulp.LpConstraint]]:
-    """The model as PuLP wants it; rows are equations or bounded on one side."""
-    problem = pulp.LpProblem("plan", pulp.LpMinimize)
-    variables = [
-        pulp.LpVariable(f"x{index}", low, high, cat="Integer" if integer and not relaxed else "Continuous")
-        for index, (low, high, integer) in enumerate(zip(model.low, model.high, model.is_integer, strict=True))
-    ]
-    problem.setObjective(
-        pulp.LpAffineExpression([(v, float(c)) for v, c in zip(variables, model.cost, strict=True) if c])
-    )
-    rows = []
-    for row, (low, high) in enumerate(zip(model.row_low, model.row_high, strict=True)):
-        span = slice(model.start[row], model.start[row + 1])
-        terms = zip(model.column[span].tolist(), model.coefficient[span].tolist(), strict=True)
-        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms])
-        if low == high:
-            sense, side = pulp.LpConstraintEQ, float(low)
-        elif np.isneginf(low):
-            sense, side = pulp.LpConstraintLE, float(high)
-        else:
-            assert np.isposinf(high), "rows are equations or bounded on one side"
-            sense, side = pulp.LpConstraintGE, float(low)
-        rows.append(pulp.LpConstraint(expression, sense, rhs=side, name=f"r{row}"))
-        problem.addConstraint(rows[-1])
-    return problem, variables, rows

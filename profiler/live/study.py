@@ -114,7 +114,7 @@ def _replay_bytes(profile: Profile) -> int:
 
 def _smallest_bytes(profile: Profile) -> int:
     """What a segment takes that swaps."""
-    from poochplan.planner.planning import smallest_budget  # with solvers, whose memory other steps may need
+    from poochplan.planner.planning import smallest_budget  # here, for most steps have room
 
     return smallest_budget(profile)
 

@@ -17,7 +17,8 @@ from poochplan.planner.judge.candidate import movable
 from poochplan.planner.model.bound import Proof
 from poochplan.planner.model.branching import FEW, LARGE_SHARE, PINNED, Branching, Node, values_to_branch_on
 from poochplan.planner.model.relaxation import Relaxation, Relaxed
-from poochplan.planner.model.solvers import Limits, SolverStatus
+from poochplan.planner.model.solver_status import SolverStatus
+from poochplan.planner.model.solvers import Limits
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.starts import all_decisions

@@ -18,7 +18,8 @@ from poochplan.planner.model import relaxation
 from poochplan.planner.model.bound import lower_bound
 from poochplan.planner.model.linear import LinearModel, proven_bound
 from poochplan.planner.model.relaxation import Relaxation
-from poochplan.planner.model.solvers import Limits, SolverStatus, Warm
+from poochplan.planner.model.solver_status import SolverStatus
+from poochplan.planner.model.solvers import Limits, Warm
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.rows import return_rows
 from poochplan.planner.schedule.schedule import Schedule

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from poochplan.errors import UsageError
 from poochplan.units import format_seconds
 
 from .occupancy import live_bytes
 from .profile_parts import LayerTimes, Phase, PointKind, ProfileData
+
+if TYPE_CHECKING:
+    import pandas as pd  # in the functions that need it, for a training loop asks for none of them
 
 OUTSIDE = "(outside the model)"
 
@@ -76,6 +78,8 @@ def reconciliation(profile: ProfileData, least: float = 0.0) -> dict[str, str]:
 
 
 def _layers(profile: ProfileData) -> pd.DataFrame:
+    import pandas as pd
+
     columns = ("saved_bytes", "values", "free_bytes", "forward_s", "backward_s", "swap_s", "live_bytes")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0))
     live = live_bytes(profile)
@@ -127,6 +131,8 @@ def _spreads(times: LayerTimes) -> dict[str, float]:
 
 
 def _ops(profile: ProfileData) -> pd.DataFrame:
+    import pandas as pd
+
     live = live_bytes(profile)
     rows = [
         (
@@ -144,6 +150,8 @@ def _ops(profile: ProfileData) -> pd.DataFrame:
 
 
 def _values(profile: ProfileData) -> pd.DataFrame:
+    import pandas as pd
+
     saved = set(saved_values(profile))
     writers = writers_by_value(profile)
     rows = []
