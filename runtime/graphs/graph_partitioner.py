@@ -44,6 +44,7 @@ class GraphPartitioner:
     """
 
     def __init__(self, replays: Replays) -> None:
+        counts_as_partitioner(GraphPartitioner)
         text = repr(sorted((key, sorted(names)) for key, names in replays.items()))
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         _REPLAYS[self.digest] = replays
@@ -79,9 +80,6 @@ class GraphPartitioner:
     def uuid(self) -> str:
         """What the compiler's caches know it by."""
         return f"{VERSION}-{self.digest}"
-
-
-counts_as_partitioner(GraphPartitioner)
 
 
 def saved_nodes(split: Split) -> list[torch.fx.Node]:

@@ -28,15 +28,15 @@ VERSION = "poochplan-anchors-3"
 class AnchoringPass:
     """Anchors the arrivals of a backward, as ``post_grad_custom_post_pass``; other graphs stay as they are."""
 
+    def __init__(self) -> None:
+        counts_as_graph_pass(AnchoringPass)
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         anchor_arrivals(graph)
 
     def uuid(self) -> str:
         """What the compiler's caches know it by."""
         return VERSION
-
-
-counts_as_graph_pass(AnchoringPass)
 
 
 def with_anchoring(passes: Any) -> tuple[Any, ...]:

@@ -24,6 +24,9 @@ class ArrivingPartitioner:
     compiler may choose otherwise where there are arrivals, and nothing compares the steps of an eager model's blocks.
     """
 
+    def __init__(self) -> None:
+        counts_as_partitioner(ArrivingPartitioner)
+
     def __call__(
         self,
         gm: torch.fx.GraphModule,
@@ -44,9 +47,6 @@ class ArrivingPartitioner:
     def uuid(self) -> str:
         """What the compiler's caches know it by."""
         return VERSION
-
-
-counts_as_partitioner(ArrivingPartitioner)
 
 
 def _saved(forward: torch.fx.GraphModule, output_count: int, static: set[int]) -> set[str]:

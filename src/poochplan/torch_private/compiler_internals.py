@@ -190,14 +190,14 @@ def inductor_settings() -> Any:
 
 
 def counts_as_partitioner(kind: type) -> None:
-    """Has Inductor take instances of the class as ``custom_partitioner_fn``."""
+    """Has Inductor take instances of the class as ``custom_partitioner_fn``. It is loaded; for constructors."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     CustomPartitionerFn.register(kind)
 
 
 def counts_as_graph_pass(kind: type) -> None:
-    """Has Inductor take instances of the class as passes over a graph that its caches know."""
+    """Has Inductor take instances of the class as passes over a graph that its caches know. It is loaded, too."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     CustomGraphPass.register(kind)

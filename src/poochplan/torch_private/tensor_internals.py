@@ -131,7 +131,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie next to each other, in whatever order, and none lies on another."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    sizes, strides = tensor.shape, tensor.stride()
+    if not all(type(one) is int for one in (*sizes, *strides)):  # symbols: torch's own, which loads its algebra
+        return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    if tensor.numel() < 2:  # nothing lies next to another
+        return True
+    next_one = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1):
+        if stride != next_one:
+            return False
+        next_one *= size
+    return True
 
 
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
