@@ -213,7 +213,7 @@ UNUSED = "nothing of it is used by a backward"
 _WHY_NOT = {
     Outcome.RAISED: "its forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later segment uses what it saves",
+    Outcome.LEFT_OVER: "a later part of the loop uses what it saves",
 }
 """A segment that ended so tells nothing of a whole one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}

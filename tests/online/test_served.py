@@ -13,7 +13,7 @@ import torch
 import poochplan
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.profile import Memory
-from poochplan.online import served_segments
+from poochplan.online import served_segments, telling
 from poochplan.online.auto_session import AutoSession
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
@@ -206,6 +206,6 @@ def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     for name in ("is_built", "is_loaded"):
         monkeypatch.setattr(served_segments, name, lambda: False)
     Served(TRAININGS["plain"], tmp_path, quiet=False)
-    assert capsys.readouterr().err == f"poochplan: {served_segments.BUILDING}\n"
+    assert capsys.readouterr().err == f"poochplan: {telling.BUILDING}\n"
     Served(TRAININGS["plain"], tmp_path)
     assert capsys.readouterr().err == ""

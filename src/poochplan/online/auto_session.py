@@ -28,7 +28,7 @@ from .plans.ways import Ways
 from .plans_follower import PlansFollower
 from .ranks import Ranks
 from .served_segments import ServedSegments
-from .telling import IN_CORE, Teller
+from .telling import ENDED_UNPLANNED, ENDED_UNPROFILED, IN_CORE, Teller
 
 
 class AutoSession:
@@ -131,11 +131,9 @@ class AutoSession:
         known = self._known
         known.keep_for_the_next_run(self.loop.lines.alike)
         if known.is_any_without:
-            self._teller.say("the loop has ended while a plan was being made; the next run goes on from its profile")
+            self._teller.say(ENDED_UNPLANNED)
         elif not known.profiles and any(line.is_studied for line in self.loop.lines.values()):
-            self._teller.say(
-                "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
-            )
+            self._teller.say(ENDED_UNPROFILED)
         known.close()
         self._teller.end()
 

@@ -27,7 +27,7 @@ from .plans.known_plans import KnownPlans
 from .plans.ways import Way
 from .ranks import Ranks, Shared
 from .served_segments import ServedSegments
-from .telling import Teller, without_plan
+from .telling import LEFT, OUTGROWN, Teller, host_is_full, profiled, without_plan
 
 
 class PlansFollower(Follower):
@@ -125,8 +125,7 @@ class PlansFollower(Follower):
             return
         beside = self.adherence.profiled(line.key, line.growth)
         if self._want_plan(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
-            which = "" if len(self._known.profiles) == 1 else f" of kind {len(self._known.profiles)}"
-            self._teller.say(f"profiled in {line.segments} steps{which}; planning in another process")
+            self._teller.say(profiled(line.segments, len(self._known.profiles)))
             self._known.keep_profile(line.key, profile)
 
     def is_planning(self, line: Line) -> bool:
@@ -200,7 +199,7 @@ class PlansFollower(Follower):
         try:
             engine.make_room([way.plan.instructions])
         except OSError as error:
-            self._teller.warn(f"the host tier cannot hold {engine.host.planned_bytes} bytes ({error.strerror})")
+            self._teller.warn(host_is_full(engine.host.planned_bytes, error.strerror or ""))
 
     @property
     def _number(self) -> int:
@@ -223,7 +222,7 @@ class PlansFollower(Follower):
             return False
         self._known.withdraw(way.key)
         self.adherence.starts_anew(way.key)
-        self._teller.say("more lives beside the step than when it was profiled: planning again")
+        self._teller.say(OUTGROWN)
         ahead_bytes = beside.ahead_bytes(self._number, self._foreseen_bytes)
         self._want_plan(way.key, with_bytes_beside(profile, more_bytes), ahead_bytes)
         return True
@@ -234,4 +233,4 @@ class PlansFollower(Follower):
         self._known.leave(way.key)
         self.current = None if self.current is way else self.current
         self.loop.forget(way.key)
-        self._teller.say("steps are not the planned ones any more: profiling again")
+        self._teller.say(LEFT)

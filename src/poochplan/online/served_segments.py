@@ -18,9 +18,7 @@ from poochplan.runtime.run_report import ArenaReport
 from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena, why_not_served
 from poochplan.runtime.watch.step_meter import StepMeter
 
-from .telling import Teller
-
-BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
+from .telling import BUILDING, Teller, arena_given_up, no_arena
 
 
 class AllocatorBuild:
@@ -130,7 +128,7 @@ class ServedSegments:
         if known is None:
             known = self._reasons[id(plan)] = plan, why_not_served(self._mode, self._device, [plan])
             if known[1] and self._mode == "on":
-                self._teller.warn(f"steps of a kind are not served from an arena: {known[1]}")
+                self._teller.warn(no_arena(known[1]))
         return known[1]
 
     def gives_up(self, plan: Plan, peak_bytes: int) -> None:
@@ -138,10 +136,7 @@ class ServedSegments:
         self._reasons[id(plan)] = plan, "what lies outside is more than was planned"
         if self._serving is not None:
             self._serving.forget(plan)
-        self._teller.say(
-            f"steps of a kind are not served from an arena any more: with all of it one took {peak_bytes} bytes of "
-            f"{plan.budget_bytes}"
-        )
+        self._teller.say(arena_given_up(peak_bytes, plan.budget_bytes))
 
     def dropped(self, plan: Plan) -> None:
         """No segment follows that plan any more."""

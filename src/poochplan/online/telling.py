@@ -18,6 +18,13 @@ IN_CORE = (
     "steps run in-core while they are measured, as long as memory has room; the budget is kept from the plan on "
     '(before_plan="swap" keeps it from the first step on)'
 )
+BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
+PLANNING = "planning in another process"
+KNOWN = f"profiled in an earlier run; {PLANNING}"
+ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run goes on from its profile"
+ENDED_UNPROFILED = "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
+OUTGROWN = "there is more in memory than when the step was profiled: planning again"
+LEFT = "steps are not the planned ones any more: profiling again"
 
 
 class Teller:
@@ -80,6 +87,41 @@ def infeasible(profile: Profile, budget_bytes: int, smallest_bytes: int, way: Un
         f"({format_bytes(smallest_bytes)}, {share} of the in-core peak), which {where} needs; {_HOW[way]}, and the "
         f"budget is not kept{also}"
     )
+
+
+def profiled(steps: int, number: int) -> str:
+    """That so many steps have been measured; of the ``number``-th sort of steps, from 1."""
+    which = "" if number == 1 else " more, of other inputs or another part of the loop"
+    return f"profiled in {steps} steps{which}; {PLANNING}"
+
+
+def in_force(plan: Plan) -> str:
+    """What steps follow from now on."""
+    return f"from the next step on {described(plan)}"
+
+
+def no_arena(reason: str) -> str:
+    """Why planned steps take no memory from an arena, where one was asked for."""
+    return f"planned steps take their memory from torch's allocator, and not from one arena: {reason}"
+
+
+def arena_given_up(peak_bytes: int, budget_bytes: int) -> str:
+    """That the arena made a step exceed its budget."""
+    return (
+        f"planned steps take their memory from torch's allocator from now on: with the whole arena one took "
+        f"{format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}, without it they are within"
+    )
+
+
+def not_planned(reason: str) -> str:
+    """Why a plan could not be made."""
+    return f"steps go on without a plan: {reason}"
+
+
+def host_is_full(size_bytes: int, reason: str) -> str:
+    """That there is no room to swap to, and what becomes of the values."""
+    room = f"there is no room for {format_bytes(size_bytes)} of swapped values ({reason})"
+    return f"{room}; those that find none are kept"
 
 
 def without_plan(reason: str, way: Unplanned) -> str:

@@ -10,7 +10,7 @@ from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.online.before_plan import Unplanned
-from poochplan.online.telling import Teller, described, infeasible
+from poochplan.online.telling import KNOWN, Teller, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
@@ -125,7 +125,7 @@ class KnownPlans:
                 profile, Asked(budget_bytes, self._time_limit_s, self._arena, self._spill_dir)
             )
         except OSError as error:
-            self._teller.warn(f"steps go on as they were profiled: planning could not begin ({error.strerror})")
+            self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
         return key in self._pending
 
     def _tell_infeasible(self, profile: Profile, budget_bytes: int, smallest_bytes: int) -> None:
@@ -146,7 +146,7 @@ class KnownPlans:
                 self._keep(key, plan)
                 self._found(key, plan)
             except PoochError as error:
-                self._teller.warn(f"steps go on as they were profiled: {error}")
+                self._teller.warn(not_planned(str(error)))
             finally:
                 pending.close()
 
@@ -160,7 +160,7 @@ class KnownPlans:
             self.profiles[key] = profile
             self._found(key, plan)
         elif profile is not None and self.want(key, profile, ahead):
-            self._teller.say("profiled in an earlier run; planning in another process")
+            self._teller.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
         followed = self.ways.get(key)
@@ -177,7 +177,7 @@ class KnownPlans:
         """Segments of that kind follow it from now on."""
         self.withdraw(key)
         self.ways[key] = Way.of(key, plan)
-        self._teller.say(f"from the next step on {described(plan)}")
+        self._teller.say(in_force(plan))
 
     def withdraw(self, key: Key) -> None:
         """That kind has no plan any more."""

@@ -1,0 +1,35 @@
+"""What ``auto`` says is on one page of the docs, in words that are explained there and nowhere else needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from poochplan.online import telling
+from poochplan.online.before_plan import Unplanned
+
+PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
+MIB = 1 << 20
+LINES = [
+    *(value for name, value in vars(telling).items() if name.isupper() and isinstance(value, str)),
+    telling.profiled(8, 1),
+    telling.profiled(8, 2),
+    telling.arena_given_up(int(31.4 * MIB), int(30.8 * MIB)),
+    telling.without_plan("a later part of the loop uses what it saves", Unplanned.IN_CORE),
+    telling.host_is_full(3 * MIB << 9, "no space"),
+    telling.no_arena("expected a C++ compiler"),
+    telling.not_planned("no room"),
+]
+DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_is_on_the_page(line: str) -> None:
+    head = re.split(r" \(|: expected|: no room", line)[0]
+    assert head in PAGE
+
+
+def test_no_line_has_words_of_the_code() -> None:
+    assert [line for line in LINES if DIALECT.search(line)] == []
