@@ -1,6 +1,7 @@
 // An allocator hook of the tests, which shares no code with the package: bytes that torch has from the C library.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
@@ -52,6 +53,8 @@ struct Hook : c10::Allocator {
 } // namespace
 
 extern "C" void hook_install() {
+  // A child of a fork must not find it locked by a thread that it does not have.
+  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   before = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&hook, 100);
 }
