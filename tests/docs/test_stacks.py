@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 import poochplan
 from tests.docs.prose import ROOT
 from tests.docs.test_docs import blocks
+from tests.online.caches import empty_cache
 
 STACKS = sorted((ROOT / "docs" / "stacks").glob("*.md"))
 EXAMPLES = {
@@ -29,8 +30,9 @@ Names = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _a_cache_of_the_test(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def _a_cache_of_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with empty_cache(tmp_path_factory.mktemp("cache")):
+        yield
 
 
 def network(steps: int = 3) -> Names:
