@@ -58,12 +58,12 @@ test-torch: $(VENV)-torch-$(VERSION)/.installed  ## Run the suite on another tor
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(VERSION)/bin/python -m pytest $(PARALLEL) $(TORCH_ARGS) tests
 	@echo "make test-torch: passed on torch $(VERSION)."
 
-# sympy: torch pins its own.
+# sympy and setuptools: torch pins its own. highspy, numpy and pandas: the newest, which nothing else here tries.
 $(VENV)-torch-$(VERSION)/.installed: pyproject.toml constraints.txt
 	@if [ -z "$(VERSION)" ]; then \
 		echo "error: expected a version of torch: make test-torch VERSION=2.9.1" >&2; exit 1; fi
 	$(PYTHON) -m venv --clear $(@D)
-	grep -vE '^(torch|sympy|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	grep -vE '^(torch|sympy|setuptools|highspy|numpy|pandas)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$(VERSION)' --editable '.[dev]'
 	@touch $@
 
