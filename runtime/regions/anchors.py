@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.compiler_internals import counts_as_graph_pass
+from poochplan.torch_private.compiler_internals import counts_as_graph_pass, takes_several_passes
 
 from .arrivals import ARRIVE
 from .nodes import is_extern, is_part, readers, tells_16_bits, views_of
@@ -26,27 +26,37 @@ VERSION = "poochplan-anchors-3"
 
 
 class AnchoringPass:
-    """Anchors the arrivals of a backward, as ``post_grad_custom_post_pass``; other graphs stay as they are."""
+    """Anchors the arrivals of a backward, as ``post_grad_custom_post_pass``; other graphs stay as they are.
 
-    def __init__(self) -> None:
+    ``first``: a pass that runs before it, of a compiler that takes one and no more.
+    """
+
+    def __init__(self, first: Any = None) -> None:
         counts_as_graph_pass(AnchoringPass)
+        self.first = first
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.first is not None:
+            self.first(graph)
         anchor_arrivals(graph)
 
-    def uuid(self) -> str:
+    def uuid(self) -> Any:
         """What the compiler's caches know it by."""
-        return VERSION
+        return VERSION if self.first is None else (VERSION, self.first.uuid())
 
 
-def with_anchoring(passes: Any) -> tuple[Any, ...]:
+def with_anchoring(passes: Any) -> Any:
     """The passes that the setting holds (None, one, or some), and ours behind them."""
     given = without_anchoring(passes)
+    if not takes_several_passes():
+        return AnchoringPass(given)
     return (*(given if isinstance(given, tuple | list) else () if given is None else (given,)), AnchoringPass())
 
 
 def without_anchoring(passes: Any) -> Any:
     """What the setting holds without ours, which may be left where somebody puts settings back as they were."""
+    if isinstance(passes, AnchoringPass):
+        return passes.first
     if not isinstance(passes, tuple | list) or not any(isinstance(one, AnchoringPass) for one in passes):
         return passes
     return tuple(one for one in passes if not isinstance(one, AnchoringPass)) or None

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from poochplan.tensors.modes import compiled_modules
-from poochplan.torch_private.compiler_internals import compiles_autograd, inductor_settings
+from poochplan.torch_private.compiler_internals import compiles_autograd, inductor_settings, lacking_in_compiler
 
 from .arrivals import parts_are_measured
 
-TORCH = "2.13"
-"""The one minor version whose generated code was read; another may call it otherwise."""
 PARTITIONER, PASSES = "custom_partitioner_fn", "post_grad_custom_post_pass"
 """Inductor's settings that we set."""
 _open_blocks = 0
@@ -56,15 +54,12 @@ def why_no_graphs(device_type: str) -> str:
     """Why graph mode can do nothing here; empty where it can."""
     if device_type != "cpu":
         return "expected a model on the CPU, found it on " + device_type + "; plan it without torch.compile"
-    if not _is_known_torch():
-        return f"expected torch {TORCH}, found {torch.__version__.split('+')[0]}: plan the model without torch.compile"
+    missing = lacking_in_compiler()
+    if missing:
+        return f"expected {missing} in torch, found {torch.__version__} without: plan the model without torch.compile"
     if not parts_are_measured(device_type):
         return "expected the compiled allocator, found none: install a C++ compiler (pooch doctor --build says more)"
     return ""
-
-
-def _is_known_torch() -> bool:
-    return ".".join(torch.__version__.split(".")[:2]) == TORCH
 
 
 def why_none(model: torch.nn.Module, device_type: str) -> str:
@@ -75,15 +70,14 @@ def why_none(model: torch.nn.Module, device_type: str) -> str:
         return ""
     if device_type != "cpu":
         return "arrivals within a compiled backward are for the CPU"
-    if not _is_known_torch():
-        return f"arrivals within a compiled backward need torch {TORCH}, this is {torch.__version__.split('+')[0]}"
+    missing = lacking_in_compiler()
+    if missing:
+        return f"arrivals within a compiled backward need {missing}, and torch {torch.__version__} has none"
     if compiles_autograd():
         return "torch is set to compile autograd too"
     if not parts_are_measured(device_type):
         return "what the parts of a compiled backward take is not known without the compiled allocator"
     settings = inductor_settings()
-    if not hasattr(settings, PARTITIONER):
-        return "this compiler takes no partitioner"
     if not _open_blocks and not _is_ours(getattr(settings, PARTITIONER)):
         return "custom_partitioner_fn is set already, to one of your own"
     return ""

@@ -44,7 +44,7 @@ def compile(
     The step is compiled as it is and measured; its graphs are captured without memory and planned; they are compiled
     again with what the plan recomputes in their backwards, and measured; and what they save is planned to be kept or
     swapped. One step is compared bit by bit with that of the model compiled without a plan; where replays in the graphs
-    give other bits, a plan without any is made. Needs Inductor of torch 2.13, the CPU device, and a C++ compiler. What
+    give other bits, a plan without any is made. Needs torch 2.11 or newer, the CPU device, and a C++ compiler. What
     else is compiled in this process is compiled again when it is called next, from the compiler's caches.
 
     Parameters

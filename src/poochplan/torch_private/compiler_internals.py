@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,11 +191,51 @@ def inductor_settings() -> Any:
     return torch._inductor.config
 
 
+_USED = {
+    "torch._functorch._aot_autograd.descriptors": ("InputMutationAOTOutput",),
+    "torch._functorch._aot_autograd.graph_compile": ("collect_bw_donated_buffer_idxs",),
+    "torch._functorch.config": ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
+    "torch._functorch.partitioners": ("min_cut_rematerialization_partition",),
+    "torch._inductor.compile_fx": ("compile_fx", "compile_fx_inner"),
+    "torch._inductor.config": ("custom_partitioner_fn", "post_grad_custom_post_pass"),
+    "torch._inductor.custom_graph_pass": ("CustomGraphPass", "CustomPartitionerFn"),
+    "torch._inductor.ir": ("ExternKernel.require_exact_strides", "FlexibleLayout.stride_ordered_for_memory_format"),
+    "torch._inductor.lowering": ("fallback_handler", "lowerings", "register_lowering"),
+}
+"""What is used here of the compiler's, by module."""
+
+
+@functools.cache
+def lacking_in_compiler() -> str:
+    """The first name that is used of the compiler and is not there; empty where all are. Imports it, in seconds.
+
+    What generated code looks like is not asked here: of code that cannot be read nothing arrives.
+    """
+    for module, names in _USED.items():
+        try:
+            found: Any = importlib.import_module(module)
+        except ImportError:
+            return module
+        for name in names:
+            try:
+                operator.attrgetter(name)(found)
+            except AttributeError:
+                return f"{module}.{name}"
+    return ""
+
+
 def counts_as_partitioner(kind: type) -> None:
     """Has Inductor take instances of the class as ``custom_partitioner_fn``. It is loaded; for constructors."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     CustomPartitionerFn.register(kind)
+
+
+def takes_several_passes() -> bool:
+    """Whether a setting of passes takes a list of them, and not one alone."""
+    import torch._inductor.custom_graph_pass
+
+    return hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
 
 
 def counts_as_graph_pass(kind: type) -> None:

@@ -45,7 +45,7 @@ class RunVerb(Verb):
         "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
         "times are medians over --timed further steps, which are neither metered nor compared. Exit code 5: a metered "
         "step took more than the budget; 6: steps left their plan. With --compile the model is compiled by Inductor, "
-        "the plan inside its graphs (CPU, torch 2.13, a C++ compiler)."
+        "the plan inside its graphs (CPU, a C++ compiler)."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
