@@ -189,6 +189,7 @@ def run(mode: str, folder: Path, budget_bytes: int | None) -> dict[str, Any]:
         loop.goes_on_from(checkpoint)
     found: dict[str, Any] = {"digests": [], "peaks": [], "served": [], "followed": []}
     options: dict[str, Any] = {"cache": folder / "cache", "time_limit_s": 1.0, "link": LINK, "arena": "on"}
+    options["before_plan"] = "swap"  # within the budget from the first turn on
     with contextlib.ExitStack() as stack:
         session = None
         if budget_bytes is not None:

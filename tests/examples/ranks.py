@@ -44,6 +44,7 @@ def main(folder: Path) -> None:
     planned, (model, session) = run(
         runpy.run_path(str(EXAMPLE)),
         budget=budget_bytes,
+        before_plan="swap",
         cache=folder / "cache",
         time_limit_s=1,
         quiet=True,

@@ -26,7 +26,7 @@ from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
 ROOT = EXAMPLES.parent
-QUICK: dict[str, Any] = {"time_limit_s": 1, "quiet": True, "link": LINK}
+QUICK: dict[str, Any] = {"before_plan": "swap", "time_limit_s": 1, "quiet": True, "link": LINK}
 
 
 @pytest.fixture(autouse=True, scope="module")

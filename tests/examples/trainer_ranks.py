@@ -42,7 +42,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     plain, plain_bytes = run(folder / "plain")
     budget_bytes = int(plain_bytes * 0.6)
-    plans = PlanCallback(budget=budget_bytes, cache=folder / "cache", time_limit_s=1, quiet=True, link=LINK)
+    plans = PlanCallback(
+        budget=budget_bytes, cache=folder / "cache", time_limit_s=1, quiet=True, link=LINK, before_plan="swap"
+    )
     planned, peak_bytes = run(folder / "planned", plans, Waits(plans))
     assert plans.session is not None
     facts = {
