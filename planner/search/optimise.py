@@ -346,6 +346,7 @@ class _Search:
             if self.is_over:
                 return
             proposed = propose(self.allowance.part(PROPOSAL_SHARE))
+            self._offer(proposed)
             walker.try_styles(codes_of(proposed.wish), proposed.policy, range(len(STYLE_OF)))
 
     def _walk_on(self, walker: Walker) -> None:
@@ -377,8 +378,11 @@ class _Search:
         """The best plan, with recording, and what is proven."""
         fitting = self.incumbents.fitting
         packed = fitting.chosen() if fitting is not None else None
-        best = min([self.incumbents.judged(self.incumbents.best()), *self.polished], key=self._rank)
-        best = best if packed is None else packed.candidate
+        if packed is not None:
+            best = packed.candidate
+        else:
+            found = self.incumbents.judged(self.incumbents.best(is_live=True))
+            best = min([found, *self.polished], key=self._rank)
         best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes

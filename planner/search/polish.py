@@ -107,8 +107,8 @@ def worth_polishing(problem: Problem, ranked: Sequence[Found], budget_bytes: int
         key = found.decisions.tobytes()
         if key not in kept or found.swapped > kept[key].swapped:
             kept[key] = found
-    fitting = [found for found in kept.values() if found.peak_bytes <= budget_bytes]
-    others = (found for found in kept.values() if found.peak_bytes > budget_bytes)
+    fitting = [found for found in kept.values() if found.needed_bytes <= budget_bytes]
+    others = (found for found in kept.values() if found.needed_bytes > budget_bytes)
     hopeful = (found for found in others if least_peak_bytes(problem, decisions_of(found.wish)) <= budget_bytes)
     return fitting[:count] + list(islice(hopeful, over))
 

@@ -114,7 +114,7 @@ class Walking:
         )
         end = self.descend(walker, found)
         for _ in range(REPAIRS):
-            if end.peak_bytes <= self.incumbents.budget_bytes or self._allowance.is_spent:
+            if end.needed_bytes <= self.incumbents.budget_bytes or self._allowance.is_spent:
                 break
             end = self.descend(walker, walker.try_styles(end.wish, end.origin))
         with self._lock:

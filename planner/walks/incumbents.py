@@ -27,13 +27,20 @@ class Found:
     style: int
     step_s: float
     peak_bytes: int
-    """In the first step too. Of a plan whose arena does not fit: what that takes."""
+    """What is live at most, in the first step too."""
     moved_bytes: int
     """Over the link, both ways."""
     origin: str
     """Where the decisions come from: a policy's name, or ``ilp`` for those of a model."""
     within_bytes: int
     """The live bytes that its schedule was made for."""
+    arena_bytes: int = 0
+    """Where its arena does not fit: what that takes, or seems to."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget must hold."""
+        return max(self.peak_bytes, self.arena_bytes)
 
     @property
     def swapped(self) -> int:
@@ -82,7 +89,7 @@ class Incumbents:
             self._plans[found.wish.tobytes(), found.style] = found
             if len(self._plans) > 2 * KEPT:
                 self._plans = dict(sorted(self._plans.items(), key=lambda item: self.rank(item[1]))[:KEPT])
-            if found.peak_bytes <= self.budget_bytes:
+            if found.needed_bytes <= self.budget_bytes:
                 self._step_s = min(self._step_s, found.step_s)
         return found
 
@@ -93,17 +100,23 @@ class Incumbents:
             return found
         over_bytes = found.peak_bytes - fitting.within_bytes
         needed_bytes = self.budget_bytes + over_bytes if over_bytes > 0 else fitting.pack(self.judged(found))
-        return replace(found, peak_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
+        return replace(found, arena_bytes=needed_bytes) if needed_bytes > self.budget_bytes else found
 
     def ranked(self) -> list[Found]:
-        """The best first."""
+        """The best first: by what a budget must hold, or by live bytes alone where no arena fits."""
+        is_live = self.fitting is None
         with self._lock:
-            return sorted(self._plans.values(), key=self.rank)
+            plans = [replace(found, arena_bytes=0) if is_live else found for found in self._plans.values()]
+        return sorted(plans, key=self.rank)
 
-    def best(self) -> Found:
-        """The one with the shortest step within the budget, else with the fewest bytes over it."""
+    def best(self, *, is_live: bool = False) -> Found:
+        """The one with the shortest step within the budget, else with the fewest bytes over it.
+
+        ``is_live``: the budget is on live bytes alone, as where the search ended without an arena that fits.
+        """
         with self._lock:
-            return min(self._plans.values(), key=self.rank)
+            plans = [replace(found, arena_bytes=0) if is_live else found for found in self._plans.values()]
+        return min(plans, key=self.rank)
 
     def judged(self, found: Found) -> Candidate:
         """The same plan with its schedule, by the simulator."""
@@ -119,6 +132,6 @@ class Incumbents:
 
     def rank(self, found: Found) -> tuple[int, float, bool, int, bytes]:
         """Smaller is better. Between plans that are equal to a millionth of the step the model's own is taken."""
-        over_bytes = max(0, found.peak_bytes - self.budget_bytes)
+        over_bytes = max(0, found.needed_bytes - self.budget_bytes)
         step = round(found.step_s / self.problem.step_s * 1e6) if self.problem.step_s > 0 else 0
         return over_bytes, step, found.origin != "ilp", found.moved_bytes, found.wish.tobytes()

@@ -69,13 +69,16 @@ def test_the_smallest_budget_has_a_plan_though_it_holds_no_room() -> None:
     assert found.prediction.arena_peak_bytes <= smallest
 
 
-def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("evaluations", [1, 20, 200])
+def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, evaluations: int
+) -> None:
     monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
     smallest = smallest_budget(PROFILE, arena="off")
     assert smallest_arena(PROFILE, PROBLEM) > smallest
     device = msgspec.structs.replace(PROFILE.device, kind="cpu")
     profile: Profile = msgspec.structs.replace(PROFILE, memory=Memory.ALLOCATED, device=device)
-    found = plan(profile, smallest, evaluations=200)
+    found = plan(profile, smallest, evaluations=evaluations)
     assert found.prediction.peak_bytes <= smallest
     assert NO_ARENA in found.notes
 

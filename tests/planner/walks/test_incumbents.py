@@ -9,6 +9,10 @@ from math import inf
 import numpy as np
 import pytest
 
+from poochplan.planner.arena import step_layout
+from poochplan.planner.arena.fitting import Fitting
+from poochplan.planner.evaluator.codes import STYLE_OF, codes_of
+from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.walks import incumbents
 from poochplan.planner.walks.incumbents import Found, Incumbents
@@ -64,3 +68,20 @@ def test_a_plan_over_the_budget_is_best_only_until_one_fits() -> None:
     assert found.best().step_s == 2.0
     found.offer(found_with(problem, 3, 3.0, peak_bytes=100))
     assert found.step_s == found.best().step_s == 3.0
+
+
+def test_where_no_arena_fits_a_plan_within_the_budget_goes_before_one_a_byte_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
+    profile = transformer_like(3)
+    problem = build_problem(profile)
+    least = swap_all_on_demand(problem)
+    budget_bytes = least.peak_bytes
+    found = Incumbents(problem, budget_bytes, None, Fitting(profile, problem, budget_bytes))
+    codes, step_s = codes_of(least.wish), least.simulation.step_s
+    within = found.offer(Found(codes, codes, len(STYLE_OF) - 1, step_s, budget_bytes, 0, "swap-all", 0))
+    found.offer(found_with(problem, 1, step_s / 2, peak_bytes=budget_bytes + 1))
+    assert within.needed_bytes > budget_bytes + 1
+    assert found.best().peak_bytes == budget_bytes + 1
+    assert found.best(is_live=True).peak_bytes == found.judged(within).peak_bytes == budget_bytes
