@@ -21,9 +21,9 @@ from poochplan.runtime.watch.keeper import BudgetKeeper, Replan
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.users_line import users_line
 
+from .arena.recorded_layout import Pack
 from .attachment import together
 from .budget_watch import OverBudget
-from .learning.lessons import Pack
 from .model_check import by_name, check_alike, check_graphs, check_model, profiles_for
 from .serving import ArenaMode, serving_for
 from .session import Session

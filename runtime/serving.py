@@ -8,21 +8,19 @@ of the runtime's clock.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.allocation_log import AllocationLog, Table
 from poochplan.runtime.allocator.building import why_unavailable
-from poochplan.runtime.allocator.observed import STEP_END
+from poochplan.runtime.arena.lessons import Kind, Lesson, Lessons
+from poochplan.runtime.arena.recorded_layout import Pack
+from poochplan.runtime.arena.served_runs import ServedRuns
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.learning.laid_arena import LaidArena
-from poochplan.runtime.learning.lessons import Kind, Lesson, Lessons, Pack
 from poochplan.runtime.metering.allocated import step_scope
 
 from .run_report import ArenaReport, StepReport, arena_report
@@ -31,8 +29,7 @@ ArenaMode = Literal["auto", "on", "off"]
 
 
 class Serving:
-    """State: what is known of each kind of step; the arena; whether the step that runs is one that follows a plan; and,
-    until a step of its kind is served without a miss, the log of the step that runs or ran last.
+    """State: what is known of each kind of step; the steps that are served; whether the one that runs follows a plan.
 
     The plan's layout is a promise, of how large the arena is at most. What is served is laid out by a step of the same
     kind as it was. Until there is such a step, and where its arena would be larger than the budget has room for,
@@ -43,25 +40,17 @@ class Serving:
     pack: lays out what a step has taken.
     """
 
-    _logging: ClassVar[weakref.ref[Serving] | None] = None
-    """Who writes a log: one at a time in a process, and the next step of another is as good."""
-
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
         self._lessons = Lessons()
         self._lesson: Lesson | None = None
         """Of the step that began last."""
-        self._laid = LaidArena()
+        self._runs = ServedRuns(step_scope())
         self._report: StepReport | None = None
         self._is_on = False
-        self._is_served = False
-        """Whether the step that began last is one whose blocks have places."""
         self._is_whole = False
         """Whether the step is an example of its kind, and goes on to its end as it began."""
         self._point = 0
-        self._log: AllocationLog | None = None
-        self._events: Table | None = None
-        """Of the step that ran last, if it was logged."""
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
@@ -70,36 +59,24 @@ class Serving:
         self.learn()
         kind = Kind(bool(segment.gradient_bytes), segment.inputs)
         self._lesson = lesson = self._lessons.begin(plan, kind) if plan.layout is not None else None
-        layout = lesson.layout if lesson is not None else None
-        room_bytes = lesson.room_bytes if lesson is not None else 0
-        self._is_served = self._laid.lay(layout, self._lessons.largest_bytes, room_bytes)
         if lesson is None:
+            self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
         self._report, self._point = segment.report, 1
-        if self._laid.arena is not None and self._is_served:
-            self._laid.arena.begin(1)
-        if lesson.wants_log:
-            self._write_down()
-
-    def _write_down(self) -> None:
-        scope, other = step_scope(), Serving._logging() if Serving._logging is not None else None
-        if scope is None or (other is not None and other is not self and other._log is not None):
-            return
-        Serving._logging = weakref.ref(self)
-        scope.join()
-        self._log = AllocationLog(scope)
-        self._log.__enter__()
-        self._log.mark(1)
+        self._runs.begin(
+            lesson.layout,
+            largest_bytes=self._lessons.largest_bytes,
+            room_bytes=lesson.room_bytes,
+            log=lesson.wants_log,
+            point=1,
+        )
 
     def at(self, point: int) -> None:
         """The segment has passed so many points."""
         if self._is_on:
             self._point = point
-            if self._laid.arena is not None and self._is_served:
-                self._laid.arena.at(point)
-            if self._log is not None:
-                self._log.mark(point)
+            self._runs.at(point)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to: what it makes to keep must not lie in the arena, so it is served once it makes no more."""
@@ -119,75 +96,63 @@ class Serving:
         if not self._is_on:
             return
         self._is_on = False
-        if self._log is not None:
-            self._log.mark(STEP_END)
-        if self._laid.arena is not None and self._is_served:
-            self._laid.arena.end()
-            fates = self._laid.arena.counts().step
-            if self._report is not None:
-                self._report.served_bytes += fates.served.size_bytes
-                self._report.unserved_bytes += fates.unplanned.size_bytes + fates.taken.size_bytes
+        fates = self._runs.end()
+        if self._report is not None and fates is not None:
+            self._report.served_bytes += fates.served.size_bytes
+            self._report.unserved_bytes += fates.unplanned.size_bytes + fates.taken.size_bytes
         self._report = None
-
-    def seal(self) -> None:
-        """A segment begins that is not served: what it takes is not in the log of the one before."""
-        self.step_is_over()
-        if self._log is not None:
-            log, self._log = self._log, None
-            log.__exit__(None, None, None)
-            self._events = log.events
 
     def rests(self) -> None:
         """Between steps something else runs: until the next one the machine has the arena's memory back, but for what
         lives. Amid a step nothing happens.
         """
         if not self._is_on:
-            self._laid.rests()
+            self._runs.laid.rests()
 
     def stands_aside(self) -> None:
         """A segment begins that is not served: the machine has the arena's memory back for it, but for what lives."""
         self.learn()
-        self._is_served = self._laid.lay(None, 0, 0)
+        self._runs.stands_aside()
 
     def close(self) -> None:
         """Nothing is served any more; what lies in the arena stays as it is."""
-        self.seal()
-        self._events, self._is_whole = None, False
-        self._laid.close()
+        self.step_is_over()
+        self._is_whole = False
+        self._runs.close()
 
     def forget(self, plan: Plan) -> None:
         """Its steps are not followed any more."""
         if self._lesson is not None and self._lesson.plan is plan:
-            self.seal()
-            self._events = self._lesson = None
+            self.step_is_over()
+            self._runs.events()
+            self._lesson = None
         self._lessons.forget(plan)
 
     def learn(self) -> None:
         """From the step before, which has ended by now; where it was not served as planned it is laid out anew."""
-        self.seal()
-        events, self._events = self._events, None
+        self.step_is_over()
+        fates, events = self._runs.fates, self._runs.events()
         lesson, is_whole = self._lesson, self._is_whole
         self._is_whole = False  # nothing is learned twice
         if lesson is None or not is_whole or self._point < len(lesson.plan.values) + len(lesson.plan.uses):
             return  # it has not come to its end, as a forward whose loss nobody wanted
-        fates = self._laid.arena.counts().step if self._laid.arena is not None and self._is_served else None
         if events is not None:
             if lesson.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
-                self._laid.leave()  # what lies in places of its own there may be there to stay
+                self._runs.laid.leave()  # what lies in places of its own there may be there to stay
         elif fates is not None:
             lesson.served(fates)
 
     @property
     def arena_bytes(self) -> int:
         """Of the arena that the step which began last is served from; 0 where it is not."""
-        return self._laid.held_bytes
+        return self._runs.laid.held_bytes
 
     def report(self, plan: Plan) -> ArenaReport | None:
         """What became of the blocks of the step that began last; None where there were no places for them."""
-        lesson = self._lesson
-        if lesson is None or lesson.layout is None or self._laid.arena is None or not self._is_served:
+        lesson, arena = self._lesson, self._runs.laid.arena
+        if lesson is None or lesson.layout is None or arena is None or not self._runs.is_served:
             return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
-        return arena_report(self._laid.arena, lesson.layout.arena_bytes, functools.partial(_layer, plan))
+        return arena_report(arena, lesson.layout.arena_bytes, functools.partial(_layer, plan))
 
 
 def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 import torch
 
-from poochplan.errors import AllocatorError
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
-from poochplan.runtime.allocator.allocation_log import AllocationLog
-from poochplan.runtime.allocator.arena import Arena
+from poochplan.runtime.allocator.allocation_log import Table
+from poochplan.runtime.allocator.arena import Fates
 from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.runtime.learning.lessons import Pack
+from poochplan.runtime.arena.lessons import misses
+from poochplan.runtime.arena.recorded_layout import Pack, recorded_blocks, recorded_layout
+from poochplan.runtime.arena.served_runs import ServedRuns
 from poochplan.runtime.one_session import is_in_session
 from poochplan.runtime.run_report import arena_report
 from poochplan.tensors.signatures import input_signature
@@ -27,14 +28,13 @@ from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
 
 from .model_calls import around_calls, around_parts
-from .pass_layout import Call, PassLayout, pass_layout
-from .pass_lessons import PassLesson, PassLessons
+from .pass_lessons import Call, PassLayout, PassLesson, PassLessons
 from .pass_report import PassReport
 
 _here = threading.local()
 """``arena``: whose pass this thread is in."""
-_logging = threading.Lock()
-"""Of the one log that there is; where another pass writes it, the next is as good."""
+MOST_BLOCKS = 20_000
+"""Passes with more have no layout."""
 
 
 @functools.cache
@@ -64,9 +64,10 @@ class PassArena:
     def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
         self._lessons = PassLessons()
-        self._arena: Arena | None = None
+        self._runs: ServedRuns | None = None
+        """From the first pass on, for it needs the allocator."""
         self._laid_out: PassLayout | None = None
-        """Whose places the arena has."""
+        """That a pass was served by last."""
         self._is_closed = False
         self._passes = self._served = 0
         self._is_free = threading.Lock()
@@ -91,12 +92,12 @@ class PassArena:
         """
         self._is_closed = True
         self._stack.close()
-        if self._arena is not None:
-            self._arena.close()
+        if self._runs is not None:
+            self._runs.laid.close()
 
     def report(self) -> PassReport:
         """Of the last pass that was served, and the figures to compare it with."""
-        arena, layout = self._arena, self._laid_out
+        arena, layout = self._runs.laid.arena if self._runs is not None else None, self._laid_out
         told = PassReport(
             passes=self._passes, served_passes=self._served, layouts=len(self._lessons), reason=self._reason
         )
@@ -105,9 +106,9 @@ class PassArena:
         served = msgspec.structs.asdict(arena_report(arena, arena.size_bytes, layout.layer))
         return msgspec.structs.replace(
             told,
-            layout_bytes=layout.arena_bytes,
-            separate_bytes=layout.separate_bytes,
-            live_bytes=layout.live_bytes,
+            layout_bytes=layout.blocks.arena_bytes,
+            separate_bytes=layout.blocks.separate_bytes,
+            live_bytes=layout.blocks.live_bytes,
             **served,
         )
 
@@ -143,12 +144,12 @@ class PassArena:
         running = self._pass
         call = path, running.calls[path]
         running.calls[path] += 1
-        if running.served is not None and self._arena is not None:
-            point = running.served.points.get(call)
-            if point is not None:
-                self._arena.at(point)
-        if running.log is not None:
-            running.log.mark(running.points.setdefault(call, len(running.points) + 1))
+        if self._runs is None:
+            return
+        if running.served is not None and (point := running.served.points.get(call)) is not None:
+            self._runs.serves_at(point)
+        if running.is_logged:
+            self._runs.marks(running.points.setdefault(call, len(running.points) + 1))
 
     # -- a pass ------------------------------------------------------------------------------------------------
 
@@ -156,74 +157,46 @@ class PassArena:
         lesson = self._lessons.of(running.kind)
         lesson.passes += 1
         running.lesson = lesson
-        if lesson.layout is not None and self._begins_serving(lesson.layout):
-            running.served = lesson.layout
+        if lesson.layout is None and not lesson.is_to_be_logged:
+            return
+        if self._runs is None:
+            self._runs = ServedRuns(_scope())
+        layout, most_bytes = lesson.layout, self._lessons.arena_bytes
+        blocks = layout.blocks if layout is not None else None
+        if self._runs.begin(blocks, largest_bytes=most_bytes, room_bytes=most_bytes, log=lesson.is_to_be_logged):
+            running.served = self._laid_out = layout
             self._served += 1
-        if lesson.is_to_be_logged and _logging.acquire(blocking=False):
-            running.log = _opened_log()
-
-    def _begins_serving(self, layout: PassLayout) -> bool:
-        """By the places of that layout; False where that cannot be. The arena is made anew where it is too small for
-        them: one mapping for all layouts.
-        """
-        try:
-            if self._arena is None or self._arena.size_bytes < layout.arena_bytes:
-                self._drop_arena()
-                self._arena = Arena(layout.places, self._lessons.arena_bytes, LEAST_PLACED_BYTES)
-            elif self._laid_out is not layout:
-                self._arena.lay_out(layout.places)
-            self._laid_out = layout
-            self._arena.begin()
-        except AllocatorError as error:
-            self._reason = str(error)
-            return False
-        except RuntimeError:  # another thread has closed it meanwhile
-            return False
-        return True
-
-    def _drop_arena(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        running.is_logged = self._runs.is_logged
 
     def _pass_ends(self, *, is_whole: bool) -> None:
         running, self._pass = self._pass, _Pass()
         _here.arena = None
         try:
-            if running.served is not None and self._arena is not None:
-                self._arena.end()
-            if running.log is not None:
-                try:
-                    running.log.__exit__(None, None, None)
-                finally:
-                    _logging.release()
+            if self._runs is None or (running.served is None and not running.is_logged):
+                return
+            events, fates = self._runs.events(), self._runs.end()
             if is_whole and not self._is_closed and running.lesson is not None:
-                self._learn(running, running.lesson)
+                self._learn(self._runs, running, running.lesson, fates, events)
         finally:
             self._is_free.release()
 
-    def _learn(self, running: _Pass, lesson: PassLesson) -> None:
-        if running.served is not None and self._arena is not None:
-            step = self._arena.counts().step
-            lesson.is_settled = not step.unplanned.blocks + step.taken.blocks
-        if running.log is None or lesson.is_settled:
+    def _learn(
+        self, runs: ServedRuns, running: _Pass, lesson: PassLesson, fates: Fates | None, events: Table | None
+    ) -> None:
+        """What has not died when the pass ends lies outside: what it returns, and what somebody keeps."""
+        if fates is not None:
+            lesson.is_settled = not misses(fates)
+        if events is None or lesson.is_settled:
             return
         lesson.times += 1
-        layout = pass_layout(running.log.events, running.points, self._pack)
-        if layout is not None:
-            lesson.layout = layout
-            self._lessons.is_laid_out(running.kind)
-            if self._arena is not None and self._arena.live_blocks:
-                self._drop_arena()  # somebody keeps what lies in it, so that its bytes are no places any more
-
-
-def _opened_log() -> AllocationLog | None:
-    """One that writes; None where as many threads as can be are counted or logged already."""
-    try:
-        return AllocationLog(_scope()).__enter__()
-    except AllocatorError:
-        _logging.release()
-        return None
+        blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
+        if len(blocks) > MOST_BLOCKS:
+            return
+        lesson.layout = PassLayout(recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack), dict(running.points))
+        self._lessons.is_laid_out(running.kind)
+        arena = runs.laid.arena
+        if arena is not None and arena.live_blocks:
+            runs.laid.leave()  # somebody keeps what lies in it, so that its bytes are no places any more
 
 
 class _Pass:
@@ -239,7 +212,7 @@ class _Pass:
         """Those that the log has marks of."""
         self.lesson: PassLesson | None = None
         self.served: PassLayout | None = None
-        self.log: AllocationLog | None = None
+        self.is_logged = False
 
     def is_running(self) -> bool:
         """Whether the call in which it began is one of those that led here, on its thread."""

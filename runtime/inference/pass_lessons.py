@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from .pass_layout import PassLayout
+from poochplan.runtime.arena.recorded_layout import RecordedLayout
 
 MOST_LAYOUTS = 8
 """Of inputs that differ in shapes, types or switches; the one that was used longest ago goes."""
@@ -16,6 +16,23 @@ ORDINARY = 1
 """Passes of a kind before one is written down: the first makes what stays, such as a kernel's own weights."""
 _AT_ONCE = 3
 """So many times a kind of pass is laid out in a row; behind them only at passes whose number is a power of two."""
+
+
+Call = tuple[str, int]
+"""A part of the model by its path, and how often it had been called in the pass."""
+
+
+@dataclass(frozen=True)
+class PassLayout:
+    """Where the blocks of a pass lie, and what its clock is."""
+
+    blocks: RecordedLayout
+    points: Mapping[Call, int]
+    """The clock at each call of a part: from 1 on, in order."""
+
+    def layer(self, point: int) -> str:
+        """The part that was called last; empty before the first."""
+        return next((path for (path, _), at in self.points.items() if at == point), "")
 
 
 @dataclass
@@ -67,7 +84,7 @@ class PassLessons:
     @property
     def arena_bytes(self) -> int:
         """What the largest of the layouts needs."""
-        return max((one.layout.arena_bytes for one in self._laid.values() if one.layout is not None), default=0)
+        return max((one.layout.blocks.arena_bytes for one in self._laid.values() if one.layout is not None), default=0)
 
     def __len__(self) -> int:
         """Layouts that there are."""

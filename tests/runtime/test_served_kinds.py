@@ -93,7 +93,7 @@ def test_an_arena_of_several_kinds_is_no_larger_than_the_largest_of_them() -> No
         assert session._serving is not None
         sizes = [one.size_bytes for one in loop.found if one is not None]
         assert len(sizes) == 2
-        arena = session._serving._laid.arena
+        arena = session._serving._runs.laid.arena
         assert arena is not None
         assert arena.size_bytes == max(sizes)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.allocator.allocation_log import Table
-from poochplan.runtime.allocator.arena import Fates, Places
-from poochplan.runtime.allocator.observed import ObservedBlock, observed_blocks
+from poochplan.runtime.allocator.arena import Fates
+
+from .recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
 
 MOST_LAID_OUT = 3
 """So many times what a kind of step takes is laid out."""
@@ -21,15 +19,6 @@ MOST_LOGGED = 50
 """So many steps of a kind are logged, of which some may have missed nothing."""
 MOST_LESSONS = 64
 """Those that were not used for longest are forgotten."""
-
-
-class Pack(Protocol):
-    """Finds places; the runtime does not know how."""
-
-    def __call__(self, blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
-        """Offsets of blocks (time of taking, of giving back, bytes) in one arena, and its bytes; if it can be, no more
-        than ``room_bytes``.
-        """
 
 
 class Kind(NamedTuple):
@@ -41,16 +30,6 @@ class Kind(NamedTuple):
     """Those that the model is called with; None where the session does not ask."""
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A layout of a step as it was."""
-
-    arena_bytes: int
-    least_bytes: int
-    """Smaller blocks have no place."""
-    places: Places
-
-
 @dataclass
 class Lesson:
     """What is known of one kind of step under a plan."""
@@ -58,7 +37,7 @@ class Lesson:
     plan: Plan
     steps: int = 0
     """So many have begun."""
-    layout: Learned | None = None
+    layout: RecordedLayout | None = None
     """As one of them was; None until there is one, and where its arena would be too large."""
     times: int = 0
     """So often it has been laid out."""
@@ -108,29 +87,18 @@ class Lesson:
         elif misses(fates):
             self.has_missed, self.is_settled = True, False
 
-    def _laid_out(self, events: Table, pack: Pack) -> Learned | None:
+    def _laid_out(self, events: Table, pack: Pack) -> RecordedLayout | None:
+        """The room is less by what more outlives this step than was planned: gradients do where the next forward is
+        none of a step.
+        """
         assert self.plan.layout is not None
-        least_bytes = self.plan.layout.least_bytes
-        observed = observed_blocks(events, least_bytes)
-        spans = [(block.start, block.end, block.size_bytes) for block in observed if block.end]
-        room_bytes = self.room_bytes - self._more_outside(observed)
-        offsets, arena_bytes = pack(spans, max(0, room_bytes))
-        self.larger_bytes = max(0, arena_bytes - room_bytes)
-        if self.larger_bytes:
-            return None
-        found = iter(offsets)
-        places = Places(
-            sizes_bytes=np.array([block.size_bytes for block in observed], dtype=np.int64),
-            offsets=np.array([next(found) if block.end else OUTSIDE for block in observed], dtype=np.int64),
-            points=np.array([block.point for block in observed], dtype=np.int64),
-        )
-        return Learned(arena_bytes, least_bytes, places)
-
-    def _more_outside(self, observed: list[ObservedBlock]) -> int:
-        """How much more outlives this step than was planned: gradients do where the next forward is none of a step."""
-        assert self.plan.layout is not None
+        blocks = recorded_blocks(events, self.plan.layout.least_bytes)
         planned_bytes = sum(one.size_bytes for one in self.plan.layout.places if one.offset == OUTSIDE)
-        return max(0, sum(one.size_bytes for one in observed if not one.end) - planned_bytes)
+        outside_bytes = int(blocks["size_bytes"][blocks["death"] < 0].sum())
+        room_bytes = self.room_bytes - max(0, outside_bytes - planned_bytes)
+        layout = recorded_layout(blocks, self.plan.layout.least_bytes, pack, max(0, room_bytes))
+        self.larger_bytes = max(0, layout.arena_bytes - room_bytes)
+        return None if self.larger_bytes else layout
 
 
 def misses(fates: Fates) -> int:

@@ -8,7 +8,7 @@ from poochplan.errors import AllocatorError
 from poochplan.runtime.allocator.arena import Arena, Places
 from poochplan.tensors.malloc import give_back_freed
 
-from .lessons import Learned
+from .recorded_layout import RecordedLayout
 
 _NOWHERE = Places(*(np.empty(0, np.int64) for _ in range(3)))
 
@@ -23,7 +23,7 @@ class LaidArena:
     def __init__(self) -> None:
         self.arena: Arena | None = None
         """None as well where there is no address space for it."""
-        self._layout: Learned | None = None
+        self._layout: RecordedLayout | None = None
         self._held_bytes = 0
         self._rests = False
         """Whether the machine has its memory back since the last step."""
@@ -33,7 +33,7 @@ class LaidArena:
         """Of the machine's memory, at most, while steps of the present layout are served; 0 where none is."""
         return self._held_bytes if self._layout is not None else 0
 
-    def lay(self, layout: Learned | None, largest_bytes: int, room_bytes: int) -> bool:
+    def lay(self, layout: RecordedLayout | None, largest_bytes: int, room_bytes: int) -> bool:
         """Has the places of ``layout`` for the steps that begin from here on; None is none, and its memory goes.
 
         Parameters
@@ -65,6 +65,15 @@ class LaidArena:
             return False
         self._layout = layout
         self._held_bytes = max(layout.arena_bytes, min(self._held_bytes, kept_bytes))
+        return True
+
+    def begin(self, point: int) -> bool:
+        """A run begins that is served by its places, with the clock at ``point``; False where the arena was closed."""
+        assert self.arena is not None
+        try:
+            self.arena.begin(point)
+        except RuntimeError:  # by another thread, meanwhile
+            return False
         return True
 
     def rests(self) -> None:

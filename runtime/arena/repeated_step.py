@@ -1,0 +1,62 @@
+"""RepeatedStep: a step that is run again and again as it is, from an arena in which it was laid out as it was."""
+
+from __future__ import annotations
+
+from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
+from poochplan.runtime.metering.allocated import step_scope
+
+from .lessons import misses
+from .recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
+from .served_runs import ServedRuns
+
+MOST_LAID_OUT = 3
+"""So often it is laid out, where its runs differ."""
+
+
+class RepeatedStep:
+    """State: the layout, once a run was written down. Where there is no compiled allocator nothing happens.
+
+    The first run is ordinary and written down, and those behind it are served. What a step has missed is laid out anew.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        scope = step_scope()
+        self._pack, self._runs = pack, ServedRuns(scope)
+        self._layout: RecordedLayout | None = None
+        self._times = 0 if scope is not None else MOST_LAID_OUT
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the run that began last was served, all of it."""
+        fates = self._runs.fates
+        return fates is not None and not misses(fates)
+
+    def begin(self) -> None:
+        """A run begins; what the one before has left behind is gone by now."""
+        self._learn()
+        arena_bytes = self._layout.arena_bytes if self._layout is not None else 0
+        is_logged = self._times < MOST_LAID_OUT
+        self._runs.begin(self._layout, largest_bytes=arena_bytes, room_bytes=arena_bytes, log=is_logged, point=1)
+
+    def at(self, point: int) -> None:
+        """The run has come to a part of it, by their numbers from 2 on."""
+        self._runs.at(point)
+
+    def end(self) -> None:
+        """The run is over."""
+        self._runs.end()
+
+    def close(self) -> None:
+        """Runs are ordinary again; what lies in the arena stays as it is. Idempotent."""
+        self._times, self._layout = MOST_LAID_OUT, None
+        self._runs.close()
+
+    def _learn(self) -> None:
+        fates, events = self._runs.end(), self._runs.events()
+        if events is None or (fates is not None and not misses(fates)):
+            return
+        self._times += 1
+        if fates is not None and fates.taken.blocks:
+            self._runs.laid.leave()  # what lies in places of its own there may be there to stay
+        blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
+        self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
