@@ -29,8 +29,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
-
 import numpy as np
 import torch
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 import torch
 
 import poochplan

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from statistics import median
 from typing import Any
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 
 import msgspec
 import torch

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled

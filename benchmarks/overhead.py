@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 
 import numpy as np
 import torch

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as pooch does; torch reads it once
 
 import torch
 

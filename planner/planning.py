@@ -24,6 +24,7 @@ from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .allowance import Allowance
 from .effort import Effort, Watch
+from .whatif import as_unserved
 from .writing import KEEP_ALL, Outcome, write_plan
 
 ILP = "ilp"
@@ -85,8 +86,9 @@ def plan(
     started_s = time.perf_counter()
     begin_build()
     budget_bytes = parse_budget(budget, profile.in_core_peak_bytes)
-    problem = build_problem(profile)
     has_arena = in_arena(profile, arena)
+    profile = as_unserved(profile) if arena == "off" else profile
+    problem = build_problem(profile)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     if policy != ILP:

@@ -145,7 +145,7 @@ def _of_candidate(problem: Problem, candidate: Candidate, cell: Cell, wall_s: fl
         feasible=True,
         peak_bytes=candidate.peak_bytes,
         step_s=simulation.step_s,
-        overhead=simulation.step_s / problem.in_core_s - 1 if problem.in_core_s > 0 else 0.0,
+        overhead=problem.overhead(simulation.step_s),
         stall_s=simulation.stall_s,
         replay_s=simulation.replay_s,
         out_bytes=simulation.out_bytes,

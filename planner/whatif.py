@@ -13,6 +13,7 @@ import msgspec
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import held_until, static_bytes
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
 from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import build_problem
@@ -80,6 +81,23 @@ def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
     )
 
 
+def as_unserved(profile: Profile) -> Profile:
+    """The same step where no arena serves it: its ops take as much longer as the step was measured to."""
+    unserved_s, step_s = profile.times.unserved_step_s, profile.times.step_s
+    if unserved_s is None or step_s <= 0:
+        return profile
+    slower = _at_speed(profile, unserved_s / step_s)
+    times = msgspec.structs.replace(
+        slower.times, plain_step_s=profile.times.plain_step_s, step_s=unserved_s, unserved_step_s=None
+    )
+    return msgspec.structs.replace(slower, times=times)
+
+
+def as_followed(profile: Profile, plan: Plan) -> Profile:
+    """The same step as the plan's are: served from an arena or not."""
+    return profile if plan.holds_arena else as_unserved(profile)
+
+
 def parse_link(text: str | float) -> Link:
     """The link of a preset's name, of a rate such as ``"12GB/s"``, or of two, ``"12GB/s,25GB/s"``: out, in.
 
@@ -143,6 +161,8 @@ def _at_speed(profile: Profile, scale: float) -> Profile:
         forward_spread_s=times.forward_spread_s * scale,
         backward_spread_s=times.backward_spread_s * scale,
         optimizer_spread_s=times.optimizer_spread_s * scale,
+        plain_step_s=None if times.plain_step_s is None else times.plain_step_s * scale,
+        unserved_step_s=None if times.unserved_step_s is None else times.unserved_step_s * scale,
     )
     ops = tuple(
         msgspec.structs.replace(op, duration_s=op.duration_s * scale, spread_s=op.spread_s * scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,6 +17,8 @@ from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
+
+from .whatif import as_unserved
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
@@ -53,11 +55,14 @@ def write_plan(
     lie in an arena.
     """
     best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
-    solve = _solve_record(problem, found, wall_s)
-    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
     laid = found.optimum.laid if found.optimum else None
     if laid is None and is_laid_out:
         laid = layout_of(profile, problem, best.schedule)
+    if laid is None or laid.peak_bytes > budget_bytes:  # then no arena serves it
+        profile, problem, found = _unserved(profile, problem, found)
+        best = found.best
+    solve = _solve_record(problem, found, wall_s)
+    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -83,6 +88,16 @@ def write_plan(
         schedule=best.schedule.actions,
         layout=laid.layout if laid else None,
     )
+
+
+def _unserved(profile: Profile, problem: Problem, found: Outcome) -> tuple[Profile, Problem, Outcome]:
+    """The same plan where no arena serves its steps, simulated by their seconds."""
+    slower = as_unserved(profile)
+    if slower is profile:
+        return profile, problem, found
+    problem = build_problem(slower)
+    simulation = simulate(problem, found.best.schedule)
+    return slower, problem, replace(found, best=replace(found.best, simulation=simulation))
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -164,9 +179,10 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         memory=profile.memory,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
         in_core_peak_bytes=profile.in_core_peak_bytes,
-        in_core_step_s=problem.in_core_s,
+        in_core_step_s=problem.plain_s,
+        kept_step_s=problem.keep_all_s,
         step_s=simulation.step_s,
-        overhead=simulation.step_s / problem.in_core_s - 1 if problem.in_core_s > 0 else 0.0,
+        overhead=problem.overhead(simulation.step_s),
         stall_s=simulation.stall_s,
         replay_s=simulation.replay_s,
         interference_s=simulation.interference_s,

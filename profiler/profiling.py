@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
 
+from poochplan.errors import NativeError
 from poochplan.formats.profile import Kind, Link, Phase, Profile
 from poochplan.planner.evaluator.evaluator_library import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
@@ -20,17 +22,15 @@ from poochplan.profiler.assembly.notes import (
     garbage_notes,
     kept_notes,
     model_notes,
-    page_notes,
     region_notes,
     runtime_notes,
 )
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.assembly.steadiness import contradicted, steady
+from poochplan.profiler.assembly.steadiness import contradicted
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.clock import clock_of, current, library_bytes
 from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.capture.garbage import collected_after
-from poochplan.profiler.capture.timing import time_ops
 from poochplan.profiler.fake.estimate import needed_without_memory
 from poochplan.profiler.fake.fake_profile import fake_profile
 from poochplan.profiler.fake.memory_left import fitting_mode, memory_left
@@ -44,16 +44,19 @@ from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import verify
 from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
+from poochplan.runtime.allocator.building import build
+from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
-from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .real import Runner, captured
 from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device
+from .timed_steps import plain_step_s, timed_steps, with_seconds_beside
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
@@ -101,7 +104,8 @@ def profile(
     roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or ``"FLOPS,BYTES"`` per
         second; for mode ``"fake"`` (or ``"auto"``).
     workload: a name to find the profile by.
-    iterations: uninstrumented steps that are timed, and as many with each op timed; 5 by default.
+    iterations: steps that are timed by PyTorch alone, as many as planned steps run, and as many with each op timed; 5
+        by default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
     accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
     also: what lives beside the step and the profiler cannot see, since no op of the step meets it: a data set, an
@@ -153,16 +157,16 @@ def profile(
     if backward == "inside":
         return _profile_inside(step, model, optimizer, where, mode, options)
 
-    # Fresh memory must cost here what it costs in the session.
-    with freed_memory_given_back() if where.type == "cpu" else contextlib.nullcontext():
-        if mode == "fake" or roofline is not None:
-            rates = None if roofline is None else parse_roofline(roofline)
-            if rates is None:
-                library(None)  # as in _profile_real
+    if mode == "fake" or roofline is not None:
+        rates = None if roofline is None else parse_roofline(roofline)
+        if rates is None:
+            _wait_for_builds()
+        with _session_memory(where):
             profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
-        else:
-            profile = _profile_fitting(runner, where, mode, options)
-        if roofline is None and profile.runtime is None:
+    else:
+        profile = _profile_fitting(runner, where, mode, options)
+    if roofline is None and profile.runtime is None:
+        with _session_memory(where):
             profile = msgspec.structs.replace(profile, runtime=runtime_cost(where, torch.get_num_threads()))
     profile = msgspec.structs.replace(profile, notes=(*profile.notes, *runtime_notes(profile.runtime)))
     if EVAL_MODE in profile.notes:
@@ -229,22 +233,26 @@ def _profile_real(
     """The profile of a step that runs, in-core or swapping; ``auto``, for one that only runs with data, swaps until it
     knows what in-core would take.
     """
-    model, say = runner.model, options.say
-    with preserved(model, runner.optimizer), current(where), contextlib.ExitStack() as stack:
-        stack.enter_context(arrivals_compiled(model, where.type))
-        if options.link is None and where.type == "cpu":
-            choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
+    model, say, plain_s = runner.model, options.say, None
+    if options.link is None and where.type == "cpu":
+        choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
+    with preserved(model, runner.optimizer), current(where), ExitStack() as memory, ExitStack() as stack:
+        stack.enter_context(arrivals_compiled(model, where.type))  # a model is compiled once, and by the first step
+        if mode == "run":
+            _wait_for_builds()
+            plain_s = plain_step_s(runner, options)
+        memory.enter_context(_session_memory(where))
         store = None
         if mode != "run":
             runner.swap_all = SwapAll(model, where, options.spill_dir, clock_of(where))
             stack.callback(runner.swap_all.close)
             store = HostStore(where, options.spill_dir)
             stack.callback(store.close)
-        say(f"warming up ({options.warmup} steps{', swapping' if store else ''})")
-        for _ in range(options.warmup):
-            runner.one_step()
+            say(f"warming up ({options.warmup} steps, swapping)")
+            for _ in range(options.warmup):
+                runner.one_step()
+            _wait_for_builds()
         check_real(runner.loss)
-        library(None)  # no compiler runs beside what is measured
         say("capturing one step")
         capture, kinds = captured(runner, _new_capture(model, where, store))
         if store is not None:
@@ -265,23 +273,10 @@ def _profile_real(
                 runner.swap_all = None
                 with collected_after(capture):
                     runner.one_step()  # in-core for the first time
-        say(f"timing {options.iterations} steps")
-        with collected_after(capture):
-            measured = [runner.one_step()]
-        measured += _timed_steps(runner, options.iterations - 1)
-        say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
-        times = time_ops(model, where, runner.one_step, capture.ops, options.iterations)
-        if times.note:  # steps that differ may well take different times
-            notes = [*notes, times.note]
-        else:
-            timed = steady(measured, times.steps, lambda: _timed_again(runner, options))
-            measured, notes = timed.steps, [*notes, *timed.notes]
-        runs = times.runs if times.runs is not None else capture.durations()
-        if chosen == "swap-all":
-            notes = [*notes, SWAPPED]
-        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
-        notes = [*own, *region_notes(model, where), *page_notes(where), *notes]
-        unverified = draft(chosen, runs, measured, notes)
+        timed = timed_steps(runner, capture, where, options)
+        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *region_notes(model, where)]
+        notes = [*own, *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]
+        unverified = with_seconds_beside(draft(chosen, timed.runs, timed.steps, notes), plain_s, timed)
         del capture, draft
         stack.close()
         say("verifying replays")
@@ -290,7 +285,7 @@ def _profile_real(
             return verified
         later: list[PhaseSeconds] = []
         finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
-        return _warned(finished, contradicted(measured, later))
+        return _warned(finished, contradicted(timed.steps, later))
 
 
 def _warned(profile: Profile, note: str) -> Profile:
@@ -301,13 +296,22 @@ def _warned(profile: Profile, note: str) -> Profile:
     return msgspec.structs.replace(profile, notes=(*profile.notes, note))
 
 
-def _timed_steps(runner: Runner, count: int) -> list[PhaseSeconds]:
-    return [runner.one_step() for _ in range(count)]
+def _wait_for_builds() -> None:
+    """No compiler is to run beside what is measured."""
+    library(None)
+    with contextlib.suppress(NativeError):
+        build()
 
 
-def _timed_again(runner: Runner, options: Options) -> list[PhaseSeconds]:
-    options.say(f"timed steps spread too much; timing {options.iterations} more")
-    return _timed_steps(runner, options.iterations)
+@contextlib.contextmanager
+def _session_memory(where: torch.device) -> Iterator[None]:
+    """A block in which memory is as it is in a session: fresh memory must cost here what it costs there."""
+    if where.type != "cpu":
+        yield
+        return
+    step_scope()  # the compiled allocator asks for huge pages, once it is in force
+    with fresh_memory():
+        yield
 
 
 CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"

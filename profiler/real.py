@@ -18,6 +18,7 @@ from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.swap_all import SwapAll
+from poochplan.runtime.arena.repeated_step import RepeatedStep
 
 
 class Runner:
@@ -41,6 +42,8 @@ class Runner:
         """What lives beside the step and no op of it meets."""
         self.swap_all: SwapAll | None = None
         """What takes saved values to the host in :meth:`one_step`; None when they stay."""
+        self.arena: RepeatedStep | None = None
+        """From what each step has its memory; None for the ordinary allocator."""
         self.loss: torch.Tensor | None = None
         """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
         self._checked = False
@@ -55,18 +58,19 @@ class Runner:
         if not self.accumulate:
             for parameter in self.model.parameters():
                 parameter.grad = None
-        times_s = [self._time_s()]
-        enter(Phase.FORWARD)
-        self.loss = self._forward()
-        times_s.append(self._time_s())
-        enter(Phase.BACKWARD)
-        self.loss.backward()
-        self._check_first()
-        times_s.append(self._time_s())
-        enter(Phase.OPTIMIZER)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        times_s.append(self._time_s())
+        with self.arena.run() if self.arena is not None else contextlib.nullcontext():
+            times_s = [self._time_s()]
+            enter(Phase.FORWARD)
+            self.loss = self._forward()
+            times_s.append(self._time_s())
+            enter(Phase.BACKWARD)
+            self.loss.backward()
+            self._check_first()
+            times_s.append(self._time_s())
+            enter(Phase.OPTIMIZER)
+            if self.optimizer is not None:
+                self.optimizer.step()
+            times_s.append(self._time_s())
         return {phase: times_s[index + 1] - times_s[index] for index, phase in enumerate(Phase)}
 
     def _forward(self) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Chooser
@@ -19,7 +20,6 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
-from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.tensors.modes import (
     around_compiled,
     before_forward,
@@ -180,7 +180,7 @@ class Attachment:
         """Something leaves the device from now on: what is freed goes back to the system. Idempotent."""
         if self._kind == "cpu" and not self._is_short:
             self._is_short = True
-            self._held.enter_context(freed_memory_given_back())
+            self._held.enter_context(fresh_memory())
 
     def take_hooks_off(self) -> None:
         """Off, if nobody has put others on top of them: then they do nothing from now on, and go when they are met."""

@@ -41,7 +41,7 @@ REST = {
     "third_party",
     "runtime/allocator": "building_the_library",
     "runtime/inference": "outside_meter",
-    "tensors": "huge_pages malloc",
+    "tensors": "malloc",
     ".": "hangs",
 }
 """Files of tests that ``make test`` leaves to ``make test-all``: whole programs, compilers, networks, other processes.

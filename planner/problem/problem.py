@@ -67,6 +67,8 @@ class Problem:
     link: Link
     in_core_s: float
     """Seconds of the in-core step: without a session, and so without handles."""
+    plain_s: float
+    """Of the step by PyTorch alone, where that was timed, else ``in_core_s``: what overheads are beside."""
     lane: HostLane | None = None
     """The launching thread; None where the profile does not say what it takes."""
 
@@ -132,6 +134,10 @@ class Problem:
     def in_seconds(self, value: int) -> float:
         """Seconds of a value's copy back, alone on the link."""
         return self.link.in_seconds(int(self.size_bytes[value]))
+
+    def overhead(self, step_s: float) -> float:
+        """Of a step, beside the one by PyTorch alone."""
+        return step_s / self.plain_s - 1 if self.plain_s > 0 else 0.0
 
     def replay_seconds(self, value: int) -> float:
         """Seconds of the compute stream for a value's own replay; it has one."""
@@ -207,6 +213,7 @@ def build_problem(profile: Profile) -> Problem:
         first_step_less_bytes=_first_step_less_bytes(profile),
         link=profile.link,
         in_core_s=in_core_s,
+        plain_s=in_core_s if profile.times.plain_step_s is None else profile.times.plain_step_s,
         lane=lane,
     )
 

@@ -259,11 +259,10 @@ class _Search:
 
     def progress(self) -> Progress:
         """For whoever watches."""
-        in_core_s = self.problem.in_core_s or 1.0
         return Progress(
             step_s=self.incumbents.step_s,
             bound_s=self.proof.bound_s,
-            overhead=self.incumbents.step_s / in_core_s - 1,
+            overhead=self.problem.overhead(self.incumbents.step_s),
             gap=max(0.0, self.gap),
             left=max(0.0, self.allowance.left),
             is_counted=self.allowance.is_counted,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.graphs.graph_backend import written_replays
 from poochplan.runtime.regions.installing import why_none
-from poochplan.tensors.malloc import asks_for_huge_pages
 from poochplan.units import format_bytes
 
 from .values import value_names
 
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""What torch reads at its first allocation."""
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
 
@@ -36,17 +31,6 @@ def region_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
     """Why the backwards of compiled modules are no more than one op each, where they could be several."""
     why = why_none(model, where.type)
     return [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
-
-
-def page_notes(where: torch.device) -> list[str]:
-    """Whether fresh memory is dear although the kernel would make it cheap."""
-    asked_not_to = os.environ.get(HUGE_PAGES, "1") == "0"
-    if where.type != "cpu" or asked_not_to or asks_for_huge_pages() is not False:
-        return []
-    return [
-        f"torch does not ask for huge pages, so fresh memory takes up to half of a step: start Python with {HUGE_PAGES}"
-        "=1, or import poochplan before the first tensor is made"
-    ]
 
 
 def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:

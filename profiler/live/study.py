@@ -15,7 +15,7 @@ from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, page_notes, region_notes
+from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, region_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
@@ -85,7 +85,7 @@ def study(
 
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
     notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]
-    notes += [*region_notes(scene.model, scene.where), *aside(lambda: page_notes(scene.where)), LIVE]
+    notes += [*region_notes(scene.model, scene.where), LIVE]
     in_hooks: list[HookSeconds] = []
     try:
         measured, in_hooks = yield from _timed(scene, keep_all)

@@ -28,6 +28,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "scope_new": (_HANDLE, ()),
     "scope_join": (_HANDLE, (_HANDLE,)),
     "set_aside": (None, (_INT,)),
+    "want_huge_pages": (None, (_INT,)),
     "count_begin": (_INT, (_HANDLE, _INT64)),
     "count_live": (_INT64, (_HANDLE,)),
     "count_most": (_INT64, (_HANDLE,)),
@@ -75,6 +76,7 @@ class Library:
     scope_new: Callable[[], int | None]
     scope_join: Callable[[int | None], int | None]
     set_aside: Callable[[int], None]
+    want_huge_pages: Callable[[int], None]
     count_begin: Callable[[int, int], int]
     count_live: Callable[[int], int]
     count_most: Callable[[int], int]

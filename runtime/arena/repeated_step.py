@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.metering.allocated import step_scope
 
@@ -11,12 +14,14 @@ from .served_runs import ServedRuns
 
 MOST_LAID_OUT = 3
 """So often it is laid out, where its runs differ."""
+MOST_BLOCKS = 20_000
+"""A step with more is not served."""
 
 
 class RepeatedStep:
-    """State: the layout, once a run was written down. Where there is no compiled allocator nothing happens.
+    """State: the layout, once a run was written down. Without a compiled allocator all runs are ordinary.
 
-    The first run is ordinary and written down, and those behind it are served. What a step has missed is laid out anew.
+    The first run is ordinary and written down, and those behind it are served. What one has missed is laid out anew.
     """
 
     def __init__(self, pack: Pack) -> None:
@@ -27,24 +32,25 @@ class RepeatedStep:
 
     @property
     def is_served(self) -> bool:
-        """Whether the run that began last was served, all of it."""
+        """Whether the last run was served, all of it."""
         fates = self._runs.fates
         return fates is not None and not misses(fates)
 
-    def begin(self) -> None:
-        """A run begins; what the one before has left behind is gone by now."""
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """A block that is one run. What the one before has left behind is gone by its begin."""
         self._learn()
         arena_bytes = self._layout.arena_bytes if self._layout is not None else 0
         is_logged = self._times < MOST_LAID_OUT
-        self._runs.begin(self._layout, largest_bytes=arena_bytes, room_bytes=arena_bytes, log=is_logged, point=1)
+        self._runs.begin(self._layout, largest_bytes=arena_bytes, room_bytes=arena_bytes, log=is_logged)
+        try:
+            yield
+        finally:
+            self._runs.end()
 
-    def at(self, point: int) -> None:
-        """The run has come to a part of it, by their numbers from 2 on."""
-        self._runs.at(point)
-
-    def end(self) -> None:
-        """The run is over."""
-        self._runs.end()
+    def rests(self) -> None:
+        """The machine has the arena's memory back until the next run."""
+        self._runs.laid.rests()
 
     def close(self) -> None:
         """Runs are ordinary again; what lies in the arena stays as it is. Idempotent."""
@@ -52,11 +58,16 @@ class RepeatedStep:
         self._runs.close()
 
     def _learn(self) -> None:
-        fates, events = self._runs.end(), self._runs.events()
-        if events is None or (fates is not None and not misses(fates)):
+        """From the run before, if it was written down."""
+        fates, events = self._runs.fates, self._runs.events()
+        if events is None:
+            return
+        if fates is not None and not misses(fates):
+            self._times = MOST_LAID_OUT  # as it is
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:
             self._runs.laid.leave()  # what lies in places of its own there may be there to stay
         blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
-        self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)
+        if len(blocks) <= MOST_BLOCKS:
+            self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)

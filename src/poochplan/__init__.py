@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import PoochError
@@ -48,10 +47,6 @@ __all__ = [
     "profile",
     "smallest_budget",
 ]
-
-# Torch reads it at its first allocation, so that it can still be set where this is imported before a tensor is made.
-# In a session each large tensor is fresh memory on the CPU, and huge pages make that cheap (tensors/malloc.py).
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Loaded on first use: planning needs no torch, and torch takes seconds to import.
 _HOMES = {

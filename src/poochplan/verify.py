@@ -6,7 +6,6 @@ Used by ``pooch run``, the tests, the benchmarks and the notebook.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import random
 import statistics
@@ -24,7 +23,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out, live_tensors
+from poochplan.runtime.watch.census import leave_out
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .errors import StepError
@@ -149,60 +148,6 @@ def _train(workload: Workload, gradients: Tensors | None) -> tuple[float, torch.
     return time.perf_counter() - start_s - copying_s, loss
 
 
-def time_in_turn(
-    workload: Workload,
-    session: Session,
-    timed_steps: int,
-    in_core: Run,
-    planned: Run,
-    say: Progress = lambda _: None,
-    in_core_workload: Workload | None = None,
-) -> None:
-    """Adds the seconds of as many steps in-core and under the session's plan, one right after the other.
-
-    The order alternates; the steps before them are no longer cold or metered. ``in_core_workload``: what runs in-core,
-    where that is not the same model.
-    """
-
-    def run_one(run: Run) -> float:
-        if run is in_core:
-            if in_core_workload is not None:
-                return _train_beside(in_core_workload, session)
-            with session.away():
-                return _train(workload, None)[0]
-        seconds = _train(workload, None)[0]
-        planned.step_reports.append(copy.copy(session.report().last_step))
-        return seconds
-
-    if timed_steps:
-        for _ in range(METERED_STEPS - len(planned.step_reports)):
-            run_one(planned)
-        run_one(in_core)
-    for index in range(timed_steps):
-        say(f"pair {index + 1} of {timed_steps}")
-        for run in (in_core, planned) if index % 2 else (planned, in_core):
-            run.seconds.append(run_one(run))
-
-
-def _built_beside(build: Build, session: Session) -> Workload:
-    """Another workload beside the one that the session is for, of which no meter of the session counts anything."""
-    before = list(live_tensors())
-    known = set(map(id, before))
-    with aside():
-        workload = build()
-    _train_beside(workload, session)  # there is optimizer state then
-    leave_out(tensor for tensor in live_tensors() if id(tensor) not in known)
-    return workload
-
-
-def _train_beside(workload: Workload, session: Session) -> float:
-    """The seconds of one step of it; nothing that the step makes is left but optimizer state."""
-    with session.away(), aside():
-        seconds = _train(workload, None)[0]
-        _drop_gradients(workload)
-    return seconds
-
-
 def run_in_core(
     build: Build,
     *,
@@ -267,12 +212,8 @@ def check(
 
     ``build`` is called for each run and must make a new model. ``in_core_build`` makes those that run in-core, where
     they are others: of a model compiled with a plan inside, the same one compiled without. ``timed_steps`` more steps
-    of each are only timed; a step time is the median. A machine that gets slower or faster meanwhile tells on both:
-
-    * On the CPU they are timed in turn, in one session, on the planned run's model where both are alike, so that both
-      run under the one setting of the C library's allocator that a session makes. It ends with the session: see
-      ``tensors/malloc.py``.
-    * On CUDA each run has the device's memory to itself; the in-core steps are timed before and after the planned ones.
+    of each are only timed; a step time is the median. In-core steps are timed before the session, where nothing is set
+    for it yet, and after it: a machine that gets slower or faster meanwhile tells on both.
 
     Raises
     ------
@@ -281,7 +222,6 @@ def check(
     """
     say = progress or (lambda text: None)
     builds, in_core_builds = _Fresh(build), _Fresh(in_core_build or build)
-    in_turn = (plan.plans[0] if isinstance(plan, PlanSet) else plan).device == "cpu"
 
     def in_core_run(steps: int, timed_steps: int, name: str) -> Run:
         run = run_in_core(
@@ -294,7 +234,7 @@ def check(
         gc.collect()
         return run
 
-    in_core = in_core_run(steps, 0 if in_turn else timed_steps, "in-core")
+    in_core = in_core_run(steps, timed_steps, "in-core")
     seed_everything(seed)
     workload = builds()
     with apply(
@@ -309,18 +249,13 @@ def check(
         planned = run_steps(
             workload,
             steps,
-            timed_steps=0 if in_turn else timed_steps,
+            timed_steps=timed_steps,
             session=session,
             progress=lambda text: say(f"under the plan, {text}"),
         )
-        if in_turn:
-            plain = _built_beside(in_core_builds, session) if in_core_build is not None and timed_steps else None
-            time_in_turn(workload, session, timed_steps, in_core, planned, say, plain)
-            del plain
-    planned = dataclasses.replace(planned, report=session.report())
     del workload
     gc.collect()
-    if timed_steps and not in_turn:
+    if timed_steps:
         in_core.seconds.extend(in_core_run(0, timed_steps, "in-core again").seconds)
     difference = first_difference(in_core.records, planned.records)
     if difference is not None:

@@ -113,7 +113,7 @@ class Disturbed:
 
 
 def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> None:
-    step = Disturbed({3: 0.6, 4: 0.7, 5: 0.6})  # after the warm-up and the capture: all that are timed
+    step = Disturbed({9: 0.6, 10: 0.7, 11: 0.6})  # all that are timed as planned steps run
     said: list[str] = []
     profile = poochplan.profile(step, model=step.model, iterations=3, link=LINK, progress=said.append)
     assert "timed steps spread too much; timing 3 more" in said
@@ -121,14 +121,14 @@ def test_a_profile_of_a_machine_that_was_busy_for_a_while_is_timed_again() -> No
 
 
 def test_a_machine_that_was_busy_as_long_as_steps_were_timed_is_warned_about_and_noted() -> None:
-    step = Disturbed({3: 0.5, 4: 0.5})  # the timed step, and the one with instruments
+    step = Disturbed({7: 0.5, 8: 0.5})  # the timed step, and the one with instruments
     with pytest.warns(UserWarning, match="later ones .* the machine was busy with something else"):
         profile = poochplan.profile(step, model=step.model, iterations=1, link=LINK)
     assert any("all times are uncertain" in note for note in profile.notes)
 
 
 def test_a_refused_profile_leaves_the_model_as_it_was() -> None:
-    rounds = {3: 0.2, 4: 0.2, 5: 0.2, 9: 0.6, 10: 0.6, 11: 0.6}  # those with instruments are between them
+    rounds = {9: 0.2, 10: 0.2, 11: 0.2, 15: 0.6, 16: 0.6, 17: 0.6}  # those with instruments are between them
     step = Disturbed(rounds)
     step.model.weight.grad = torch.ones_like(step.model.weight)
     before = step.model.weight.clone()

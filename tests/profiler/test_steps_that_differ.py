@@ -64,6 +64,7 @@ def test_layers_that_alternate_with_the_same_ops_are_told_apart() -> None:
 
 def test_without_a_second_step_like_it_the_captured_ones_durations_stand() -> None:
     layers = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.ELU(), nn.Softplus(), nn.Mish()]
+    layers += [nn.Softsign(), nn.LogSigmoid(), nn.Hardtanh(), nn.CELU(), nn.SELU(), nn.Tanhshrink(), nn.Softshrink()]
     profile = taken(Alternates(*layers), [torch.randn(32, 64)])
     assert profile.notes[0].endswith("op durations are of the captured step alone")
     forward_s = sum(op.duration_s for op in profile.ops if op.phase is Phase.FORWARD)

@@ -51,6 +51,7 @@ struct State {
   Register<Arena> arenas;
   std::atomic<int64_t> next_id{0};
   std::atomic<uint32_t> threads{0}, serials{0};
+  std::atomic<int> huge_pages{0}; // so many blocks of code want them
   c10::Allocator* inner = nullptr;
   c10::DeleterFnPtr give_back = nullptr;
 };
@@ -98,6 +99,14 @@ void release(void* address) {
   block.arena->give_back(address);
 }
 
+// Fresh memory is dear in small pages, and where it is given back as it is freed each large block is fresh memory.
+void ask_for_huge_pages(void* address, size_t size_bytes) noexcept {
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const auto from = reinterpret_cast<uintptr_t>(address);
+  const uintptr_t begin = (from + kHugePage - 1) / kHugePage * kHugePage, end = (from + size_bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size_bytes) override {
@@ -109,6 +118,7 @@ class Allocator final : public c10::Allocator {
     // What is no plain block cannot be given back by its address: its own deleter keeps it.
     if (block.get() != block.get_context() || block.get_deleter() != state.give_back) return block;
     void* address = block.release_context();
+    if (state.huge_pages.load(std::memory_order_relaxed) > 0) ask_for_huge_pages(address, size_bytes);
     note_birth(address, size_bytes, nullptr);
     return owned(address);
   }
@@ -213,6 +223,9 @@ POOCH Scope* pooch_scope_join(Scope* scope) noexcept { return std::exchange(here
 
 // Enters (1) or leaves (-1) a block of code on this thread that no arena serves.
 POOCH void pooch_set_aside(int change) noexcept { here.asides += change; }
+
+// Enters (1) or leaves (-1) a block of code of this process in which large blocks are asked for in huge pages.
+POOCH void pooch_want_huge_pages(int change) noexcept { state.huge_pages.fetch_add(change); }
 
 POOCH int pooch_count_begin(Scope* scope, int64_t unit_bytes) noexcept {
   if (!state.active.add(scope)) return 0;

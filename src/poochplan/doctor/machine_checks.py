@@ -21,7 +21,6 @@ from poochplan.units import format_bytes, format_rate
 from .finding import Finding, Status, judged
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-TORCH_ASKS = "THP_MEM_ALLOC_ENABLE"
 PROBE_BYTES = 64 << 20
 LEAST_FREE_BYTES = 4 << 30
 ROUNDS, ROUND_S = 30, 0.005
@@ -68,8 +67,7 @@ def huge_pages(setting: str) -> Finding:
         return Finding(
             name="huge pages",
             status=Status.OK,
-            found="where a program asks; poochplan does, if it is imported before the first tensor",
-            advice=f"start scripts that import it later with {TORCH_ASKS}=1 in their environment",
+            found="where a program asks, as the compiled allocator does",
         )
     return Finding(
         name="huge pages",

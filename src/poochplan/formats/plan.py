@@ -19,9 +19,10 @@ from .display.shown_table import html_table, text_table
 from .files import read_struct, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
-what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs."""
+what the peaks count, and has the layout of an arena; 5 what is recomputed inside compiled graphs; in 6 overheads are
+beside PyTorch alone."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -115,7 +116,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """The same in the first step, before the optimizer has state."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
-    """As measured: without a session, and so without what the runtime takes."""
+    """By PyTorch alone, where that was timed; else the sum of the in-core step's ops. Without a session."""
+    kept_step_s: Seconds | None = None
+    """Of a session's step that keeps everything, what the runtime takes in it: no plan's step is shorter. None in files
+    that do not say."""
     step_s: Seconds
     """What a clock will show: ops, waits, replays, and what the runtime itself takes of the compute stream."""
     overhead: Change
@@ -405,11 +409,12 @@ def _with_runtime_in_step(prediction: Prediction) -> Prediction:
 def _summary(plan: Plan) -> list[tuple[str, str]]:
     promised, solve = plan.prediction, plan.solve
     share = f", {share_of_peak(plan.budget_bytes, promised.in_core_peak_bytes):.0%} of in-core"
+    plain = f"PyTorch alone {format_seconds(promised.in_core_step_s)}"
     bound = "" if solve.gap is None else f", within {solve.gap:.2%} of the best there is"
     return [
         ("budget", f"{format_bytes(plan.budget_bytes)}{share}"),
         ("predicted peak", format_bytes(max(promised.peak_bytes, promised.first_step_peak_bytes))),
-        ("predicted step", f"{format_seconds(promised.step_s)} (in-core {format_seconds(promised.in_core_step_s)})"),
+        ("predicted step", f"{format_seconds(promised.step_s)} ({plain})"),
         ("predicted overhead", f"{promised.overhead:+.1%}{bound}"),
         *((str(decision), _decided(plan, decision)) for decision in Decision),
         ("found", f"by {solve.policy}: {solve.status} after {format_seconds(solve.wall_s)}"),

@@ -32,9 +32,10 @@ from .checks.fields import (
 )
 from .facts.step_facts import StepFacts
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
-blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value.
+blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value, 6 what the step takes
+by PyTorch alone (``StepTimes.plain_step_s``).
 """
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
@@ -263,6 +264,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Factor that brought the summed op durations of forward to ``forward_s``; also for the two below."""
     backward_scale: Factor
     optimizer_scale: Factor
+    plain_step_s: Seconds | None = None
+    """The median step by PyTorch alone, timed before anything was set for sessions: what overheads are beside. None
+    where it was not run, as where it does not fit."""
+    unserved_step_s: Seconds | None = None
+    """Where the timed steps had their memory from one arena, as planned steps have: the same where each tensor is fresh
+    memory that is given back as it is freed, as in steps that are not served. None where they were such themselves."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -380,6 +387,12 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def point_ticks(self) -> tuple[int, ...]:
         """Tick of each point."""
         return tuple(point.op + index for index, point in enumerate(self.points))
+
+    @property
+    def plain_scale(self) -> float:
+        """From the seconds of the ops to those of the step by PyTorch alone; 1 where that was not timed."""
+        plain_s, ops_s = self.times.plain_step_s, sum(op.duration_s for op in self.ops)
+        return 1.0 if plain_s is None or ops_s <= 0 else plain_s / ops_s
 
     @property
     def tick_count(self) -> int:

@@ -114,7 +114,7 @@ def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
         label += ": finds no plan"
     elif found[0].budget_bytes > _first_with_a_plan(frontier):
         label += f" (from {share_of_peak(found[0].budget_bytes, frontier.in_core_peak_bytes):.0%})"
-    overheads = [np.nan if point.overhead is None else max(point.overhead, 0.0) for point in points]
+    overheads = [np.nan if point.overhead is None else point.overhead for point in points]
     axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **_style(policy))
 
 

@@ -16,6 +16,7 @@ from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.judge.streams import Lane
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.whatif import as_followed
 
 
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:
@@ -45,7 +46,8 @@ def _frame(
 
 
 def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
-    """Where the predicted overhead comes from: one row per layer that costs anything, the most expensive first.
+    """What the plan costs beside the ops of the step that keeps everything: one row per layer that costs anything, the
+    most expensive first.
 
     Columns: ``swap`` and ``recompute`` (bytes), ``stall_s`` (compute waits for copies of the layer's values),
     ``replay_s`` (its values' replays), ``interference_s`` (the rest of compute runs slower beside copies),
@@ -54,7 +56,7 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     """
     simulation = simulate_plan(profile, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
-    seconds = _writing_seconds(profile)
+    seconds, in_core_s = _writing_seconds(profile), sum(op.duration_s for op in as_followed(profile, plan).ops)
     columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s", "runtime_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
@@ -67,7 +69,7 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
             for name, share in _shares(seconds, span.label).items():
                 rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
     attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
-    beside_copies_s = simulation.step_s - plan.prediction.in_core_step_s - attributed_s - simulation.runtime_s
+    beside_copies_s = simulation.step_s - in_core_s - attributed_s - simulation.runtime_s
     if simulation.interference_s and beside_copies_s > 0:
         rows["(beside copies)"]["interference_s"] = beside_copies_s
     if simulation.runtime_s:
@@ -92,7 +94,7 @@ def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
                 f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
                 f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
             )
-    problem = build_problem(profile)
+    problem = build_problem(as_followed(profile, plan))
     return simulate(problem, schedule_of(plan, problem), trace=True)
 
 

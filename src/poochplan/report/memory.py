@@ -35,8 +35,8 @@ class MemoryCurve:
 
 
 def in_core_curve(profile: Profile) -> MemoryCurve:
-    """The in-core step's memory over time: ops one after another at their profiled durations."""
+    """The in-core step's memory over time: ops one after another, as long as they take by PyTorch alone."""
     live = live_bytes(profile)
     ticks = np.asarray(profile.op_ticks, dtype=np.int64)
-    durations_s = np.asarray([op.duration_s for op in profile.ops], dtype=np.float64)
+    durations_s = profile.plain_scale * np.asarray([op.duration_s for op in profile.ops], dtype=np.float64)
     return MemoryCurve(times_s=np.concatenate([[0.0], np.cumsum(durations_s)]), size_bytes=live[ticks])

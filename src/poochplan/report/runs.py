@@ -129,8 +129,7 @@ class RunSummary:
         """The table of ``pooch run``."""
         prediction = plan.prediction
         in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
-        where = "measured in turn with it" if self.in_core_step_s else "from the profile"
-        pages = "; memory given back as it is freed" if plan.device == "cpu" else ""
+        where = "PyTorch alone, before and after it" if self.in_core_step_s else "from the profile"
         share = share_of_peak(plan.budget_bytes, prediction.in_core_peak_bytes)
         rows = {
             "in-core peak": format_bytes(prediction.in_core_peak_bytes),
@@ -138,7 +137,7 @@ class RunSummary:
             "budget is on": counted_text(plan),
             "predicted peak": peak_text(prediction),
             "measured peak": self._peak_text(plan),
-            "in-core step time": f"{format_seconds(in_core_step_s)} ({where}){pages}",
+            "in-core step time": f"{format_seconds(in_core_step_s)} ({where})",
             "planned step time": f"{format_seconds(self.step_s)} (predicted {format_seconds(prediction.step_s)})",
             "predicted overhead": overhead_text(prediction.overhead),
             "measured overhead": overhead_text(self.overhead(plan)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from rich.table import Table
 
+from poochplan.formats.display.profile_summary import in_core_step_text
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import Memory, Profile
@@ -85,8 +86,7 @@ def profile_rows(profile: Profile) -> Rows:
     return {
         "device": f"{profile.device.name} ({profile.device.kind}, {format_bytes(profile.device.memory_bytes)})",
         "mode": profile.mode,
-        "in-core step": f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)}, "
-        f"{times.iterations} iterations)",
+        "in-core step": f"{in_core_step_text(times)}, {times.iterations} iterations",
         "forward / backward / optimizer": " / ".join(
             format_with_spread(seconds, spread_s)
             for seconds, spread_s in (
@@ -125,9 +125,11 @@ def plan_rows(plan: Plan) -> Rows:
         "budget is on": counted_text(plan),
         "predicted peak": peak_text(prediction),
         **arena_row(plan),
-        "predicted step": f"{format_seconds(prediction.step_s)} (in-core {format_seconds(prediction.in_core_step_s)})",
+        "predicted step": f"{format_seconds(prediction.step_s)} (PyTorch alone "
+        f"{format_seconds(prediction.in_core_step_s)})",
         "predicted overhead": overhead_text(prediction.overhead),
         **bound,
+        **_beside_kept(prediction),
         "of that": f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
         f"interference {format_seconds(prediction.interference_s)}{runtime_text(prediction)}",
         "bytes swapped": swapped_text(prediction.out_bytes, prediction.in_bytes),
@@ -207,6 +209,15 @@ def _numbered(assumed: tuple[str, ...], notes: tuple[str, ...]) -> dict[str, str
     return {f"assumed {number}": text for number, text in enumerate(assumed, 1)} | {
         f"note {number}": note for number, note in enumerate(notes, 1)
     }
+
+
+def _beside_kept(prediction: Prediction) -> Rows:
+    """The planned step beside one of the same session that keeps everything; empty in plans that do not say."""
+    kept_s = prediction.kept_step_s
+    if not kept_s:
+        return {}
+    told = f"{overhead_text(prediction.step_s / kept_s - 1)} of {format_seconds(kept_s)}"
+    return {"beside keeping all": f"{told}, the same session's step that keeps everything"}
 
 
 def overhead_text(overhead: float) -> str:

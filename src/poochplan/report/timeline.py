@@ -108,7 +108,8 @@ def timeline_of(
         in_core_memory=in_core_curve(profile),
         static_bytes=sum(static_bytes(profile).values()),
         peak_layer=simulation.peak_layer,
-        subtitle=f"step {format_seconds(prediction.step_s)}, in-core {format_seconds(prediction.in_core_step_s)};  "
+        subtitle=f"step {format_seconds(prediction.step_s)}, "
+        f"PyTorch alone {format_seconds(prediction.in_core_step_s)};  "
         f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
         f"interference {format_seconds(prediction.interference_s)}{runtime_text(prediction)};  "
         f"{swapped_text(prediction.out_bytes, prediction.in_bytes)}",
@@ -244,7 +245,7 @@ def _quiet(axes: Axes, keep: tuple[str, ...]) -> None:
 
 
 def _in_core_bars(profile: Profile) -> list[Bar]:
-    ends_s = np.cumsum([op.duration_s for op in profile.ops])
+    ends_s = profile.plain_scale * np.cumsum([op.duration_s for op in profile.ops])
     starts_s = np.concatenate([[0.0], ends_s[:-1]])
     return _split("in-core", 0.0, float(ends_s[-1]), _phase_starts(profile, starts_s.tolist()))
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-
-import torch
 
 GIVEN_BACK_BYTES = 64 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _M_ARENA_MAX = -1, -3, -6, -8
@@ -28,13 +24,6 @@ _VARIABLES = {
 _ARENAS = "arena_max", "MALLOC_ARENA_MAX"
 _MOST = (1 << 31) - 1
 
-_HUGE_PAGES, _MAPPINGS = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps")
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
-_ADVISED = "hg"
-"""Of a mapping's flags: ``madvise(MADV_HUGEPAGE)`` was called for it."""
-_PROBE_BYTES = 4 << 20
-"""Twice the size of a huge page, from which on torch asks."""
-
 _lock = threading.RLock()  # reentrant: a session may end in a finalizer, which runs anywhere
 _holders: set[object] = set()
 
@@ -43,12 +32,9 @@ _holders: set[object] = set()
 def freed_memory_given_back() -> Iterator[None]:
     """Within the block each tensor of 64 KiB or more is a mapping of its own, which goes when it is freed.
 
-    What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Huge pages take
-    most of that back: ``THP_MEM_ALLOC_ENABLE=1``, which torch reads at its first allocation (so it must be in the
-    environment before; importing ``poochplan`` sets it), or ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``. Left alone,
-    glibc raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
-    1-6 MiB tensors in one measurement). Profiles are taken within such a block too, so that fresh pages cost the same
-    there.
+    What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Left alone, glibc
+    raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
+    1-6 MiB tensors in one measurement).
 
     It holds for the whole process, until the last such block ends. Then both thresholds are what the environment asks
     for; where it asks for nothing, those at which glibc's own rule ends. That rule itself does not come back: any call
@@ -94,33 +80,6 @@ def give_back_freed() -> None:
     """What the C library keeps of freed blocks leaves resident memory now; nothing happens where it cannot be asked."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def asks_for_huge_pages() -> bool | None:
-    """Whether torch asks for huge pages for large tensors, where the kernel gives them to those that ask.
-
-    None where it makes no difference: the kernel gives them always or never, or does not tell. Looks at a tensor of
-    4 MiB, since torch has read its setting once, whatever the environment says now.
-    """
-    if "[madvise]" not in _read(_HUGE_PAGES):
-        return None
-    probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
-    place = probe.data_ptr() + _PROBE_BYTES // 2
-    inside = False
-    for line in _read(_MAPPINGS).splitlines():
-        bounds = _MAPPING.match(line)
-        if bounds:
-            inside = int(bounds[1], 16) <= place < int(bounds[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return _ADVISED in line.split()
-    return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _settle() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.profile_parts import ProfileData
+from poochplan.formats.profile_parts import ProfileData, StepTimes
 from poochplan.units import format_bytes, format_rate, format_seconds
 
 NOTES_SHOWN = 5
@@ -17,7 +17,7 @@ def profile_summary(profile: ProfileData) -> list[tuple[str, str]]:
     free_bytes = sum(value.size_bytes for value in saved if not value.pinned)
     return [
         ("device", f"{profile.device.name} ({profile.device.kind}), mode {profile.mode}"),
-        ("in-core step", f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)})"),
+        ("in-core step", in_core_step_text(times)),
         (
             "forward, backward, optimizer",
             ", ".join(map(format_seconds, (times.forward_s, times.backward_s, times.optimizer_s))),
@@ -40,3 +40,13 @@ def profile_summary(profile: ProfileData) -> list[tuple[str, str]]:
         *(("assumed", text) for text in profile.assumed),
         *(("note", text) for text in profile.notes[:NOTES_SHOWN]),
     ]
+
+
+def in_core_step_text(times: StepTimes) -> str:
+    """The seconds by PyTorch alone, and those that plans are made of."""
+    timed = f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)})"
+    if times.unserved_step_s is not None:
+        timed += f" from one arena, {format_seconds(times.unserved_step_s)} without"
+    if times.plain_step_s is None:
+        return timed
+    return f"{format_seconds(times.plain_step_s)} by PyTorch alone; {timed}"

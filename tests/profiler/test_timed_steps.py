@@ -1,0 +1,135 @@
+"""What the step takes by PyTorch alone, from one arena, and without one; and which of them a plan is made of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+import poochplan
+from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.arena.packing import packed
+from poochplan.planner.whatif import as_followed, as_unserved
+from poochplan.runtime.allocator.library import library
+from poochplan.runtime.arena.repeated_step import RepeatedStep
+from tests.runtime.nets import LINK
+
+SLOWER = 1.5
+
+
+def made() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """A step of blocks that are large enough for an arena."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+    batch = torch.randn(512, 256)
+    return model, lambda: model(batch).square().mean()
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    model, step = made()
+    return poochplan.profile(step, model=model, iterations=3, link=LINK)
+
+
+def unserved(profile: Profile) -> Profile:
+    """As if steps without an arena took half as long again."""
+    times = msgspec.structs.replace(profile.times, unserved_step_s=SLOWER * profile.times.step_s)
+    return msgspec.structs.replace(profile, times=times)
+
+
+def test_a_profile_has_the_step_by_pytorch_alone_and_without_an_arena(profile: Profile) -> None:
+    assert profile.memory is Memory.ALLOCATED
+    assert profile.times.plain_step_s is not None
+    assert profile.times.unserved_step_s is not None
+    assert sum(op.duration_s for op in profile.ops) == pytest.approx(profile.times.step_s, rel=0.01)
+
+
+def test_overheads_are_beside_pytorch_alone_and_the_gap_beside_simulated_steps(profile: Profile) -> None:
+    plan = poochplan.plan(profile, "70%", evaluations=50)
+    assert plan.prediction.in_core_step_s == profile.times.plain_step_s
+    assert plan.prediction.overhead == pytest.approx(plan.prediction.step_s / plan.prediction.in_core_step_s - 1)
+    assert plan.prediction.kept_step_s is not None
+    assert plan.prediction.kept_step_s <= plan.prediction.step_s * (1 + 1e-9)
+    assert plan.solve.gap is not None
+    assert plan.solve.bound_s is not None
+    assert plan.solve.gap == pytest.approx(max(0.0, plan.prediction.step_s / plan.solve.bound_s - 1))
+
+
+def test_a_plan_that_no_arena_serves_takes_as_much_longer_as_such_steps_do(profile: Profile) -> None:
+    slower = unserved(profile)
+    served, without = (poochplan.plan(slower, "80%", evaluations=50, arena=arena) for arena in ("on", "off"))
+    assert served.holds_arena
+    assert not without.holds_arena
+    assert as_followed(slower, served) is slower
+    assert sum(op.duration_s for op in as_followed(slower, without).ops) == pytest.approx(
+        SLOWER * slower.times.step_s, rel=0.01
+    )
+    assert without.prediction.step_s >= 0.99 * SLOWER * slower.times.step_s
+    assert without.prediction.in_core_step_s == served.prediction.in_core_step_s
+
+
+def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) -> None:
+    times = msgspec.structs.replace(profile.times, unserved_step_s=None)
+    ordinary = msgspec.structs.replace(profile, times=times)
+    assert as_unserved(ordinary) is ordinary
+
+
+def test_importing_poochplan_changes_nothing_of_the_environment() -> None:
+    code = "import os; before = dict(os.environ); import poochplan, torch; print(dict(os.environ) == before)"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("THP_")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+# -- a step that is repeated ----------------------------------------------------------------------------------------
+
+
+def test_a_repeated_step_is_served_whole_from_its_second_run_on_and_keeps_its_bits() -> None:
+    model, step = made()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        step().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected, arena = gradients(), RepeatedStep(packed)
+    served = []
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        with arena.run():
+            found = gradients()
+        served.append(arena.is_served)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert served[0] is False
+    assert served[-1] is True
+    arena.close()
+
+
+def test_a_closed_one_gives_its_memory_back_once_nothing_lies_in_it() -> None:
+    before, arena = library().arenas_mapped(), RepeatedStep(packed)
+    for number in range(3):
+        with arena.run():
+            kept = torch.ones(1 << 20)
+            if number < 2:
+                del kept
+    assert library().arenas_mapped() == before + 1
+    arena.close()
+    assert bool(kept.eq(1).all())
+    del kept
+    assert library().arenas_mapped() == before
+
+
+def test_a_step_that_takes_other_blocks_each_time_is_not_served_and_has_its_bits() -> None:
+    arena = RepeatedStep(packed)
+    for number in range(1, 8):
+        with arena.run():
+            made = torch.full((number * 10_000,), float(number))
+            total = (made * 2).sum()
+        assert total == 2.0 * number * number * 10_000
+        assert not arena.is_served
+    arena.close()
