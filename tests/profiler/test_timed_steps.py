@@ -15,9 +15,9 @@ import poochplan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
-from poochplan.runtime.allocator.library import library
 from poochplan.report.tables import plan_rows, profile_rows
 from poochplan.report.timeline import timeline_of
+from poochplan.runtime.allocator.library import library
 from poochplan.runtime.arena.repeated_step import RepeatedStep
 from tests.runtime.nets import LINK
 
