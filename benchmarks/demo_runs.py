@@ -1,5 +1,5 @@
-"""`make demo` again and again with empty caches, alone or beside a busy core: whether it ends well, and what it says; and
-its plan with caches cold and warm.
+"""`make demo` again and again with empty caches, alone or beside a busy core: whether it ends well, and what it says;
+and its plan with caches cold and warm.
 
     python -m benchmarks.demo_runs --runs 5 --plans 3 -o benchmarks/results/demo.json
     python -m benchmarks.demo_runs --runs 5 --busy -o benchmarks/results/demo.json
