@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
+from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.allocated import AllocatedPeak
 from poochplan.runtime.metering.logged_peak import LoggedPeak
@@ -21,6 +22,7 @@ from poochplan.torch_private.tensor_internals import in_backward, storage_identi
 
 from .census import LEAST_BYTES, Storages, bucket_bytes, census
 from .growth import state_of_optimizers
+from .holders import Holder, Own, holders
 
 Known = dict[int, weakref.ref[torch.UntypedStorage]]
 """By identity."""
@@ -65,8 +67,8 @@ class StepMeter:
     Parameters
     ----------
     kind: of the device.
-    when: ``"first-steps"`` begins at a census while :meth:`settled` was not called, and then in one step of
-        :data:`EVERY`. Without a compiled allocator these steps alone are metered.
+    when: ``"always"`` begins each step at a census, and ``"first-steps"`` those that are said to. Without a compiled
+        allocator these steps alone are metered.
     memory: what the figures count.
     """
 
@@ -75,8 +77,6 @@ class StepMeter:
         self._memory = memory
         self._kind = kind
         self._when = when
-        self._is_settled = False
-        self._is_to_check = False
         self._is_due = False
         self.is_certain = False
         """False where the compiled allocator alone tells this step's peak, without a census as it began: what other
@@ -86,7 +86,6 @@ class StepMeter:
         """Small storages that were there as this step began, and are left out unless the step meets them."""
         self._met: Known = {}
         """Such ones that earlier steps have met."""
-        self._steps = 0
         self._engine: Engine | None = None
         self._open = False
         self._peak: int | None = None
@@ -106,19 +105,17 @@ class StepMeter:
     def _logged(self) -> LoggedPeak | None:
         return LoggedPeak(self._memory) if self._is_of_cpu and self._allocated is None else None
 
-    def step_begins(self, engine: Engine, device: Device) -> None:
-        """A segment has begun on this thread."""
+    def step_begins(self, engine: Engine, device: Device, *, is_due: bool) -> None:
+        """A segment has begun on this thread; ``is_due``: at a census."""
         self._engine, self._device = engine, device
         self._open, self._peak, self._blocks = True, None, None
         self._passed, self._peak_at = [], 0
-        self._steps += 1
         if self._when == "never":
             return
         device.start_step_peak()
         if self._allocated is not None:
             self._allocated.step_begins()
-        is_due = self._when == "always" or not self._is_settled or self._is_to_check or self._steps % EVERY == 0
-        self._is_due, self._is_to_check = is_due, False
+        self._is_due = is_due = is_due or self._when == "always"
         self.is_certain = is_due or self._allocated is None
         engine.mechanism.timed = is_due
         if is_due:
@@ -143,11 +140,6 @@ class StepMeter:
         if self._logged is not None:
             self._logged.mark(len(self._passed))
         self._passed.append(self._where(part))
-
-    @property
-    def tells_every_step(self) -> bool:
-        """Whether the compiled allocator tells what steps take, and not a log, which takes time."""
-        return self._allocated is not None
 
     @property
     def _is_told_by_device(self) -> bool:
@@ -181,18 +173,6 @@ class StepMeter:
         """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
         if self._allocated is not None:
             self._allocated.arena_bytes = arena_bytes
-
-    def close(self) -> None:
-        """No step is metered any more."""
-        self.step_is_over()
-
-    def check_next(self) -> None:
-        """The next step begins at a census."""
-        self._is_to_check = True
-
-    def settled(self, is_settled: bool) -> None:
-        """Whether steps are as those before: then few of them begin at a census."""
-        self._is_settled = is_settled
 
     @property
     def peak_bytes(self) -> int | None:
@@ -250,3 +230,18 @@ class StepMeter:
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
         found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
         return {storage_identity(storage): storage for storage in found}
+
+
+def described(moment: Moment | None, plan: Plan) -> str:
+    """The moment in words; empty where it is not known."""
+    if moment is None:
+        return ""
+    layer = moment.layer(plan.instructions)
+    return f"{moment.part}{f' of {layer}' if layer else ''}"
+
+
+def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
+    """Who holds more on the engine's device than the plan of that segment knows of."""
+    inputs = [(reference(), size_bytes) for reference, size_bytes in segment.given]
+    own = Own(engine.model_of(segment), engine.left_over_storages(), segment.left_over_bytes, inputs, plan.static_bytes)
+    return holders(engine.device.kind, own)
