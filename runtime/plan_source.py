@@ -62,6 +62,9 @@ class PlanSource:
         """What the segment, which has its driver, follows or was to."""
         return None
 
+    def begins(self, segment: Segment) -> None:
+        """A segment that has its driver is about to begin; no log of another step's goes on."""
+
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the models' is about to step."""
 

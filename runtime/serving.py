@@ -92,6 +92,11 @@ class Serving:
         """Why steps that follow the plan are not served, though that was asked for; else empty."""
         return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
 
+    @property
+    def may_give_up(self) -> bool:
+        """Whether nobody has asked for an arena in so many words."""
+        return self._mode == "auto"
+
     def gives_up(self, plan: Plan) -> bool:
         """Steps that follow the plan are not served any more; false where they are not already."""
         if not self.serves(plan):

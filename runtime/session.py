@@ -310,6 +310,7 @@ class Session:
         if self._serving is not None and (plan is None or self._engine.follows is None):
             self._serving.stands_aside()
             self._meter.served_from(0)
+        self._source.begins(segment)
         if plan is None:
             return
         if self._followed.get(plan.kind) is not plan:
@@ -399,18 +400,22 @@ class Session:
 
     def _look(self, segment: Segment) -> None:
         """A step that followed its plan may have taken more than its budget; of others it has been told why."""
-        plan, peak_bytes, blocks_bytes = self._following, segment.report.peak_bytes, self._meter.blocks_peak_bytes
+        plan, peak_bytes = self._following, segment.report.peak_bytes
         if not self._looks or plan is None or peak_bytes is None or segment.report.fallbacks:
             return
         if not plan.is_over(peak_bytes):
             return
-        if self._serving is not None and blocks_bytes is not None and blocks_bytes <= plan.plan.budget_bytes:
+        if self._serving is not None and self._serving.may_give_up and self._is_within_without_arena(plan.plan):
             if self._serving.gives_up(plan.plan):
                 self._teller.say(arena_given_up(peak_bytes, plan.plan.budget_bytes))
         elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
             plan.check_next()
         else:
             self._is_above(plan, segment, peak_bytes)
+
+    def _is_within_without_arena(self, plan: Plan) -> bool:
+        blocks_bytes = self._meter.blocks_peak_bytes
+        return blocks_bytes is not None and blocks_bytes <= plan.budget_bytes
 
     def _is_above(self, plan: PlanInForce, segment: Segment, peak_bytes: int) -> None:
         """Says so, raises, or has another plan made."""

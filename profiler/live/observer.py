@@ -116,7 +116,8 @@ class Observer(PlanSource):
         self._key, key = own, self.lines.kind_of(own)
         known = self.known(key, segment)
         if isinstance(known, Watch):
-            return self._watched(known, segment)
+            self._watch = known
+            return known.driver
         if known is not None:
             return known
         if not self._optimizer_steps and self._segments < MOST_WARMUP:
@@ -131,12 +132,12 @@ class Observer(PlanSource):
             return self.driver(line)
         self._line = line
         self._attachment.engine.fallbacks.silent = True
-        return self._watched(line.next_watch(), segment)
+        self._watch = line.next_watch()
+        return self._watch.driver
 
-    def _watched(self, watch: Watch, segment: Segment) -> Driver:
-        self._watch = watch
-        watch.begin(segment)
-        return watch.driver
+    def begins(self, segment: Segment) -> None:
+        if self._watch is not None:
+            self._watch.begin(segment)
 
     def _line_of(self, key: Key) -> Line | None:
         """The study of that kind, begun here if need be; None where that of larger inputs is under way."""
