@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
@@ -30,12 +31,12 @@ from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd
 
 from .one_session import entered
-from .optimizer_steps import around_optimizer_steps
 from .regions.arrivals import arriving
 from .regions.installing import arrivals_compiled
 from .watch.users_line import Place
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+Tell = Callable[[torch.optim.Optimizer], None]
 AroundRegion = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
@@ -299,3 +300,25 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
         raise UsageError(
             f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}"
         ) from error
+
+
+@contextmanager
+def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) -> Iterator[None]:
+    """Within the block, calls ``before`` and ``after`` around each step of an optimizer that has a parameter of
+    ``model``.
+    """
+
+    def told(tell: Tell) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            own = set(map(id, model.parameters()))
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                tell(optimizer)
+
+        return hook
+
+    handles = register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -21,11 +21,8 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.units import format_bytes
 
-from .plan_in_force import PlanInForce
+from .plan_in_force import MOST_PLANS, PlanInForce
 from .plan_source import PlanSource
-
-MOST_PLANS = 4
-"""So many times a model's step is planned anew; what grows further is told instead."""
 
 
 class Replan(Protocol):

@@ -9,11 +9,13 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.drivers.course import Course
 from poochplan.units import format_bytes
 
+from .watch.census import EVERY
 from .watch.holders import Holder
-from .watch.step_meter import EVERY
 
 FIRST_STEPS = 2
 """Without and with the optimizer's state: every later step is like the second."""
+MOST_PLANS = 4
+"""So many times a kind of step is planned anew for what its steps took; what grows further is told instead."""
 _MOST_NAMED = 4
 
 

@@ -26,8 +26,6 @@ from .holders import Holder, Own, holders
 Known = dict[int, weakref.ref[torch.UntypedStorage]]
 """By identity."""
 When = Literal["first-steps", "always", "never"]
-EVERY = 50
-"""Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
 
 
 class Part(StrEnum):

@@ -20,16 +20,14 @@ from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.given_plans import MOST_PLANS
 from poochplan.runtime.model_check import check_model
-from poochplan.runtime.plan_in_force import REMEDY, OverBudget, PlanInForce
-from poochplan.runtime.watch.growth import Growth, foreseen_bytes
+from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
+from poochplan.runtime.watch.growth import Beside, Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
 from poochplan.units import format_bytes
 
 from .allocator_build import AllocatorBuild
 from .before_plan import BeforePlan, Unplanned
-from .beside import Beside
 from .plans.known_plans import KnownPlans
 from .ranks import Ranks, Shared
 from .telling import ENDED_UNPLANNED, ENDED_UNPROFILED, IN_CORE, LEFT, OUTGROWN, profiled, without_plan

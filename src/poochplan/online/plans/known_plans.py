@@ -12,7 +12,6 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.online.before_plan import Unplanned
-from poochplan.online.beside import left_free
 from poochplan.online.telling import KNOWN, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -20,6 +19,7 @@ from poochplan.profiler.live.lines import Key
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.serving import ArenaMode
+from poochplan.runtime.watch.growth import left_free
 from poochplan.runtime.watch.teller import Teller
 from poochplan.units import parse_budget
 
