@@ -16,8 +16,8 @@ from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
+from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.inference.pass_arena import PassArena
-from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.storages import own_tensors

@@ -22,7 +22,7 @@ from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
-from poochplan.runtime.watch.growth import Beside, Growth, foreseen_bytes
+from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
 from poochplan.units import format_bytes
 
@@ -78,7 +78,7 @@ class StudiedPlans(Observer):
         self._ranks: Ranks | None = None
         self._following: PlanInForce | None = None
         self._last: PlanInForce | None = None
-        self._beside: dict[Key, Beside] = {}
+        self._beside: dict[Key, Growth] = {}
         self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
 
     @property
@@ -180,7 +180,7 @@ class StudiedPlans(Observer):
             if line.refused != UNUSED:  # there is nothing to plan
                 self._teller.warn(without_plan(line.refused, self._before.refused))
             return
-        beside = self._beside[line.key] = Beside(line.growth)
+        beside = self._beside[line.key] = line.growth
         if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
             self._teller.say(profiled(line.segments, len(self._known.profiles)))
             self._known.keep_profile(line.key, profile)
@@ -224,8 +224,8 @@ class StudiedPlans(Observer):
         assert isinstance(plan.kind, Key)
         return plan.kind
 
-    def _beside_of(self, key: Key) -> Beside:
-        return self._beside.setdefault(key, Beside(Growth()))
+    def _beside_of(self, key: Key) -> Growth:
+        return self._beside.setdefault(key, Growth())
 
     @property
     def _number(self) -> int:
