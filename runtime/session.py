@@ -223,7 +223,11 @@ class Session:
     @property
     def last(self) -> StepReport:
         """The current step, or the last one."""
-        return StepReport() if self._state == "new" else self._engine.segment.report
+        if self._state == "new":
+            return StepReport()
+        segment = self._engine.segment
+        self._take_peak(segment)
+        return segment.report
 
     @property
     def total(self) -> StepReport:
