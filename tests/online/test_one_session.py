@@ -88,7 +88,7 @@ def test_a_studied_plan_that_was_broken_is_made_anew_with_what_was_measured(
     options = {"cache": tmp_path, "quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off"}
     plans = []
     with (
-        pytest.warns(RuntimeWarning, match="another plan is made that knows of 6[45].* KiB more") as told,
+        pytest.warns(RuntimeWarning, match="another plan is made that knows of [0-9.]+ KiB more") as told,
         poochplan.auto(model, optimizer, budget="80%", **options) as session,  # type: ignore[arg-type]
     ):
         for _ in range(40):
