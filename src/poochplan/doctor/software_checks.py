@@ -17,7 +17,7 @@ from poochplan.runtime.allocator.building import ALLOCATOR
 from .finding import Finding, Status, judged
 
 TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14")
-"""What the suite has passed on, from the oldest that ``pyproject.toml`` allows; ``constraints.txt`` pins one of them."""
+"""What the suite has passed on, from the oldest that ``pyproject.toml`` allows on."""
 Versions = Callable[[str], str | None]
 """The installed version of a package by its name on the index; None where there is none."""
 
