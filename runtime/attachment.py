@@ -28,7 +28,7 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd
+from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
 from .one_session import entered
 from .optimizer_steps import around_optimizer_steps
@@ -147,6 +147,7 @@ class Attachment:
             hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
+            stack.enter_context(stand_aside(self._hooks))
             stack.enter_context(self._hooked())
             self._stack = stack.pop_all()
         return self
