@@ -69,6 +69,7 @@ def write_plan(
         budget_bytes=budget_bytes,
         device=profile.device.kind,
         versions=profile.versions | {"poochplan": package_version()},
+        switches=profile.switches,
         host=profile.host,
         estimate=profile.mode == "fake" or bool(profile.assumed),
         assumed=profile.assumed,

@@ -222,6 +222,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = {}
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    switches: dict[Text, Text] = {}
+    """Those of its profile; a run under others is told."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
     estimate: bool = False
