@@ -271,8 +271,11 @@ def _profile_real(
             notes = [*notes, why]
             if chosen == "run":
                 runner.swap_all = None
+                memory.close()
                 with collected_after(capture):
                     runner.one_step()  # in-core for the first time
+                plain_s = plain_step_s(runner, options)
+                memory.enter_context(_session_memory(where))
         timed = timed_steps(runner, capture, where, options)
         own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *region_notes(model, where)]
         notes = [*own, *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]

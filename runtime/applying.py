@@ -20,6 +20,7 @@ from poochplan.runtime.drivers.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.teller import Teller
 from poochplan.runtime.watch.users_line import users_line
+from poochplan.tensors.switches import kernel_switches
 
 from .arena.recorded_layout import Pack
 from .attachment import together
@@ -95,8 +96,9 @@ def apply(
     quiet: say nothing on stderr but warnings.
     planner: ``poochplan.apply`` fills it in.
 
-    Warns when the plan was made for another machine (``plan.assumed``), once when a metered step that followed the plan
-    has taken more than its budget, and at the end of the block when no step was seen or followed.
+    Warns when the plan was made for another machine (``plan.assumed``), or profiled under other switches of torch than
+    those of now (``plan.switches``); once when a metered step that followed the plan has taken more than its budget;
+    and at the end of the block when no step was seen or followed.
 
     Raises
     ------
@@ -132,6 +134,7 @@ def apply(
     check_alike(plans)
     where = model_device(together(models), first.device)
     _check_times(every, force)
+    _check_switches(every)
     if cap_bytes is not None and where.type != "cuda":
         raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
     if host_limit_bytes is not None and where.type != "cuda":
@@ -166,6 +169,21 @@ def _check_times(plans: Sequence[Plan], force: bool) -> None:
         warnings.warn(
             f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
             "times do not; plan from the profile as measured for the best plan here",
+            RuntimeWarning,
+            stacklevel=users_line(),
+        )
+
+
+def _check_switches(every: Sequence[Plan]) -> None:
+    """Tells of switches that are not as they were while the step was profiled: other kernels run then."""
+    now = kernel_switches(every[0].device)
+    planned = {item for plan in every for item in plan.switches.items()}
+    others = [f"{name} {was}, now {now[name]}" for name, was in sorted(planned) if now.get(name, was) != was]
+    if others:
+        warnings.warn(
+            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels, their "
+            "seconds and what they take may be others, and no value of theirs was verified; set them back, or profile "
+            "again",
             RuntimeWarning,
             stacklevel=users_line(),
         )

@@ -29,7 +29,7 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd
+from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
 from .regions.arrivals import arriving
 from .regions.installing import arrivals_compiled
@@ -138,6 +138,7 @@ class Attachment:
             hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
+            stack.enter_context(stand_aside(self._hooks))
             stack.enter_context(self._hooked())
             self._stack = stack.pop_all()
         return self

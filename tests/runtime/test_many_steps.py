@@ -172,6 +172,8 @@ def grown_bytes(resident: list[int]) -> float:
 
 
 def allowed_bytes(resident: list[int]) -> float:
-    """Three times the spread between neighbouring rounds, or two of Python's arenas: a leaked value a round is more."""
+    """Three times the spread between neighbouring rounds, or four of Python's arenas (256 KiB each, which fill as
+    objects of any kind move): a leaked value a round, of 128 KiB, would be more than twice that.
+    """
     steps = [abs(later - earlier) for earlier, later in itertools.pairwise(resident)]
-    return max(512 << 10, 3 * statistics.median(steps))
+    return max(1 << 20, 3 * statistics.median(steps))
