@@ -46,9 +46,9 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.allocator.building import build
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
+from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import static_keys
