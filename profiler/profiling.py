@@ -56,7 +56,7 @@ from poochplan.units import parse_rate
 
 from .real import Runner, captured
 from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device
-from .timed_steps import plain_step_s, timed_steps, with_seconds_beside
+from .timed_steps import plain_step_s, timed_steps, with_plain_again, with_seconds_beside
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
@@ -288,6 +288,8 @@ def _profile_real(
             return verified
         later: list[PhaseSeconds] = []
         finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
+        memory.close()
+        finished = with_plain_again(finished, lambda: plain_step_s(runner, options))
         return _warned(finished, contradicted(timed.steps, later))
 
 

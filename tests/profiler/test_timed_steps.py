@@ -15,6 +15,7 @@ import poochplan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
+from poochplan.profiler.timed_steps import with_plain_again
 from poochplan.report.tables import plan_rows, profile_rows
 from poochplan.report.timeline import timeline_of
 from poochplan.runtime.allocator.library import library
@@ -110,6 +111,15 @@ def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) 
     times = msgspec.structs.replace(profile.times, unserved_step_s=None)
     ordinary = msgspec.structs.replace(profile, times=times)
     assert as_unserved(ordinary) is ordinary
+
+
+@pytest.mark.parametrize(("alone_s", "again_s", "found_s"), [(2.5, 1.0, 1.0), (2.5, 3.0, 2.5), (1.2, 0.1, 1.2)])
+def test_a_step_by_pytorch_alone_that_took_much_longer_than_in_a_session_is_timed_again(
+    profile: Profile, alone_s: float, again_s: float, found_s: float
+) -> None:
+    times = msgspec.structs.replace(profile.times, plain_step_s=alone_s, unserved_step_s=1.0)
+    found = with_plain_again(msgspec.structs.replace(profile, times=times), lambda: again_s)
+    assert found.times.plain_step_s == found_s
 
 
 def test_importing_poochplan_changes_nothing_of_the_environment() -> None:
