@@ -182,7 +182,7 @@ class Session:
         False too while steps are still being profiled: only steps bring that on.
         """
         if self._state == "open":
-            self._settle()
+            self._attachment.settle()
         return self._source.wait(timeout_s)
 
     # -- what a user asks -------------------------------------------------------------------------------------
@@ -289,11 +289,6 @@ class Session:
         """
         self._attachment.is_wanted = is_wanted
         self._attachment.abandoned = weakly(self, Session.close)
-
-    def _settle(self) -> None:
-        """Between steps: what the last one has told is worked off now, in place of when the next one begins."""
-        if not self._engine.cursor.is_open and self._engine.segment.number:
-            self._engine.tell_end()
 
     def _reserve_host(self) -> None:
         planned_bytes = self._engine.host.planned_bytes
