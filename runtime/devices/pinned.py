@@ -48,8 +48,9 @@ def cupy_or_none() -> Any:
     return None
 
 
+@functools.lru_cache(maxsize=4)
 def fitting_cupy(cupy: Any, where: torch.device) -> Any:
-    """It, if it pins memory and copies there as it should; else None, and one line says why.
+    """It, if it pins memory and copies there as it should; else None, and one line says why. Tried once for each GPU.
 
     What was built for another CUDA than the driver's imports well, and fails at its first call.
     """
@@ -65,9 +66,8 @@ def fitting_cupy(cupy: Any, where: torch.device) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=4)
 def _misfit(cupy: Any, where: torch.device) -> str:
-    """What is wrong with it; empty where nothing is. Tried once for each GPU."""
+    """What is wrong with it; empty where nothing is."""
     try:
         with torch.cuda.device(where), without_modes():
             pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)

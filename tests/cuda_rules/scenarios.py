@@ -169,6 +169,10 @@ def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
     return found
 
 
+def by_cupy(gpu: Machine, device: CudaDevice) -> list[str]:
+    return [] if cupy_or_none() is None or device._memcpy is not None else ["CuPy is there and is not used"]
+
+
 def grown(gpu: Machine, device: CudaDevice) -> list[str]:
     """A larger plan's bytes are pinned while values lie on the slab and on pages, and copies of others are queued."""
     torch.cuda._sleep(1000)
@@ -241,6 +245,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     replayed_in_vain,
     trimmed,
     pinned_ahead,
+    by_cupy,
     grown,
     retired,
     left_open,

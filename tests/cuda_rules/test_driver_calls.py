@@ -36,7 +36,7 @@ def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_mak
             optimizer.zero_grad(set_to_none=True)
             found.append(gpu.counts - before)
     assert swapped > 10
-    assert found[0]["events"] <= swapped
+    assert found[0]["events"] < 2 * swapped  # as many as are held at once
     assert found[-1] == {"recorded": 4 * swapped, "waits": 4 * swapped, "copies": 2 * swapped}
 
 

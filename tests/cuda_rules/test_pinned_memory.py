@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,9 @@ def test_a_cupy_that_does_not_fit_the_driver_is_told_once_and_a_session_goes_on_
         monkeypatch.setattr(cupy.cuda if broken == "PinnedMemory" else cupy.cuda.runtime, broken, fails)
         with pytest.warns(RuntimeWarning, match=r"CuPy stand-in does not work .*\(CUDARuntimeError: .*: too old\)"):
             plan = random_plan(case.new_profile(), 0, (0, 1, 0))
-        in_core, (planned, report) = train(case, 1)[0], train(case, 1, plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            in_core, (planned, report) = train(case, 1)[0], train(case, 1, plan)
         assert equal(in_core, planned)
         assert report is not None
         assert report.total.fallbacks == 0

@@ -382,7 +382,7 @@ def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelera
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
     if of_accelerator is not None:
-        torch._C._accelerator_getDeviceStats = of_accelerator
+        torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
         torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
 
 
