@@ -341,5 +341,5 @@ def _drop_gradients(workload: Workload) -> None:
 
 
 def _wait_for_device(workload: Workload) -> None:
-    if any(parameter.is_cuda for parameter in workload.model.parameters()):
-        torch.cuda.synchronize()
+    for where in {parameter.device for parameter in workload.model.parameters() if parameter.is_cuda}:
+        torch.cuda.synchronize(where)
