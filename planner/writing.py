@@ -12,6 +12,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
 from poochplan.formats.profile import Memory, PointKind, Profile
+from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.judge.candidate import Candidate, try_decisions
 from poochplan.planner.judge.simulate import simulate
@@ -184,6 +185,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
+        allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_step_s=problem.plain_s,
         is_timed_alone=profile.times.plain_step_s is not None,
@@ -201,6 +203,18 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         arena_live_bytes=laid.live_bytes if laid else None,
         arena_peak_bytes=laid.peak_bytes if laid else None,
     )
+
+
+def _handed_out(profile: Profile, best: Candidate) -> int:
+    """The peak of the same schedule with each large block as large as a GPU's allocator may hand it out."""
+
+    def block(size_bytes: int) -> int:
+        return size_bytes + SMALL_BYTES if size_bytes > SMALL_BYTES else size_bytes
+
+    values = tuple(msgspec.structs.replace(one, size_bytes=block(one.size_bytes)) for one in profile.values)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=block(op.workspace_bytes)) for op in profile.ops)
+    found = simulate(build_problem(msgspec.structs.replace(profile, values=values, ops=ops)), best.schedule)
+    return max(found.peak_bytes, found.first_step_peak_bytes)
 
 
 def _live_peak(profile: Profile, best: Candidate) -> int:

@@ -329,8 +329,8 @@ SWAPPED = (
 def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
     tracker, static = LayerTracker(), static_keys(model, where.type)
     if store is None:
-        return ClonedCapture(where.type, tracker, static)
-    return HostedCapture(where.type, tracker, static, store)
+        return ClonedCapture(where, tracker, static)
+    return HostedCapture(where, tracker, static, store)
 
 
 def _assembler(
