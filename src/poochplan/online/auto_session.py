@@ -80,7 +80,7 @@ class AutoSession:
             open_device,
             spill_dir=spill_dir,
             link=link,
-            fits=lambda profile: profile.in_core_peak_bytes <= self._room_of(profile),
+            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, self._known.budget_of(one)),
             room=self._room_of,
             follower=self._follower,
             events=self._served.events,

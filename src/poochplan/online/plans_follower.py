@@ -74,6 +74,8 @@ class PlansFollower(Follower):
         return found
 
     def _known_driver(self, key: Key) -> Driver | Watch | None:
+        if not self._served.is_ready:
+            self._known.earned.spend(self._served.wait_until_ready)
         if not self._served.is_ready:  # nothing can be profiled before the allocator counts
             return self.before.driver()
         known = self._known

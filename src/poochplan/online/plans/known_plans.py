@@ -10,6 +10,7 @@ from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.online.before_plan import Unplanned
+from poochplan.online.earned import Earned
 from poochplan.online.telling import KNOWN, Teller, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -59,7 +60,8 @@ class KnownPlans:
         self._budget, self._time_limit_s, self._arena = budget, time_limit_s, arena
         self._spill_dir = spill_dir
         self._policy, self._teller, self._dropped, self._refused = policy, teller, dropped, refused
-        self._pending = Plannings()
+        self.earned = Earned()
+        self._pending = Plannings(self.earned)
         self._hopeless: set[Key] = set()
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
