@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .functional import KERNELS, ON_HOST, convolution_found_by_trying
 from .memory import is_on_device
 
 if TYPE_CHECKING:
@@ -109,8 +111,19 @@ class Rules(TorchDispatchMode):
         if packet in _UNINITIALISED:
             return self._placed(self._unfilled(func, args, kwargs), stream, uninitialised=True)
         random = random and kwargs.get("generator") is None
-        outputs = self._with_generator(func, args, kwargs) if random else func(*args, **kwargs)
-        return self._placed(outputs, stream, uninitialised=False) if is_there else outputs
+        kernel = KERNELS.get(packet) or self._algorithm(func, packet)
+        outputs = self._with_generator(kernel, args, kwargs) if random else kernel(*args, **kwargs)
+        if not is_there:
+            return outputs
+        placed = self._placed(outputs, stream, uninitialised=False)
+        stays = ON_HOST.get(packet, ())
+        return tuple(outputs[at] if at in stays else one for at, one in enumerate(placed)) if stays else placed
+
+    def _algorithm(self, func: Any, packet: Any) -> Any:
+        """cuDNN in benchmark mode: what another thread finds by trying is another algorithm."""
+        if packet is aten.convolution and torch.backends.cudnn.benchmark and self._machine.runs_backward:
+            return functools.partial(convolution_found_by_trying, func)
+        return func
 
     def _facts_of(self, func: Any) -> tuple[bool, tuple[int | str, ...], bool]:
         """Whether it only makes a view, which of its arguments it writes, and whether it draws."""

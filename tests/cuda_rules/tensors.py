@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+
+from poochplan.tensors import storages
 
 from .functional import attend, one_hot
 from .memory import is_on_device
@@ -15,6 +17,16 @@ if TYPE_CHECKING:
     from .machine import CudaStream, Machine
 
 WHERE = torch.device("cuda", 0)
+
+
+class _Keys(NamedTuple):
+    """A GPU's tensors have other dispatch keys than the host's."""
+
+    of_host: int
+    on_device: bool
+
+    def raw_repr(self) -> _Keys:
+        return self
 
 
 def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
@@ -88,4 +100,6 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     patch.setattr(torch.nn.functional, "one_hot", one_hot)
     patch.setattr(torch.UntypedStorage, "clone", clone)
+    keys = storages.dispatch_keys
+    patch.setattr(storages, "dispatch_keys", lambda tensor: _Keys(keys(tensor).raw_repr(), on_device(tensor)))
     patch.setattr(torch.amp.autocast_mode.autocast, "__init__", enter_autocast)

@@ -115,11 +115,14 @@ class Plannings(dict[Any, Background]):
         super().__setitem__(key, planning)
         self._start_the_first()
 
-    def take_done(self) -> list[tuple[Any, Background]]:
-        """Those that are done, which are no more in here; the next one begins."""
+    def go_on(self) -> None:
+        """Between two steps: the loop stands still for the first of them, as long as it has earned."""
         self._start_the_first()
         if self:
             self._earned.spend(next(iter(self.values())).is_done)
+
+    def take_done(self) -> list[tuple[Any, Background]]:
+        """Those that are done, which are no more in here; the next one begins."""
         done = [(key, planning) for key, planning in self.items() if planning.is_done()]
         for key, _ in done:
             del self[key]
