@@ -93,13 +93,18 @@ def write_plan(
 
 
 def _unserved(profile: Profile, problem: Problem, found: Outcome) -> tuple[Profile, Problem, Outcome]:
-    """The same plan where no arena serves its steps, simulated by their seconds."""
+    """The same plan where no arena serves its steps, simulated by their seconds. What bounds the shorter step bounds
+    the longer one too, and so does keeping everything.
+    """
     slower = as_unserved(profile)
     if slower is profile:
         return profile, problem, found
     problem = build_problem(slower)
-    simulation = simulate(problem, found.best.schedule)
-    return slower, problem, replace(found, best=replace(found.best, simulation=simulation))
+    best = replace(found.best, simulation=simulate(problem, found.best.schedule))
+    optimum = found.optimum
+    if optimum is not None:
+        optimum = replace(optimum, bound_s=max(optimum.bound_s, problem.keep_all_s))
+    return slower, problem, replace(found, best=best, optimum=optimum)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -183,6 +188,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_step_s=problem.plain_s,
+        is_timed_alone=profile.times.plain_step_s is not None,
         kept_step_s=problem.keep_all_s,
         step_s=simulation.step_s,
         overhead=problem.overhead(simulation.step_s),

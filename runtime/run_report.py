@@ -168,6 +168,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     predicted_first_step_peak_bytes: int
     budget_bytes: int
+    """These three are 0 while there is no plan."""
     steps_followed: int = 0
     """Of the steps that have ended, those that did what their plan says."""
     status: SessionStatus = SessionStatus.NO_STEPS
@@ -187,7 +188,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def _title(self) -> str:
         count = self.total.steps
-        return f"{count} step{'' if count == 1 else 's'} within a budget of {format_bytes(self.budget_bytes)}"
+        steps = f"{count} step{'' if count == 1 else 's'}"
+        budget = (
+            f"within a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else "without a plan so far"
+        )
+        return f"{steps} {budget}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, of the last step, of all steps; what never happened has no row."""
@@ -222,7 +227,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def _peak(self, step: StepReport) -> str:
         if step.peak_bytes is None:
             return "not metered"
-        over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes else ""
+        over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes > 0 else ""
         return f"{format_bytes(step.peak_bytes)}{over}"
 
     def _largest_predicted(self) -> str:

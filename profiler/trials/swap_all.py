@@ -22,7 +22,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.planned import Always
+from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.regions.arrivals import arriving

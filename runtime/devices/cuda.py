@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.runtime.metering.high_water import high_water
 from poochplan.runtime.run_report import MemoryPeaks
-from poochplan.runtime.watch.high_water import high_water
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import new_storage
 from poochplan.torch_private.compiler_internals import captures_graphs

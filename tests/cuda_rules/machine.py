@@ -334,6 +334,13 @@ def _allocator_statistics(gpu: Machine) -> dict[str, Any]:
     }
 
 
+def _hide_what_is_built_for_cuda(patch: pytest.MonkeyPatch) -> None:
+    """A build of torch for CUDA has libraries that would look for the GPU."""
+    patch.setattr(torch.version, "cuda", None)
+    patch.setattr(torch.backends.cudnn, "version", lambda: None)
+    patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+
+
 def _survive_disabled_modes(patch: pytest.MonkeyPatch, rules: Rules) -> None:
     """A GPU stays one where no dispatch mode is on."""
 
@@ -362,6 +369,7 @@ def on_stand_in(*, cupy: bool = True, index: int = 0) -> Iterator[Machine]:
             patch.setattr(f"torch.cuda.random.{name}", thing)
         for name, thing in _allocator_statistics(gpu).items():
             patch.setattr(torch._C, name, thing, raising=False)
+        _hide_what_is_built_for_cuda(patch)
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
         for name in ("handle_cost", "cost_cache"):
             patch.setattr(f"poochplan.profiler.trials.{name}.measured_on", lambda where, threads: None)
