@@ -169,6 +169,11 @@ def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
     return found
 
 
+def closed_while_pinning(gpu: Machine, device: CudaDevice) -> list[str]:
+    copy_out(device, filled(device, 1), 4 * SIZE).wait()
+    return [] if device._host._ahead else ["none is pinned ahead"]
+
+
 def by_cupy(gpu: Machine, device: CudaDevice) -> list[str]:
     return [] if cupy_or_none() is None or device._memcpy is not None else ["CuPy is there and is not used"]
 
@@ -245,6 +250,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     replayed_in_vain,
     trimmed,
     pinned_ahead,
+    closed_while_pinning,
     by_cupy,
     grown,
     retired,

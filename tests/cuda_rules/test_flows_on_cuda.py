@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from poochplan.cli import main
 from poochplan.errors import BudgetExceededError
 from poochplan.integrations.hf import PlanCallback
 from poochplan.planner.planning import smallest_budget
+from poochplan.units import format_bytes
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
 from tests.gpu.conftest import small_measurements
@@ -69,6 +71,26 @@ def test_a_step_that_runs_out_of_memory_while_it_is_profiled_is_profiled_swappin
     _, report = train(case, 1, plan)
     assert report is not None
     assert report.total.fallbacks == 0
+
+
+def test_a_planned_step_that_runs_out_of_memory_says_where_and_who_holds_it(gpu: Machine) -> None:
+    case = CASES["large"]
+    profile = case.new_profile()
+    plan = poochplan.plan(profile, "95%", policy="greedy")
+    model, step, _ = case.fresh()
+    beside = torch.empty(48 << 20, dtype=torch.uint8, device=WHERE)
+    gpu.memory.limit_bytes = gpu.memory.allocated_bytes + plan.prediction.peak_bytes // 2
+    with pytest.raises(torch.OutOfMemoryError) as raised, poochplan.apply(plan, model, profile=profile):
+        for _ in range(2):
+            step().backward()
+    (note,) = raised.value.__notes__
+    del raised  # its frames hold what the step has saved
+    gc.collect()
+    assert note.startswith("poochplan: out of memory in a step that follows the plan, in ")
+    assert f"of a budget of {format_bytes(plan.budget_bytes)}; beside what was predicted there are" in note
+    assert "(48.0 MiB)" in note.splitlines()[0]
+    assert len(note.splitlines()) > 3
+    assert beside.nbytes == 48 << 20
 
 
 @pytest.mark.usefixtures("gpu")
