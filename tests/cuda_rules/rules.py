@@ -47,6 +47,11 @@ def _asked_by_a_formula() -> bool:
     return False
 
 
+def _fills_bucket(kwargs: dict[str, Any]) -> bool:
+    """Whether it writes into a bucket of data-parallel training, which C++ has made in host memory here."""
+    return "out" in kwargs and not on_device(kwargs["out"])
+
+
 def on_device(tensor: Any) -> bool:
     return _is_plain(tensor) and is_on_device(tensor.untyped_storage())
 
@@ -87,7 +92,7 @@ class Rules(TorchDispatchMode):
             return self._transfer(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else 0)))
         if packet is aten._to_copy and there and asked is not None and asked.type == "cpu":
             self._reads_back()
-        elif there and packet not in _TAKES_HOST_TENSORS:
+        elif there and packet not in _TAKES_HOST_TENSORS and not _fills_bucket(kwargs):
             self._refuse_to_mix(tensors)
         if asked is not None:
             if asked.type == "cuda":
@@ -114,7 +119,7 @@ class Rules(TorchDispatchMode):
         random = random and kwargs.get("generator") is None
         kernel = KERNELS.get(packet) or self._algorithm(func, packet)
         outputs = self._with_generator(kernel, args, kwargs) if random else kernel(*args, **kwargs)
-        if not is_there:
+        if not is_there or _fills_bucket(kwargs):
             return outputs
         placed = self._placed(outputs, stream, uninitialised=False)
         stays = ON_HOST.get(packet, ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 
 import pytest
@@ -45,8 +44,6 @@ def test_sizes_follow_what_the_host_has_left(gpu: Machine, monkeypatch: pytest.M
 
 
 def test_where_nothing_can_be_pinned_one_line_says_what_to_do(gpu: Machine) -> None:
-    gpu.host_memory.most_bytes = 4096 + errno.ENOMEM
-    with pytest.raises(
-        SpillError, match=r"expected 128 KiB of host memory that can be pinned, found none .*; free host"
-    ):
+    gpu.host_memory.most_bytes = 4096
+    with pytest.raises(SpillError, match=r"128 KiB of host memory that can be pinned, found none .*; free host"):
         measure.measure_link(WHERE, sizes=SIZES)
