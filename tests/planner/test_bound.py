@@ -12,10 +12,10 @@ import pytest
 
 from poochplan.formats.profile import Profile
 from poochplan.planner.model.bound import lower_bound
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.model.solvers import SolverLimits
+from poochplan.planner.model.time_constraints import seconds_lost
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.rows.time_rows import seconds_lost
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.random_profiles import link
@@ -78,7 +78,7 @@ def test_the_linear_program_proves_what_copies_that_hide_behind_compute_take_fro
     optimum_s = 5 + 0.5 * out / (1 + out) + 0.5 * back / (1 + back)
     smallest = smallest_budget(profile)
     assert_the_optimum_is(profile, smallest, optimum_s)
-    lost_s = lower_bound(build_problem(profile), smallest, "highs", Limits(60)) - 5
+    lost_s = lower_bound(build_problem(profile), smallest, "highs", SolverLimits(60)) - 5
     lost_out, lost_in = seconds_lost(line)
     assert lost_s == pytest.approx(0.5 * (lost_out + lost_in))
     assert lost_s <= optimum_s - 5 + 1e-9

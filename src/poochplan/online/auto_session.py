@@ -12,7 +12,7 @@ import torch
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Profile
-from poochplan.planner.evaluator.evaluator_library import begin_build
+from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.live.lines import Key
 from poochplan.profiler.live.loop import Loop
 from poochplan.runtime.budget_watch import OverBudget
