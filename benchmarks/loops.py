@@ -51,7 +51,7 @@ def trained(name: str, budget: str, seconds: float, steps: int) -> dict[str, Any
     with auto as session:
         while len(took) < steps or (not steps and time.perf_counter() - start_s < seconds):
             took.append(one_step(workload)[0])
-            if session is not None and planned is None and session.followed:
+            if session is not None and planned is None and session.report().steps_followed:
                 planned = {"step": len(took), "s": round(time.perf_counter() - start_s, 1)}
     total_s = time.perf_counter() - start_s
     for parameter in workload.model.parameters():

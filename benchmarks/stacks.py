@@ -72,7 +72,7 @@ def measured(name: str, share: float) -> Row:
         budget_bytes=budget_bytes,
         peak_bytes=found.peak_bytes,
         is_planned=found.session.plan is not None,
-        followed=found.session.followed,
+        followed=found.session.report().steps_followed,
         fallbacks=found.session.total.fallbacks,
         verdict="over" if found.peak_bytes > budget_bytes else "refused" if refused else "kept",
         said="; ".join(filter(None, [refused, *said])),

@@ -12,6 +12,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, host_aligned
 from poochplan.formats.profile import Memory, PointKind, Profile
+from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
@@ -55,6 +56,7 @@ def write_plan(
         budget_bytes=budget_bytes,
         device=profile.device.kind,
         versions=profile.versions | {"poochplan": package_version()},
+        switches=profile.switches,
         host=profile.host,
         estimate=profile.mode == "fake" or bool(profile.assumed),
         assumed=profile.assumed,
@@ -77,13 +79,16 @@ def write_plan(
 
 
 def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
-    """The same plan where no arena serves its steps, simulated by their seconds."""
+    """The same plan where no arena serves its steps, simulated by their seconds. What bounds the shorter step bounds
+    the longer one too, and so does keeping everything.
+    """
     slower = as_unserved(profile)
     if slower is profile:
         return profile, problem, found
     problem = build_problem(slower)
-    simulation = simulate(problem, found.best.schedule)
-    return slower, problem, replace(found, best=replace(found.best, simulation=simulation))
+    best = replace(found.best, simulation=simulate(problem, found.best.schedule))
+    bound_s = None if found.bound_s is None else max(found.bound_s, problem.keep_all_s)
+    return slower, problem, replace(found, best=best, bound_s=bound_s)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -161,8 +166,10 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         first_step_peak_bytes=simulation.first_step_peak_bytes,
+        allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_step_s=problem.plain_s,
+        is_timed_alone=profile.times.plain_step_s is not None,
         kept_step_s=problem.keep_all_s,
         step_s=simulation.step_s,
         overhead=problem.overhead(simulation.step_s),
@@ -177,6 +184,18 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         arena_live_bytes=laid.live_bytes if laid else None,
         arena_peak_bytes=laid.peak_bytes if laid else None,
     )
+
+
+def _handed_out(profile: Profile, best: Candidate) -> int:
+    """The peak of the same schedule with each large block as large as a GPU's allocator may hand it out."""
+
+    def block(size_bytes: int) -> int:
+        return size_bytes + SMALL_BYTES if size_bytes > SMALL_BYTES else size_bytes
+
+    values = tuple(msgspec.structs.replace(one, size_bytes=block(one.size_bytes)) for one in profile.values)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=block(op.workspace_bytes)) for op in profile.ops)
+    found = simulate(build_problem(msgspec.structs.replace(profile, values=values, ops=ops)), best.schedule)
+    return max(found.peak_bytes, found.first_step_peak_bytes)
 
 
 def _live_peak(profile: Profile, best: Candidate) -> int:

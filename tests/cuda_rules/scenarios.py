@@ -155,6 +155,24 @@ def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
     return [*found, *wrong_if_not(2, back)]
 
 
+def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Of what a thread has pinned ahead nothing is left where pages are given back, and none where a plan comes."""
+    found = []
+    for comes in (lambda: device.trim_host([(0, 4 * SIZE)]), lambda: device.reserve_host(SIZE, PAGE_BYTES)):
+        copy_out(device, filled(device, 1), 4 * SIZE).wait()
+        for page in device._host._ahead:
+            page.result()
+        found += [] if device._host._ahead else ["none was pinned ahead"]
+        comes()
+        still = sum(gpu.host_memory.pinned.values()) - device._host.pinned_bytes
+        found += [f"{still} bytes that were pinned ahead are still there"] if still else []
+    return found
+
+
+def by_cupy(gpu: Machine, device: CudaDevice) -> list[str]:
+    return [] if cupy_or_none() is None or device._memcpy is not None else ["CuPy is there and is not used"]
+
+
 def grown(gpu: Machine, device: CudaDevice) -> list[str]:
     """A larger plan's bytes are pinned while values lie on the slab and on pages, and copies of others are queued."""
     torch.cuda._sleep(1000)
@@ -226,6 +244,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     replayed_from_another_stream,
     replayed_in_vain,
     trimmed,
+    pinned_ahead,
+    by_cupy,
     grown,
     retired,
     left_open,

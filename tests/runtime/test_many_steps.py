@@ -69,14 +69,14 @@ def count(session: Session) -> Counts:
     gc.collect()
     things = [type(thing) for thing in gc.get_objects()]
     assert isinstance(session._device, CpuDevice)
-    host = session.engine.host
+    host = session._engine.host
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
         *(things.count(kind) for kind in (SavedValue, Handle, Copy)),
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
-        registered=len(session.engine.tape),
+        registered=len(session._engine.tape),
         unplanned_bytes=sum(behind - first for first, behind in host.taken()) - host.planned_bytes,
     )
 

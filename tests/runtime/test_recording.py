@@ -144,7 +144,7 @@ def test_after_an_exception_in_forward_nothing_is_recorded_until_the_next_step(c
         model.halts = True
         with pytest.raises(KeyError):
             model(batch)
-        assert not session.engine.recorder.is_on
+        assert not session._engine.recorder.is_on
         model.halts = False
         model.zero_grad()
         model(batch).backward()

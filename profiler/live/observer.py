@@ -1,34 +1,29 @@
-"""Loop: an attachment whose segments are studied where they happen, kind by kind, until each has a profile."""
+"""Observer: the segments of a loop studied where they happen, kind by kind, until each has a profile."""
 
 from __future__ import annotations
 
 import gc
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from poochplan.errors import PoochError
-from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
-from poochplan.runtime.optimizer_steps import around_optimizer_steps
+from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
 from poochplan.tensors.switches import Switches
@@ -42,12 +37,53 @@ MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
 
 
-class Follower:
-    """What becomes of segments that are not watched. By itself it plans nothing: segments whose study is over go on as
-    they were studied.
+class Observer(PlanSource):
+    """A source of plans that makes none: segments whose study is over go on as they were studied. State: the kinds of
+    segments (``lines``), and the watch that is on.
+
+    Parameters
+    ----------
+    model: all of the models together.
+    optimizers: those that are known; others are met when they step.
+    where: the models' device.
+    link: called once, before the first study needs it.
+    fits: whether a step may run in-core, by a profile without times.
+    room: most bytes that a segment may take that is studied.
+    unplanned: gives the driver of a segment that nothing is known of; by default it swaps.
+    measures_later: whether somebody else measures what the machine's own costs are.
     """
 
-    def known(self, key: Key) -> Driver | Watch | None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        where: torch.device,
+        *,
+        spill_dir: str | Path | None,
+        link: Callable[[], Link],
+        fits: Callable[[Profile], bool],
+        room: Callable[[Profile], float] = lambda _: math.inf,
+        workload: str = "",
+        unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True),
+        measures_later: bool = False,
+    ) -> None:
+        self.lines = Lines()
+        self._optimizer_steps = 0
+        self._optimizers = list(optimizers)
+        self._after = 0
+        self._watch: Watch | None = None
+        self._line: Line | None = None
+        self._key: Key | None = None
+        """Of the open segment, before it is known what it is like."""
+        self._compared: tuple[Key, int] | None = None
+        self._segments = 0
+        self._link, self._fits, self._room, self._workload = link, fits, room, workload
+        self._switches = Switches(model)
+        self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers, unplanned, measures_later)
+
+    # -- what becomes of segments that are not watched -------------------------------------------------------------
+
+    def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
         """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
         return None
 
@@ -63,116 +99,13 @@ class Follower:
         """Whether a plan for that kind is under way."""
         return False
 
-    def segment_over(self, segment: Segment, watch: Watch | None) -> None:
-        """A segment is over that was not studied."""
-
-    def optimizer_stepped(self) -> None:
-        """An optimizer of the models' has stepped."""
-
-
-class Loop:
-    """A context manager around a user's loop. State: the kinds of segments (``lines``), and the watch that is on.
-
-    Parameters
-    ----------
-    models: by name; a lone one has the name "".
-    optimizers: those that are known; others are met when they step.
-    where: the models' device.
-    open_device: called as the block is entered.
-    link: called once, before the first study needs it.
-    fits: whether a step may run in-core, by a profile without times.
-    room: most bytes that a segment may take that is studied.
-    follower: takes the segments that are not watched.
-    unplanned: gives the driver of a segment that nothing is known of; by default it swaps.
-    measures_later: whether somebody else measures what the machine's own costs are.
-    events: the attachment's.
-    """
-
-    def __init__(
-        self,
-        models: Mapping[str, torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        where: torch.device,
-        open_device: Callable[[], Device],
-        *,
-        spill_dir: str | Path | None,
-        link: Callable[[], Link],
-        fits: Callable[[Profile], bool],
-        room: Callable[[Profile], float] = lambda _: math.inf,
-        follower: Follower,
-        workload: str = "",
-        events: StepEvents = NO_EVENTS,
-        unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True),
-        measures_later: bool = False,
-    ) -> None:
-        self.alternatives: Sequence[Instructions] = ()
-        self.lines = Lines()
-        self.optimizer_steps = 0
-        self._optimizers = list(optimizers)
-        self._after = 0
-        self._watch: Watch | None = None
-        self._line: Line | None = None
-        self._key: Key | None = None
-        """Of the open segment, before it is known what it is like."""
-        self._compared: tuple[Key, int] | None = None
-        self._told = 0
-        self._segments = 0
-        self._link, self._fits, self._room, self._follower = link, fits, room, follower
-        self._workload = workload
-        self._stack = ExitStack()
-        self.attachment = Attachment(
-            models,
-            where.type,
-            open_device,
-            self,
-            chosen=lambda: None,
-            ended=self._ended,
-            rebuild=self._rebuild,
-            hooks=self._hooks,
-            gives_up=False,
-            apart=False,
-            events=events,
-        )
-        self.attachment.around_region = self._around_region
-        self._switches = Switches(self.attachment.whole)
-        self.scene = Scene(
-            self.attachment.whole, where, clock_of(where), spill_dir, self._optimizers, unplanned, measures_later
-        )
-
-    def __enter__(self) -> Loop:
-        with ExitStack() as stack:
-            stack.enter_context(self.attachment)
-            # After the attachment's own, which ends segments.
-            steps = around_optimizer_steps(self.attachment.whole, self._optimizer_steps, self._optimizer_stepped)
-            stack.enter_context(steps)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.settle(at_end=True)
-        finally:
-            self._stack.close()
-
-    @property
-    def engine(self) -> Engine:
-        return self.attachment.engine
-
-    def settle(self, *, at_end: bool = False) -> None:
-        """Between steps: what the last segment has told is worked off now, in place of when the next one begins."""
-        if at_end:
-            self.engine.end()
-        if not self.engine.cursor.is_open and self.engine.segment.number:
-            self.engine.tell_end()
-
     # -- the chooser ------------------------------------------------------------------------------------------
 
     def choose(self, segment: Segment) -> Driver | None:
-        """See :class:`~poochplan.runtime.drivers.driver.Chooser`."""
         driver = self._chosen(segment)
         swaps_once = self._watch is not None and self._watch.swaps_once
         if driver is not None and not swaps_once and _gives_up(driver):
-            self.attachment.memory_is_short()
+            self._attachment.memory_is_short()
         return driver
 
     def _chosen(self, segment: Segment) -> Driver | None:
@@ -181,12 +114,13 @@ class Loop:
         has_gradients = bool(segment.gradient_bytes)
         own = Key(self._after, segment.ordinal, segment.inputs or (), has_gradients, self._switches.now())
         self._key, key = own, self.lines.kind_of(own)
-        known = self._follower.known(key)
+        known = self.known(key, segment)
         if isinstance(known, Watch):
-            return self._watched(known, segment)
+            self._watch = known
+            return known.driver
         if known is not None:
             return known
-        if not self.optimizer_steps and self._segments < MOST_WARMUP:
+        if not self._optimizer_steps and self._segments < MOST_WARMUP:
             return self.scene.unplanned()
         if self.lines.may_be_known(key):
             gc.collect()  # as before a capture
@@ -195,25 +129,25 @@ class Loop:
             return self.scene.unplanned()
         line = self._line_of(key)
         if line is None or line.next_watch is None:
-            return self._follower.driver(line)
+            return self.driver(line)
         self._line = line
-        self.engine.fallbacks.silent = True
-        return self._watched(line.next_watch(), segment)
+        self._attachment.engine.fallbacks.silent = True
+        self._watch = line.next_watch()
+        return self._watch.driver
 
-    def _watched(self, watch: Watch, segment: Segment) -> Driver:
-        self._watch = watch
-        watch.begin(segment)
-        return watch.driver
+    def begins(self, segment: Segment) -> None:
+        if self._watch is not None:
+            self._watch.begin(segment)
 
     def _line_of(self, key: Key) -> Line | None:
         """The study of that kind, begun here if need be; None where that of larger inputs is under way."""
         beside = [line for other, line in self.lines.items() if other != key and other.is_beside(key)]
         for line in beside:
             if line.waits():
-                self._follower.profiled(line)
+                self.profiled(line)
         if key not in self.lines:
             larger = [line for line in beside if line.key.is_larger(key)]
-            if any(line.is_studied or self._follower.is_planning(line) for line in larger):
+            if any(line.is_studied or self.is_planning(line) for line in larger):
                 return None
             for line in beside:
                 if line.is_studied and key.is_larger(line.key):
@@ -225,25 +159,27 @@ class Loop:
         line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room), self.lines.stood(key))
         if self.lines.are_too_many:
             line.give_up(TOO_MANY)
-            self._follower.profiled(line)
+            self.profiled(line)
         return line
 
     def forget(self, key: Key) -> None:
         """Segments of that kind are studied anew."""
         self.lines.pop(key, None)
 
-    def _rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
         (self._watch.rebuild if self._watch is not None else rebuild_together)(value, mechanism)
 
     # -- what segments do -------------------------------------------------------------------------------------
 
-    def _hooks(self, engine: Engine) -> Hooks:
+    def attached(self, attachment: Attachment) -> Hooks:
+        self._attachment, engine = attachment, attachment.engine
+
         def pack(tensor: torch.Tensor) -> Handle:
-            if self.attachment.state == "closed":
-                self.attachment.take_hooks_off()
+            if attachment.state == "closed":
+                attachment.take_hooks_off()
                 return Handle.untouched(tensor)
             if engine.cursor.save_begins_one():
-                if self.attachment.ends_here():
+                if attachment.ends_here():
                     return Handle.untouched(tensor)
                 engine.begin()
             watch = self._watch
@@ -260,37 +196,36 @@ class Loop:
 
         return pack, unpack
 
-    def _around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call if self._watch is None else self._watch.region(path, call)
 
-    def _is_ours(self) -> bool:
-        return self.attachment.thread == threading.get_ident()
-
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._is_ours() and not any(optimizer is one for one in self._optimizers):
+    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is one for one in self._optimizers):
             self._optimizers.append(optimizer)
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_ours():
-            return
-        self.optimizer_steps += 1
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer_steps += 1
         self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
-        if not self.engine.cursor.is_open:
+        if not self._attachment.engine.cursor.is_open:
             self._take_off(stepped=True)
-        self._follower.optimizer_stepped()
 
     def _take_off(self, *, stepped: bool) -> Watch | None:
         """The segment has ended: nothing that follows is its own."""
         watch = self._watch
         if watch is not None:
             watch.end(stepped=stepped)
-            self.engine.fallbacks.silent = False
+            self._attachment.engine.fallbacks.silent = False
         return watch
 
-    def _ended(self, segment: Segment) -> None:
-        if segment.number == self._told:
-            return
-        self._told = segment.number
+    def settle(self) -> None:
+        """Between segments: what the last one has told is worked off now."""
+        self._attachment.settle()
+
+    def close(self) -> None:
+        if self._watch is not None:  # the loop has ended in a segment, and without leaving its session
+            self._take_off(stepped=False)
+
+    def ended(self, segment: Segment) -> None:
         self._segments += 1
         watch, line = self._take_off(stepped=False), self._line
         self._watch = self._line = None
@@ -301,7 +236,6 @@ class Loop:
         elif segment.diverged and self._key is not None:
             self.lines.part(self._key)
         if watch is None or line is None:
-            self._follower.segment_over(segment, watch)
             return
         try:
             line.has_seen(watch, segment)
@@ -310,7 +244,7 @@ class Loop:
         if line.next_watch is None:
             del watch
             gc.collect()  # what the study has left behind is not to be beside the steps that follow
-            self._follower.profiled(line)
+            self.profiled(line)
 
 
 def _gives_up(driver: Driver) -> bool:
