@@ -15,7 +15,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.formats.profile import Kind, Link, Phase, Profile
-from poochplan.planner.evaluator.evaluator_library import begin_build, library
+from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import (
     EVAL_MODE,
@@ -46,9 +46,9 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.allocator.building import build
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
+from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import static_keys
@@ -329,8 +329,8 @@ SWAPPED = (
 def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
     tracker, static = LayerTracker(), static_keys(model, where.type)
     if store is None:
-        return ClonedCapture(where.type, tracker, static)
-    return HostedCapture(where.type, tracker, static, store)
+        return ClonedCapture(where, tracker, static)
+    return HostedCapture(where, tracker, static, store)
 
 
 def _assembler(

@@ -114,6 +114,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
+    allocated_peak_bytes: Bytes | None = None
+    """On a GPU, the most in blocks that torch's allocator hands out: one of more than 1 MiB may be larger by up to
+    that, unless segments are expandable. So ``torch.cuda.max_memory_allocated`` says no more. None on the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """By PyTorch alone, where that was timed; else the sum of the in-core step's ops. Without a session."""
@@ -222,6 +225,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = {}
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    switches: dict[Text, Text] = {}
+    """Those of its profile; a run under others is told."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
     estimate: bool = False
