@@ -63,18 +63,35 @@ def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
 @policy(
     "earliest-first",
     "swaps values in the order of their production until the peak fits",
-    "Improving TensorFlow's Memory Swapping",
+    "Alvaro and Kistijantoro, Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors, 2019",
 )
 def run_earliest_first(given: PolicyInput) -> Candidate:
-    """Swaps the shortest run of the first produced values whose peak fits.
+    """Swaps the shortest run of the first produced values whose peak fits."""
+    return _shortest_run(given, _by_production(given))
 
-    One value more never raises the peak of the schedule on demand, so the run is found by bisection.
+
+@policy(
+    "latest-first",
+    "swaps values against the order of their production until the peak fits",
+    "what Alvaro and Kistijantoro, 2019, compare the earliest with",
+)
+def run_latest_first(given: PolicyInput) -> Candidate:
+    """Swaps the shortest run of the last produced values whose peak fits."""
+    return _shortest_run(given, _by_production(given)[::-1])
+
+
+def _by_production(given: PolicyInput) -> list[int]:
+    return sorted(given.movable, key=lambda value: (int(given.problem.born[value]), value))
+
+
+def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
+    """As few values as fit are swapped, in this order.
+
+    One value more never raises the peak of the schedule on demand, so their number is found by bisection.
     """
-    problem = given.problem
-    order = sorted(given.movable, key=lambda value: (int(problem.born[value]), value))
 
     def on_demand(count: int) -> Candidate:
-        return try_style(problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
+        return try_style(given.problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
 
     count, _ = given.first_that_fits(len(order) + 1, on_demand)
     return given.candidate(given.wish(swap=order[:count]))
