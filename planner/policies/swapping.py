@@ -167,8 +167,8 @@ def run_tflms(given: PolicyInput) -> Candidate:
     The copy back starts ``swapin_ahead`` levels before that use. Tuned as the autotune does: nothing is swapped when
     that fits, else the largest threshold that fits with ``swapin_ahead`` 1, then the largest ``swapin_ahead``.
     ``swapin_groupby`` merges the copies back of one value for uses that are close to each other; this runtime brings a
-    value back once, so it stands at its largest here, all uses in one group. TensorFlow's allocator waits when it has no memory; so the device buffer
-    is given up when memory asks for it, and a value that memory never asks for is kept.
+    value back once, so it stands at its largest here, all uses in one group. TensorFlow's allocator waits when it has
+    no memory; so the device buffer is given up when memory asks for it, and a value that memory never asks for is kept.
     """
     in_core = given.judge(keep_all(given.problem))
     distances = level_distances(given)
