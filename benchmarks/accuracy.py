@@ -35,8 +35,7 @@ import torch
 import poochplan
 from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from benchmarks.models import MODELS, build
-from benchmarks.pairs import RESAMPLES
-from benchmarks.prediction import metered_peak_bytes
+from benchmarks.pairs import RESAMPLES, one_step
 from poochplan.formats.links import preset_link
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
@@ -44,10 +43,20 @@ from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
+from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 
 LINK = preset_link("pcie4")
 """Nothing is copied here, so that no link has to be measured."""
 MIB = 1 << 20
+
+
+def metered_peak_bytes(workload: Workload) -> int:
+    """The peak of one step."""
+    state = workload.optimizer.state if workload.optimizer is not None else {}
+    there = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
+    with LiveBytes(*workload.model.parameters(), *workload.model.buffers(), *there) as meter:
+        one_step(workload)
+    return meter.peak
 
 
 def profiled(workload: Workload, name: str, mode: Any) -> Profile:

@@ -1,10 +1,11 @@
-"""`make demo` again and again with empty caches, every second one beside a busy core: whether it ends well, and what it
-says; and its plan with caches cold and warm.
+"""`make demo` again and again with empty caches, alone or beside a busy core: whether it ends well, and what it says;
+and its plan with caches cold and warm.
 
-    python -m benchmarks.demo_runs -o benchmarks/results/demo.json
+    python -m benchmarks.demo_runs --runs 5 --plans 3 -o benchmarks/results/demo.json
+    python -m benchmarks.demo_runs --runs 5 --busy -o benchmarks/results/demo.json
 
-Takes a quarter of an hour. The environment (`make setup`) is there; what is emptied is the user's cache folder, with
-what was compiled and measured on this machine.
+Each takes some minutes, and adds to the results file. The environment (`make setup`) is there; what is emptied are
+`demo-output` and the user's cache folder, with what was compiled and measured on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ BUSY = "while True: pass"
 
 def demo(*, busy: bool) -> dict[str, Any]:
     """One `make demo`: its exit status and seconds, and what its files say."""
+    shutil.rmtree(ROOT / "demo-output", ignore_errors=True)
     with tempfile.TemporaryDirectory() as cache:
         job = subprocess.Popen([sys.executable, "-c", BUSY]) if busy else None
         start_s = time.perf_counter()
@@ -44,6 +47,7 @@ def demo(*, busy: bool) -> dict[str, Any]:
     plan = json.loads((ROOT / "demo-output" / "plan.json").read_text())
     run = {line.partition("  ")[0].strip(): line.partition("  ")[2].strip() for line in done.stdout.splitlines()}
     return found | {
+        "plain_step_s": round(plan["prediction"]["in_core_step_s"], 3),
         "predicted_step_s": round(plan["prediction"]["step_s"], 3),
         "predicted_overhead": round(plan["prediction"]["overhead"], 4),
         "gap": round(plan["solve"]["gap"], 4),
@@ -74,26 +78,29 @@ def planned(cache: str, budget: str, limit_s: float) -> dict[str, Any]:
 def main() -> None:
     """Runs them all and writes what they say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=0)
+    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
+    parser.add_argument("--plans", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    runs = []
-    for number in range(options.runs):
-        runs.append(demo(busy=number % 2 == 1))
-        print(json.dumps(runs[-1]), flush=True)
-    plans = []
-    for _ in range(3):
+    facts = facts_of_run(options)
+    known = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
+    runs, plans = known.get("runs", []), known.get("plans", [])
+
+    def add(to: list[dict[str, Any]], found: dict[str, Any]) -> None:
+        to.append(found | {"commit": facts["commit"]})
+        print(json.dumps(found), flush=True)
+        alone = [run["seconds"] for run in runs if not run["busy"]]
+        passed, median_s = sum(run["status"] == 0 for run in runs), median(alone) if alone else None
+        write_results(
+            options.output, facts | {"passed": passed, "median_alone_s": median_s, "runs": runs, "plans": plans}
+        )
+
+    for _ in range(options.runs):
+        add(runs, demo(busy=options.busy))
+    for _ in range(options.plans):
         with tempfile.TemporaryDirectory() as cache:
-            plans.append({"cold": planned(cache, "60%", 20.0), "warm": planned(cache, "60%", 20.0)})
-        print(json.dumps(plans[-1]), flush=True)
-    quiet = [run["seconds"] for run in runs if not run["busy"]]
-    rows = {
-        "passed": sum(run["status"] == 0 for run in runs),
-        "runs": runs,
-        "median_quiet_s": median(quiet) if quiet else None,
-        "plans": plans,
-    }
-    write_results(options.output, facts_of_run(options) | rows)
+            add(plans, {"cold": planned(cache, "60%", 20.0), "warm": planned(cache, "60%", 20.0)})
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ from torch import nn
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, compared, one_step, profiled
-from benchmarks.prediction import budget_of
-from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.profiler.trials.handle_cost import measured_on
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload
@@ -122,7 +121,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     task = workload(arguments)
     profile = quiet_profile(task, arguments)
     without = msgspec.structs.replace(profile, runtime=None)
-    budget = budget_of(profile, arguments.share)
+    smallest = poochplan.smallest_budget(profile)
+    budget = smallest + int(arguments.share * (profile.in_core_peak_bytes - smallest))
     plans = {
         name: poochplan.plan(one, budget, time_limit_s=arguments.seconds)
         for name, one in zip(PLANS, (without, profile), strict=True)

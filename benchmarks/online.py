@@ -74,7 +74,7 @@ def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[
             while session.plan is None and len(steps_s) < MOST_SEGMENTS:
                 start_s = time.perf_counter()
                 one_step(workload)
-                session.loop.settle()  # as the next step would
+                session._attachment.settle()  # as the next step would
                 steps_s.append(time.perf_counter() - start_s)
                 start_s = time.perf_counter()
                 session.wait_until_planned()
@@ -107,8 +107,6 @@ def against(workload: Workload, offline: Plan, found: Plan, pairs: int) -> dict[
         where.type,
         lambda: open_device(where),
         turns,
-        chosen=lambda: None,
-        ended=lambda _: None,
     )
 
     def step(which: int) -> Seconds:

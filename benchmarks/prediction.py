@@ -1,156 +1,112 @@
-"""Do predictions come true: step time and peak of plans at three budgets, for six third-party models.
+"""Do predictions come true: the step beside PyTorch alone, and the peak, of plans at three budgets for six networks.
 
 The link is held to a known rate, so that what is judged is the profile, the simulator and the runtime, not the disk.
-Each model (``models.py``) runs in a process of its own: profiled, planned at three budgets, and under each plan timed
-in pairs with in-core steps of the same session (``pairs.py``); plain steps are compared with plain ones once for each
-model. The peak of a further step, not timed, is metered by ``tests/live_bytes.py``, which shares no code with the
-package.
+Each network (``models.py``) is profiled in a process of its own, as ``pooch profile`` does it, and planned at three
+budgets. Steps by PyTorch alone and planned ones run in a process each, and alternate (``against/rows.py``); so do two
+that both run PyTorch alone, once for each network. The ratio of processor seconds stands beside that of the clock, for
+other work on the machine disturbs it less. The peak is metered by the tests' own hook of the allocator.
 
     python -m benchmarks.prediction [--models t5,swin] [-o benchmarks/results/prediction.json]
+
+Networks that are left out stay in the results file as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import poochplan
+from benchmarks.against.asking import IN_CORE, OURS
+from benchmarks.against.campaign import budget_bytes
+from benchmarks.against.rows import Effort, Found, Wanted, base, facts_of, row_of
 from benchmarks.facts import facts_of_run, write_results
-from benchmarks.models import build
-from benchmarks.pairs import Planned, one_step, profiled
-from poochplan.planner.planning import smallest_budget
-from poochplan.tensors.malloc import freed_memory_given_back
-from poochplan.workload import Workload
-from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 
 CHOSEN = ("llama", "t5", "swin", "mobilenet_v2", "whisper", "monai_basicunet")
-BUDGETS = (0.75, 0.4, 0.1)
+BUDGETS = ("75%", "40%", "10%")
 """Of the bytes between the smallest feasible budget and the in-core peak, the share that is there."""
+NEAR = 0.10
+MIB = 1 << 20
 
 
-def budget_of(profile: poochplan.Profile, share: float) -> int:
-    """The budget in bytes."""
-    smallest = smallest_budget(profile)
-    return smallest + int(share * (profile.in_core_peak_bytes - smallest))
-
-
-def metered_peak_bytes(workload: Workload) -> int:
-    """The peak of one step."""
-    state = workload.optimizer.state if workload.optimizer is not None else {}
-    there = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
-    with LiveBytes(*workload.model.parameters(), *workload.model.buffers(), *there) as meter:
-        one_step(workload)
-    return meter.peak
-
-
-def row_of(
-    workload: Workload, name: str, share: float, plan: poochplan.Plan, pairs: int, noise_pairs: int
-) -> dict[str, Any]:
-    """One plan: what it promises, and what was measured."""
-    measured = Planned(workload, plan)
-    found = measured.measure(pairs, noise_pairs)
-    with poochplan.apply(plan, workload.model, meter="never"):
-        one_step(workload)
-        peak_bytes = metered_peak_bytes(workload)
-    decisions = [str(value.decision) for value in plan.values]
-    promised, wall = plan.prediction, found["planned_over_plain"]["wall"]
-    ratio = 1 + promised.overhead
-    return {
-        "model": name,
-        "budget_share": share,
-        "budget_bytes": plan.budget_bytes,
-        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-        "swapped_bytes": promised.out_bytes,
-        "predicted_step_s": round(promised.step_s, 5),
-        "of_that_runtime_s": round(promised.runtime_s, 5),
-        "predicted_ratio": round(ratio, 5),
-        "measured_over_predicted": round(wall["median_ratio"] / ratio, 5),
-        "interval_95": [round(bound / ratio, 5) for bound in wall["interval_95"]],
-        "predicted_peak_bytes": promised.peak_bytes,
-        "metered_peak_bytes": peak_bytes,
-        "within_10_percent": abs(wall["median_ratio"] / ratio - 1) <= 0.10,
-        "peak_within_1_percent_1_mib": abs(peak_bytes - promised.peak_bytes) <= promised.peak_bytes / 100 + (1 << 20),
-        **found,
-    }
-
-
-@freed_memory_given_back()  # as in a session: fresh memory costs the same in all steps
-def rows_of(name: str, throttle: str, pairs: int, seconds: float) -> list[dict[str, Any]]:
-    """The three plans of one model."""
-    workload = build(name)
-    profile = profiled(workload, name, throttle=throttle, iterations=7)
+def rows_of(name: str, effort: Effort) -> list[Found]:
+    """The three plans of one network."""
+    network = f"models.{name}"
+    facts, against = facts_of(network, effort), base(network, IN_CORE, effort)
+    alone = row_of(Wanted(network, IN_CORE), 0, against, effort)
     rows = []
     for share in BUDGETS:
-        plan = poochplan.plan(profile, budget_of(profile, share), time_limit_s=seconds)
-        rows.append(row_of(workload, name, share, plan, pairs, 0 if rows else pairs))
+        row = row_of(Wanted(network, OURS, share), budget_bytes(facts, share), against, effort)
+        rows.append(facts | row | _judged(row) | {"network": name, "alone": alone["time"]})
         print(line_of(rows[-1]), flush=True)
     return rows
 
 
-def line_of(row: dict[str, Any]) -> str:
+def _judged(row: Found) -> Found:
+    """How the measured step and peak are beside the promised ones."""
+    if "refused" in row:
+        return {}
+    wall, processor, ratio = row["time"]["wall"], row["time"]["cpu"]["median_ratio"], row["predicted_ratio"]
+    promised_bytes = row["arena_peak_bytes"] if row["holds_arena"] else row["predicted_peak_bytes"]
+    return {
+        "measured_over_predicted": round(wall["median_ratio"] / ratio, 5),
+        "interval_95": [round(bound / ratio, 5) for bound in wall["interval_95"]],
+        "processor_over_predicted": round(processor / ratio, 5),
+        "is_near_by_processor": abs(processor / ratio - 1) <= NEAR,
+        "is_near": abs(wall["median_ratio"] / ratio - 1) <= NEAR,
+        "promised_bytes": promised_bytes,
+        "peak_is_near": row["peak_bytes"] <= 1.01 * promised_bytes + MIB,
+    }
+
+
+def line_of(row: Found) -> str:
     """A row of the table in README.md."""
-    mib = 1 << 20
-    low, high = row["interval_95"]
-    noise = ""
-    if "plain_over_plain" in row:
-        wall = row["plain_over_plain"]["wall"]
-        noise = f"{wall['median_ratio']:.3f} ({wall['interval_95'][0]:.3f} to {wall['interval_95'][1]:.3f})"
-    return (
-        f"| {row['model']} | {row['budget_share']:.0%} ({row['budget_bytes'] / mib:.0f} MiB) | "
-        f"{'/'.join(str(count) for count in row['decisions'].values())} | {row['predicted_ratio']:.3f} | "
-        f"{row['planned_over_plain']['wall']['median_ratio']:.3f} | "
-        f"{row['measured_over_predicted']:.3f} ({low:.3f} to {high:.3f}) | "
-        f"{noise} | "
-        f"{row['predicted_peak_bytes'] / mib:.1f} / {row['metered_peak_bytes'] / mib:.1f} | {row['fallbacks']} |"
+    if "refused" in row:
+        return f"| {row['network']} | {row['at']} | {row['refused']} |"
+    wall, alone = row["time"]["wall"], row["alone"]["wall"]
+    seconds = [row["plain_step_s"], wall["median_s"][0], row["predicted_step_s"], wall["median_s"][1]]
+    return " | ".join(
+        [
+            f"| {row['network']}",
+            f"{row['at']} ({row['budget_bytes'] / MIB:.0f} MiB{'' if row['holds_arena'] else ', no arena'})",
+            f"{row['predicted_ratio']:.3f}",
+            f"{wall['median_ratio']:.3f}",
+            f"{row['measured_over_predicted']:.3f} ({row['interval_95'][0]:.3f} to {row['interval_95'][1]:.3f})",
+            f"{row['processor_over_predicted']:.3f}",
+            f"{alone['median_ratio']:.3f} ({alone['interval_95'][0]:.3f} to {alone['interval_95'][1]:.3f})",
+            ", ".join(f"{1000 * one:.0f}" for one in seconds),
+            f"{row['promised_bytes'] / MIB:.1f} / {row['peak_bytes'] / MIB:.1f}",
+            f"{row['fallbacks']} |",
+        ]
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(CHOSEN))
-    parser.add_argument("--throttle", default="400MB/s")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps for each plan (default: 20)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of each plan (default: 10)")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
-    parser.add_argument("--here", action="store_true", help="in this process: for a single model")
-    parser.add_argument("-o", "--output")
+    add = parser.add_argument
+    add("--models", default=",".join(CHOSEN))
+    add("--throttle", default="400MB/s")
+    add("--pairs", type=int, default=20, help="pairs of steps for each plan (default: 20)")
+    add("--time-limit", type=float, default=10.0, help="seconds of each plan (default: 10)")
+    add("--threads", type=int, default=1, help="of each process (default: 1)")
+    add("-o", "--output", type=Path, help="the results file, to begin or to go on with")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    facts, output, rows = facts_of_run(arguments), arguments.output, []
     names = arguments.models.split(",")
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        if arguments.here:
-            rows += rows_of(name, arguments.throttle, arguments.pairs, arguments.seconds)
-        else:
-            rows += in_its_own_process(name, arguments)
-    write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
-    good = sum(row["within_10_percent"] and row["peak_within_1_percent_1_mib"] for row in rows)
-    if arguments.here:
-        return 0
-    print(f"{good} of {len(rows)} plans came true: step time within 10%, peak within 1% + 1 MiB")
-    return 0 if good == len(rows) else 1
-
-
-def in_its_own_process(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    if output and output.exists():
+        known: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in known if row["network"] not in names]
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
-        words = [
-            word
-            for key in ("throttle", "pairs", "seconds", "threads")
-            for word in (f"--{key}", str(getattr(arguments, key)))
-        ]
-        here = [sys.executable, "-W", "ignore", "-m", "benchmarks.prediction", "--here"]
-        command = [*here, "--models", name, *words, "-o", str(found)]
-        subprocess.run(command, check=True)
-        rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
-        return rows
+        effort = Effort(arguments.pairs, arguments.threads, arguments.time_limit, folder, arguments.throttle)
+        for name in names:
+            rows += [row | {"commit": facts["commit"]} for row in rows_of(name, effort)]
+            write_results(output, facts | {"rows": rows})
+    near, whole = (sum(row.get(key, False) for row in rows) for key in ("is_near", "peak_is_near"))
+    print(f"of {len(rows)} plans, {near} steps came true within 10%, and {whole} peaks are at most 1% + 1 MiB above")
+    return 0 if near == whole == len(rows) else 1
 
 
 if __name__ == "__main__":

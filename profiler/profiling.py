@@ -15,7 +15,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.formats.profile import Kind, Link, Phase, Profile
-from poochplan.planner.evaluator.evaluator_library import begin_build, library
+from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import (
     EVAL_MODE,
@@ -46,9 +46,9 @@ from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
 from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
 from poochplan.runtime.allocator.building import build
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
+from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import static_keys
@@ -56,7 +56,7 @@ from poochplan.units import parse_rate
 
 from .real import Runner, captured
 from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device
-from .timed_steps import plain_step_s, timed_steps, with_seconds_beside
+from .timed_steps import plain_step_s, timed_steps, with_plain_again, with_seconds_beside
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
@@ -271,8 +271,11 @@ def _profile_real(
             notes = [*notes, why]
             if chosen == "run":
                 runner.swap_all = None
+                memory.close()
                 with collected_after(capture):
                     runner.one_step()  # in-core for the first time
+                plain_s = plain_step_s(runner, options)
+                memory.enter_context(_session_memory(where))
         timed = timed_steps(runner, capture, where, options)
         own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *region_notes(model, where)]
         notes = [*own, *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]
@@ -285,6 +288,8 @@ def _profile_real(
             return verified
         later: list[PhaseSeconds] = []
         finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
+        memory.close()
+        finished = with_plain_again(finished, lambda: plain_step_s(runner, options))
         return _warned(finished, contradicted(timed.steps, later))
 
 
@@ -324,8 +329,8 @@ SWAPPED = (
 def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
     tracker, static = LayerTracker(), static_keys(model, where.type)
     if store is None:
-        return ClonedCapture(where.type, tracker, static)
-    return HostedCapture(where.type, tracker, static, store)
+        return ClonedCapture(where, tracker, static)
+    return HostedCapture(where, tracker, static, store)
 
 
 def _assembler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.assembly.steadiness import steady
+from poochplan.profiler.assembly.steadiness import JUDGED_S, MUCH, steady
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import time_ops
@@ -78,6 +79,18 @@ def _timed(runner: Runner, capture: Capture, where: torch.device, options: Optio
 def with_seconds_beside(profile: Profile, plain_s: float | None, timed: Timed) -> Profile:
     """The profile with what the same step takes elsewhere."""
     times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_step_s)
+    return msgspec.structs.replace(profile, times=times)
+
+
+def with_plain_again(profile: Profile, again: Callable[[], float]) -> Profile:
+    """The profile, its step by PyTorch alone timed ``again`` where it took more than half longer than in the session's
+    memory: the shorter of both counts, for a busy machine makes no step shorter.
+    """
+    times = profile.times
+    beside_s = times.step_s if times.unserved_step_s is None else times.unserved_step_s
+    if times.plain_step_s is None or times.plain_step_s <= max(JUDGED_S, (1 + MUCH) * beside_s):
+        return profile
+    times = msgspec.structs.replace(times, plain_step_s=min(times.plain_step_s, again()))
     return msgspec.structs.replace(profile, times=times)
 
 

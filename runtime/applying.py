@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,16 +17,27 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.drivers.follow import DivergencePolicy
-from poochplan.runtime.watch.keeper import BudgetKeeper, Replan
 from poochplan.runtime.watch.step_meter import When
+from poochplan.runtime.watch.teller import Teller
 from poochplan.runtime.watch.users_line import users_line
+from poochplan.tensors.switches import kernel_switches
 
 from .arena.recorded_layout import Pack
 from .attachment import together
-from .budget_watch import OverBudget
+from .given_plans import GivenPlans, Replan
 from .model_check import by_name, check_alike, check_graphs, check_model, profiles_for
+from .plan_in_force import OverBudget
 from .serving import ArenaMode, serving_for
-from .session import Session
+from .session import Explain, Session, Settings
+
+
+class Planner(NamedTuple):
+    """What a session may ask for, and the runtime does not know."""
+
+    replan: Replan
+    pack: Pack
+    """Lays out what a step has taken."""
+    explain: Explain
 
 
 def apply(
@@ -35,7 +46,7 @@ def apply(
     *,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
-    on_over_budget: Literal["warn", "error", "replan"] = "warn",
+    on_over_budget: Literal["warn", "error", "replan"] | None = None,
     profile: Profile | Mapping[str, Profile] | None = None,
     meter: When = "first-steps",
     cap_bytes: int | None = None,
@@ -43,9 +54,9 @@ def apply(
     nvtx: bool = False,
     device: Callable[[], Device] | None = None,
     force: bool = False,
-    replanner: Replan | None = None,
     arena: ArenaMode = "auto",
-    pack: Pack | None = None,
+    quiet: bool = False,
+    planner: Planner | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
 
@@ -63,8 +74,9 @@ def apply(
     on_over_budget: what a step does that follows its plan and takes more than the budget. ``"warn"`` says so once, when
         in the step, and who holds it; ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` at the end of
         that step; ``"replan"`` makes a new plan from ``profile`` with the measured bytes, while the training waits, and
-        follows it from the next step on.
-    profile: that of the plan (of several models, by the same keys), for ``"replan"``.
+        follows it from the next step on. By default ``"replan"`` where the profile is given, of a lone plan, and else
+        ``"warn"``.
+    profile: that of the plan (of several models, by the same keys), for ``"replan"`` and ``session.explain_peak()``.
     meter: when to meter the real peak of live bytes, with all that lives beside the step. On CUDA the allocator tells
         it of every step; the peaks that ``torch.cuda`` gives stay as they would be without a session. Elsewhere ops
         tell it, at some 20 us each: by default in the first two steps, which differ (optimizer state), and in one of
@@ -81,10 +93,12 @@ def apply(
         it needs the compiled allocator. ``"auto"``: where it can be built; ``"on"``: or an error; ``"off"``.
     force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
 
-    replanner, pack: make the new plan, and the new layout; ``poochplan.apply`` fills them in.
+    quiet: say nothing on stderr but warnings.
+    planner: ``poochplan.apply`` fills it in.
 
-    Warns when the plan was made for another machine (``plan.assumed``), once when a metered step that followed the plan
-    has taken more than its budget, and at the end of the block when no step was seen or followed.
+    Warns when the plan was made for another machine (``plan.assumed``), or profiled under other switches of torch than
+    those of now (``plan.switches``); once when a metered step that followed the plan has taken more than its budget;
+    and at the end of the block when no step was seen or followed.
 
     Raises
     ------
@@ -101,7 +115,7 @@ def apply(
     """
     for what, value, choices in (
         ("on_divergence", on_divergence, tuple(DivergencePolicy)),
-        ("on_over_budget", on_over_budget, tuple(OverBudget)),
+        ("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget)),
         ("meter", meter, ("first-steps", "always", "never")),
         ("arena", arena, ("auto", "on", "off")),
     ):
@@ -113,11 +127,14 @@ def apply(
     for name, given in plans.items():  # a set is for one model and one device
         check_model((given.plans[0] if isinstance(given, PlanSet) else given).model, models[name], "plan")
         check_graphs(given, models[name])
-    profiles = profiles_for(plans, profile, replanner) if OverBudget(on_over_budget) is OverBudget.REPLAN else {}
+    can_replan = profile is not None and planner is not None and not any(isinstance(x, PlanSet) for x in plans.values())
+    policy = OverBudget(on_over_budget or ("replan" if can_replan else "warn"))
+    profiles = profiles_for(plans, profile, planner) if policy is OverBudget.REPLAN or can_replan else {}
     first = every[0]
     check_alike(plans)
     where = model_device(together(models), first.device)
     _check_times(every, force)
+    _check_switches(every)
     if cap_bytes is not None and where.type != "cuda":
         raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
     if host_limit_bytes is not None and where.type != "cuda":
@@ -127,15 +144,15 @@ def apply(
     def opened() -> Device:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
+    replan, pack, explain = planner or (None, None, None)
     return Session(
-        plans,
         models,
+        where,
         device or opened,
-        on_divergence=DivergencePolicy(on_divergence),
-        meter=meter,
-        cap_bytes=cap_bytes,
-        keeper=BudgetKeeper(OverBudget(on_over_budget), replanner, profiles),
-        serving=serving_for(arena, where.type, every, pack),
+        GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan),
+        Settings(policy, meter, first.prediction.memory, cap_bytes, explain),
+        serving=serving_for(arena, where.type, pack, every),
+        teller=Teller(is_quiet=quiet),
     )
 
 
@@ -152,6 +169,21 @@ def _check_times(plans: Sequence[Plan], force: bool) -> None:
         warnings.warn(
             f"poochplan: this plan is for another machine ({'; '.join(assumed)}): its memory holds, its predicted "
             "times do not; plan from the profile as measured for the best plan here",
+            RuntimeWarning,
+            stacklevel=users_line(),
+        )
+
+
+def _check_switches(every: Sequence[Plan]) -> None:
+    """Tells of switches that are not as they were while the step was profiled: other kernels run then."""
+    now = kernel_switches(every[0].device)
+    planned = {item for plan in every for item in plan.switches.items()}
+    others = [f"{name} {was}, now {now[name]}" for name, was in sorted(planned) if now.get(name, was) != was]
+    if others:
+        warnings.warn(
+            f"poochplan: the step was profiled under other switches of torch ({'; '.join(others)}): its kernels, their "
+            "seconds and what they take may be others, and no value of theirs was verified; set them back, or profile "
+            "again",
             RuntimeWarning,
             stacklevel=users_line(),
         )

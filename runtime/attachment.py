@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.drivers.driver import Chooser
-from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
@@ -28,20 +29,20 @@ from poochplan.tensors.modes import (
 )
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
-from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd
+from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
-from .one_session import entered
-from .optimizer_steps import around_optimizer_steps
 from .regions.arrivals import arriving
 from .regions.installing import arrivals_compiled
-from .watch.users_line import Place
+from .watch.users_line import Place, users_line
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+Tell = Callable[[torch.optim.Optimizer], None]
+AroundRegion = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
-def own_hooks(engine: Engine) -> Hooks:
+def own_hooks(attachment: Attachment) -> Hooks:
     """The engine's, as they are."""
-    return engine.pack, engine.unpack
+    return attachment.engine.pack, attachment.engine.unpack
 
 
 class Attachment:
@@ -57,12 +58,10 @@ class Attachment:
     kind: of their device.
     open_device: called as the block is entered.
     chooser: gives each segment its driver.
-    chosen: told when the open segment has its driver.
-    began: told each segment before anything happens in it; the engine and its device are there.
-    ended: told each segment when all is known of it, as the next begins.
     elsewhere: told a model that is called with gradients on another thread.
     rebuild: the engine's.
-    hooks: what autograd is to call; by default the engine's own.
+    hooks: what autograd is to call; by default the engine's own. The engine is there when it is asked.
+    around_region: gives what is called in the place of a compiled callable of a model.
     gives_up: whether anything leaves the device from the first step on; else :meth:`memory_is_short` says when.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
     events: who is told of what happens in a step.
@@ -75,12 +74,10 @@ class Attachment:
         open_device: Callable[[], Device],
         chooser: Chooser,
         *,
-        chosen: Callable[[], None],
-        ended: Callable[[Segment], None],
-        began: Callable[[Segment], None] = lambda _: None,
         elsewhere: Callable[[str], None] = lambda _: None,
         rebuild: Rebuild = rebuild_together,
-        hooks: Callable[[Engine], Hooks] = own_hooks,
+        hooks: Callable[[Attachment], Hooks] = own_hooks,
+        around_region: AroundRegion = lambda _, call: call,
         gives_up: bool = True,
         apart: bool = True,
         events: StepEvents = NO_EVENTS,
@@ -90,17 +87,13 @@ class Attachment:
         self._kind = kind
         self._open_device = open_device
         self._chooser = chooser
-        self._chosen = chosen
-        self._ended = ended
-        self._began = began
         self._elsewhere = elsewhere
         self._rebuild = rebuild
         self._make_hooks = hooks
         self._gives_up = gives_up
         self._events = events
         self._parts = models if apart and self.whole is not models.get("") else {}
-        self.around_region: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
-        """Gives what is called in the place of a compiled callable; None for that itself."""
+        self._around_region = around_region
         self.is_wanted: Callable[[], bool] = lambda: True
         """Asked where a segment is about to begin; where it says no, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
@@ -131,8 +124,6 @@ class Attachment:
                 self.whole,
                 rebuild=self._rebuild,
                 parts=self._parts,
-                on_segment_begin=self._began,
-                on_segment_end=self._ended,
                 on_idle=self._idle,
                 events=self._events,
             )
@@ -143,10 +134,11 @@ class Attachment:
                 stack.enter_context(where_forward_raises(model, self._forward_raised))
             stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            pack, unpack = self._make_hooks(self.engine)
+            pack, unpack = self._make_hooks(self)
             hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
+            stack.enter_context(stand_aside(self._hooks))
             stack.enter_context(self._hooked())
             self._stack = stack.pop_all()
         return self
@@ -201,7 +193,12 @@ class Attachment:
         It is of the model of that name, or of the one that is called first.
         """
         self.engine.cursor.announced()
-        self._begin(name, announced=True)
+        self.engine.begin(name, announced=True)
+
+    def settle(self) -> None:
+        """Between segments: what the last one has told is worked off now, in place of when the next one begins."""
+        if not self.engine.cursor.is_open and self.engine.segment.number:
+            self.engine.tell_end()
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -243,24 +240,18 @@ class Attachment:
         if self._kind == "cuda":
             refuse_capture()
         if self.engine.cursor.forward_begins_one():
-            self._begin()
+            self.engine.begin()
             given = [tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs))]
             self.engine.tape.is_given(given)
             storages = (plain_storage(tensor, self._kind) for tensor in given)
             self.engine.segment.given = [(weakref.ref(one), one.nbytes()) for one in storages if one is not None]
-        if self.engine.model_is_called(lambda: input_signature(args, kwargs), name):
-            self._chosen()
+        self.engine.model_is_called(lambda: input_signature(args, kwargs), name)
 
     def _forward_without_gradients(self) -> None:
         if self._is_ours() and not in_backward():
             if self.engine.segment.used:  # a validation behind the step
                 self._events.over(self.engine.segment)
             self._events.resting()
-
-    def _begin(self, name: str | None = None, *, announced: bool = False) -> None:
-        self.engine.begin(name, announced=announced)
-        if not self.engine.awaits_inputs:
-            self._chosen()
 
     def _forward_raised(self) -> None:
         if self._is_ours() and not in_backward():
@@ -280,9 +271,10 @@ class Attachment:
         if self._is_ours():
             self._events.optimizing(optimizer)
 
-    def _optimizer_stepped(self, _: torch.optim.Optimizer) -> None:
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
+            self._events.stepped(optimizer)
 
     def _idle(self) -> None:
         if self.state == "closed":
@@ -294,8 +286,7 @@ class Attachment:
 
     def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            around = self.around_region
-            run = call if around is None else around(path, call)
+            run = self._around_region(path, call)
             with self.engine.quiet():
                 return run(*args, **kwargs)
 
@@ -315,3 +306,82 @@ def together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
         raise UsageError(
             f"models: expected names that modules can have (no dots, not empty), found {sorted(map(str, models))}"
         ) from error
+
+
+@contextmanager
+def around_optimizer_steps(model: torch.nn.Module, before: Tell, after: Tell) -> Iterator[None]:
+    """Within the block, calls ``before`` and ``after`` around each step of an optimizer that has a parameter of
+    ``model``.
+    """
+
+    def told(tell: Tell) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            own = set(map(id, model.parameters()))
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                tell(optimizer)
+
+        return hook
+
+    handles = register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_ENTERED: weakref.WeakSet[Attachment] = weakref.WeakSet()
+"""One at a time on a thread, and for a model: of two, the hooks of the later would take all that is saved."""
+
+
+def check_no_session(what: str, models: Iterable[torch.nn.Module]) -> None:
+    """Raises ``UsageError`` when ``what`` would meet a session on this thread, or one for one of ``models``."""
+    own = {id(model) for model in models}
+    for session in tuple(_ENTERED):
+        if session.thread == threading.get_ident() and session.is_left:
+            _end_left(session, what)
+            continue
+        name = " and ".join(type(model).__name__ for model in session.models.values())
+        if session.thread == threading.get_ident():
+            raise UsageError(
+                f"{what}: expected no open session on this thread, found one for {name}; leave its with block before"
+            )
+        if session.thread is not None and own.intersection(map(id, session.models.values())):
+            raise UsageError(
+                f"{what}: expected no open session for this {name}, found one on another thread; "
+                "wait until its with block has ended"
+            )
+
+
+def is_in_session(model: torch.nn.Module) -> bool:
+    """Whether what this thread does now may be a session's, or the model has one."""
+    if not len(_ENTERED):
+        return False
+    here = threading.get_ident()
+    return any(
+        session.thread is not None and (session.thread == here or any(own is model for own in session.models.values()))
+        for session in tuple(_ENTERED)
+    )
+
+
+def _end_left(session: Attachment, what: str) -> None:
+    """One that was left open: after an exception, by code that enters it and has no ``with`` to leave it again."""
+    name = " and ".join(type(model).__name__ for model in session.models.values())
+    session.leave()
+    warnings.warn(
+        f"poochplan: {what} found a session for {name} still open, though what entered it has ended, and has closed "
+        "it; enter sessions with a with statement, or leave them in a finally",
+        RuntimeWarning,
+        stacklevel=users_line(),
+    )
+
+
+@contextmanager
+def entered(session: Attachment) -> Iterator[None]:
+    """Within the block it is the session of its thread and model; raises ``UsageError`` where there is one."""
+    check_no_session("apply()", session.models.values())
+    _ENTERED.add(session)
+    try:
+        yield
+    finally:
+        _ENTERED.discard(session)

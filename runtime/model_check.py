@@ -89,11 +89,11 @@ def check_alike(plans: Mapping[str, Plan | PlanSet]) -> None:
 
 
 def profiles_for(
-    plans: Mapping[str, Plan | PlanSet], profile: Profile | Mapping[str, Profile] | None, replanner: object
+    plans: Mapping[str, Plan | PlanSet], profile: Profile | Mapping[str, Profile] | None, planner: object
 ) -> dict[str, Profile]:
     """The profile of each model's plan, to plan anew from; raises ``UsageError`` where one is missing or another's."""
     found = dict(profile) if isinstance(profile, Mapping) else {} if profile is None else dict.fromkeys(plans, profile)
-    if replanner is None:
+    if planner is None:
         raise UsageError('on_over_budget: "replan" needs the planner; call poochplan.apply')
     for name, plan in plans.items():
         if isinstance(plan, PlanSet):

@@ -49,6 +49,8 @@ class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
     """In use at one moment, workspaces included."""
     reserved_bytes: int
     """Taken from the device; what is over ``allocated_bytes`` is fragmentation."""
+    retries: int = 0
+    """Times that the allocator found no room, gave all back that was cached and asked again: each holds the step."""
 
     @property
     def fragmentation(self) -> float:
@@ -166,6 +168,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     predicted_first_step_peak_bytes: int
     budget_bytes: int
+    """These three are 0 while there is no plan."""
     steps_followed: int = 0
     """Of the steps that have ended, those that did what their plan says."""
     status: SessionStatus = SessionStatus.NO_STEPS
@@ -185,7 +188,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def _title(self) -> str:
         count = self.total.steps
-        return f"{count} step{'' if count == 1 else 's'} within a budget of {format_bytes(self.budget_bytes)}"
+        steps = f"{count} step{'' if count == 1 else 's'}"
+        budget = (
+            f"within a budget of {format_bytes(self.budget_bytes)}" if self.budget_bytes else "without a plan so far"
+        )
+        return f"{steps} {budget}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, of the last step, of all steps; what never happened has no row."""
@@ -211,6 +218,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.memory is not None:
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
+            if self.memory.retries:
+                rows.append(("caches emptied", "", f"{self.memory.retries} times: the memory is fragmented, or full"))
         if self.arena is not None:
             rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]
@@ -218,7 +227,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def _peak(self, step: StepReport) -> str:
         if step.peak_bytes is None:
             return "not metered"
-        over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes else ""
+        over = " (OVER THE BUDGET)" if step.peak_bytes > self.budget_bytes > 0 else ""
         return f"{format_bytes(step.peak_bytes)}{over}"
 
     def _largest_predicted(self) -> str:

@@ -26,6 +26,7 @@ from poochplan.runtime.metering.allocated import step_scope
 from .run_report import ArenaReport, StepReport, arena_report
 
 ArenaMode = Literal["auto", "on", "off"]
+NO_LAYOUT = "a plan without a layout; plan again"
 
 
 class Serving:
@@ -38,14 +39,18 @@ class Serving:
     Parameters
     ----------
     pack: lays out what a step has taken.
+    mode: as for :func:`poochplan.apply`.
     """
 
-    def __init__(self, pack: Pack) -> None:
-        self._pack = pack
+    def __init__(self, pack: Pack, mode: ArenaMode) -> None:
+        self._pack, self._mode = pack, mode
+        self._given_up: list[Plan] = []
+        """Plans whose steps are not served any more."""
         self._lessons = Lessons()
         self._lesson: Lesson | None = None
         """Of the step that began last."""
-        self._runs = ServedRuns(step_scope())
+        self._has_begun = False
+        """Whether a step has been served, or written down: there is nothing to give back before."""
         self._report: StepReport | None = None
         self._is_on = False
         self._is_whole = False
@@ -54,11 +59,17 @@ class Serving:
         self._state_entries: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """Of each optimizer before its last step."""
 
+    @functools.cached_property
+    def _runs(self) -> ServedRuns:
+        """Made when the first step is to be served: by then the allocator is built."""
+        return ServedRuns(step_scope())
+
     def begin(self, plan: Plan, segment: Segment) -> None:
         """A segment that follows ``plan`` has passed the first point of the clock."""
+        self._has_begun = True
         self.learn()
         kind = Kind(bool(segment.gradient_bytes), segment.inputs)
-        self._lesson = lesson = self._lessons.begin(plan, kind) if plan.layout is not None else None
+        self._lesson = lesson = self._lessons.begin(plan, kind) if self.serves(plan) else None
         if lesson is None:
             self._runs.stands_aside()
             return
@@ -71,6 +82,28 @@ class Serving:
             log=lesson.wants_log,
             point=1,
         )
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether steps that follow the plan are to be served."""
+        fits = self._mode == "on" or plan.holds_arena
+        return plan.layout is not None and fits and all(plan is not one for one in self._given_up)
+
+    def why_not(self, plan: Plan) -> str:
+        """Why steps that follow the plan are not served, though that was asked for; else empty."""
+        return NO_LAYOUT if self._mode == "on" and plan.layout is None else ""
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether nobody has asked for an arena in so many words."""
+        return self._mode == "auto"
+
+    def gives_up(self, plan: Plan) -> bool:
+        """Steps that follow the plan are not served any more; false where they are not already."""
+        if not self.serves(plan):
+            return False
+        self._given_up.append(plan)
+        self.forget(plan)
+        return True
 
     def at(self, point: int) -> None:
         """The segment has passed so many points."""
@@ -106,19 +139,21 @@ class Serving:
         """Between steps something else runs: until the next one the machine has the arena's memory back, but for what
         lives. Amid a step nothing happens.
         """
-        if not self._is_on:
+        if self._has_begun and not self._is_on:
             self._runs.laid.rests()
 
     def stands_aside(self) -> None:
         """A segment begins that is not served: the machine has the arena's memory back for it, but for what lives."""
-        self.learn()
-        self._runs.stands_aside()
+        if self._has_begun:
+            self.learn()
+            self._runs.stands_aside()
 
     def close(self) -> None:
         """Nothing is served any more; what lies in the arena stays as it is."""
         self.step_is_over()
         self._is_whole = False
-        self._runs.close()
+        if self._has_begun:
+            self._runs.close()
 
     def forget(self, plan: Plan) -> None:
         """Its steps are not followed any more."""
@@ -145,24 +180,24 @@ class Serving:
     @property
     def arena_bytes(self) -> int:
         """Of the arena that the step which began last is served from; 0 where it is not."""
-        return self._runs.laid.held_bytes
+        return self._runs.laid.held_bytes if self._has_begun else 0
 
-    def report(self, plan: Plan) -> ArenaReport | None:
-        """What became of the blocks of the step that began last; None where there were no places for them."""
-        lesson, arena = self._lesson, self._runs.laid.arena
+    def report(self) -> ArenaReport | None:
+        """What became of the blocks of the last step that could be served; None where there were no places for them."""
+        lesson, arena = self._lesson, self._runs.laid.arena if self._has_begun else None
         if lesson is None or lesson.layout is None or arena is None or not self._runs.is_served:
             return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
-        return arena_report(arena, lesson.layout.arena_bytes, functools.partial(_layer, plan))
+        return arena_report(arena, lesson.layout.arena_bytes, functools.partial(_layer, lesson.plan))
 
 
-def serving_for(mode: ArenaMode, device: str, plans: list[Plan], pack: Pack | None) -> Serving | None:
-    """What serves the steps of these plans; None where they are to go to the ordinary allocator.
+def serving_for(mode: ArenaMode, device: str, pack: Pack | None, plans: Sequence[Plan] = ()) -> Serving | None:
+    """What serves the steps of these plans, or of those to come; None where they are to go to the ordinary allocator.
 
     Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
     """
     reason = why_not_served(mode, device, plans)
     if not reason and pack is not None:
-        return Serving(pack)
+        return Serving(pack, mode)
     if mode == "on":
         raise UsageError(f'arena: expected "on" to be possible, found {reason}')
     return None
@@ -174,8 +209,8 @@ def why_not_served(mode: ArenaMode, device: str, plans: Sequence[Plan]) -> str:
         return "off"
     if device != "cpu":
         return why_no_arena(device)
-    if all(plan.layout is None for plan in plans):
-        return "a plan without a layout; plan again"
+    if plans and all(plan.layout is None for plan in plans):
+        return NO_LAYOUT
     if mode == "auto" and not all(plan.holds_arena for plan in plans if plan.layout is not None):
         return "a plan whose arena is larger than its budget"
     return why_no_arena(device)

@@ -1,154 +1,130 @@
-"""Session: a block of training steps that follow a plan, or several models' plans."""
+"""Session: a block of training steps, each of which follows a plan, or is studied until there is one."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace, TracebackType
 
 import torch
 
-from poochplan.errors import UsageError
-from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.plan_set import PlanSet
+from poochplan.errors import BudgetExceededError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Memory, Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.drivers.diagnosis import Expected
-from poochplan.runtime.drivers.follow import DivergencePolicy
-from poochplan.runtime.drivers.planned import ByModel, Planned
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.engine.step_events import StepEvents, weakly
-from poochplan.runtime.watch.keeper import BudgetKeeper, MeteredSteps
-from poochplan.runtime.watch.step_meter import StepMeter, When
-from poochplan.runtime.watch.tally import Accounts
+from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
+from poochplan.runtime.watch.tally import Tally
+from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full, no_arena
 from poochplan.runtime.watch.users_line import users_line
 
 from .attachment import Attachment
-from .run_report import MemoryPeaks, Report
+from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
+from .plan_source import PlanSource
+from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 from .serving import Serving
+
+Explain = Callable[[Profile, Plan | None, int | None], str]
+"""Says where a step takes most memory, and who holds it; the runtime does not know how."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session does about its steps, whatever they follow; see :func:`poochplan.apply`."""
+
+    on_over_budget: OverBudget = OverBudget.WARN
+    meter: When = "first-steps"
+    memory: Memory = Memory.ALLOCATED
+    """What the meter counts."""
+    cap_bytes: int | None = None
+    explain: Explain | None = None
 
 
 class Session:
-    """A context manager, with the states of its :class:`~.attachment.Attachment`.
+    """A context manager, with the states of its :class:`~.attachment.Attachment`: *new*, *open*, *away*, *closed*.
 
+    :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers give one.
     It is held by whoever has entered it, and by nothing of its own: where that ends without leaving the block, so does
     the session.
-
-    Parameters
-    ----------
-    plans, models: by the names of the models; a lone one has the name "".
-    keeper: what is done about steps that take more than their budgets.
-    serving: from where the blocks of steps come; None for the ordinary allocator.
     """
 
     def __init__(
         self,
-        plans: Mapping[str, Plan | PlanSet],
         models: Mapping[str, torch.nn.Module],
-        device: Callable[[], Device],
+        where: torch.device,
+        open_device: Callable[[], Device],
+        source: PlanSource,
+        settings: Settings,
         *,
-        on_divergence: DivergencePolicy,
-        meter: When,
-        cap_bytes: int | None,
-        keeper: BudgetKeeper,
         serving: Serving | None = None,
+        teller: Teller | None = None,
     ) -> None:
-        self._plans = {name: plan.plans if isinstance(plan, PlanSet) else (plan,) for name, plan in plans.items()}
-        every = [one for plans_of in self._plans.values() for one in plans_of]
-        self._first = every[0]
-        """Device and link are the same for all of them."""
-        self._models = models
-        self._cap_bytes = cap_bytes
-        promised = self._first.prediction
-        self._meter = StepMeter(self._first.device, meter, promised.memory)
-        self._is_metered = meter != "never"
-        self._metered = MeteredSteps(self._meter, keeper, models)
-        self._serving = serving
-        self._accounts = Accounts(models)
+        self._models, self._source, self._settings, self._serving = models, source, settings, serving
+        self._teller = teller or Teller(is_quiet=True)
+        self._meter = StepMeter(where.type, settings.meter, settings.memory)
+        self._is_metered = settings.meter != "never"
+        self._tally = Tally(models)
         self._memory: MemoryPeaks | None = None
-        self._gradients_checked = False
-        self._is_ending = False
-        self._choosers = {
-            name: Planned(
-                plan if isinstance(plan, PlanSet) else plan.instructions,
-                on_divergence,
-                expected=Expected(self._plans[name][0].inputs, models[name]),
-            )
-            for name, plan in plans.items()
-        }
+        self._following: PlanInForce | None = None
+        """By the open segment."""
+        self._followed: dict[Hashable, PlanInForce] = {}
+        """What was followed last, by kind of step."""
+        self._gradients_checked = self._is_ending = False
+        self._looks = True
+        """Whether something is done about steps above their budgets."""
         self._attachment = Attachment(
             models,
-            self._first.device,
-            device,
-            self._choosers[""] if "" in self._choosers else ByModel(self._choosers),
-            chosen=weakly(self, Session._check_gradients),
-            began=weakly(self, Session._step_begins),
-            ended=weakly(self, Session._end_of_step),
-            elsewhere=self._accounts.tally.called_elsewhere,
-            gives_up=any(value.decision is not Decision.KEEP for one in every for value in one.values),
+            where.type,
+            open_device,
+            source,
+            elsewhere=self._tally.called_elsewhere,
+            rebuild=source.rebuild,
+            hooks=source.attached,
+            around_region=source.around_region,
+            gives_up=source.gives_up,
+            apart=source.is_given,
             events=StepEvents(
+                chosen=weakly(self, Session._chosen),
                 point=weakly(self, Session._point) if serving is not None or self._is_metered else None,
                 backward=weakly(self, Session._backward),
                 over=weakly(self, Session._step_is_over),
+                ended=weakly(self, Session._ended),
                 departed=weakly(self, Session._departed),
                 resting=weakly(self, Session._resting),
                 optimizing=weakly(self, Session._optimizing),
+                stepped=source.stepped,
             ),
         )
 
     def __enter__(self) -> Session:
         if self._state != "new":
-            raise UsageError(f"this session is {self._state}; call apply(plan, model) for a new one")
+            raise UsageError(f"this session is {self._state}; call {self._opened_by} for a new one")
         with ExitStack() as stack:  # undone when one of these fails
+            stack.callback(self._source.close)
             stack.enter_context(self._attachment)
-            if self._cap_bytes is not None:
-                stack.enter_context(hard_cap(self._device.where, self._cap_bytes))
+            if self._settings.cap_bytes is not None:
+                stack.enter_context(hard_cap(self._device.where, self._settings.cap_bytes))
             self._reserve_host()
-            stack.callback(self._meter.close)
+            stack.callback(self._meter.step_is_over)
             if self._serving is not None:
                 stack.callback(self._serving.close)
             if self._is_metered:
                 gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
             self._device.start_peaks()
-            self._leave = weakref.finalize(self, _close, self.engine, stack.pop_all())
+            self._leave = weakref.finalize(self, _close, self._engine, stack.pop_all())
             self._leave.atexit = False
             self._attachment.leave = self._leave
         return self
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model; of several, one module that has them all."""
-        return self._attachment.whole
-
-    @property
-    def engine(self) -> Engine:
-        """What carries the plan out; there is one from the block's begin on."""
-        return self._attachment.engine
-
-    @property
-    def _device(self) -> Device:
-        return self._attachment.device
-
-    @property
-    def _state(self) -> str:
-        return self._attachment.state
-
-    def _reserve_host(self) -> None:
-        planned_bytes = self.engine.host.planned_bytes
-        try:
-            self._device.reserve_host(planned_bytes)
-        except OSError as error:
-            warnings.warn(
-                f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
-                "values that do not fit are kept",
-                RuntimeWarning,
-                stacklevel=users_line(),
-            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,20 +132,37 @@ class Session:
         if self._state == "closed":  # it was ended where it had been left open
             return
         try:
-            self._is_ending = True
+            if isinstance(error, torch.OutOfMemoryError):
+                self._note_what_is_held(error)
+            self._is_ending, self._looks = True, kind is None
             self._meter.step_is_over()
-            self.engine.end()
-            self._end_of_step(self.engine.segment, settle=kind is None)
-            self.engine.tell_driver()
+            self._engine.end()
+            self._engine.tell_end()
             self._memory = self._device.peaks()  # what comes later is not the session's
         finally:
             self._leave()
         if kind is None or not issubclass(kind, KeyboardInterrupt):  # then it has been heard
             raise_held_back()
         forget_held_back()
-        if kind is None:
-            for complaint in self._accounts.tally.complaints():
-                warnings.warn(f"poochplan: {complaint}", RuntimeWarning, stacklevel=users_line())
+        if kind is None and self._source.is_given:
+            for complaint in self._tally.complaints():
+                self._teller.warn(complaint)
+
+    def _note_what_is_held(self, error: BaseException) -> None:
+        """The error says how far the planned step had come, and who holds what in it."""
+        plan, segment = self._following, self._engine.segment
+        if plan is None:
+            return
+        self._take_peak(segment)
+        held = [one for one in held_beside(self._engine, segment, plan.plan) if one.name != SavedValue.__name__]
+        where = described(self._meter.moment, plan.plan)
+        text = out_of_memory_text(segment.report.peak_bytes, plan.plan, where, held)
+        error.add_note("\n".join(part for part in (f"poochplan: {text}", self.explain_peak()) if part))
+
+    def close(self) -> None:
+        """As the end of the ``with`` block. Idempotent."""
+        if self._state in ("open", "away"):
+            self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
         """Says that a new step begins here; from the first call on steps begin only where this is called.
@@ -187,18 +180,6 @@ class Session:
             raise UsageError(f"step(): expected the name of a model of this session ({names}), found {model!r}")
         self._attachment.begin_segment(model)
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that the current step follows, or diverged from; of a set, the first until a step has picked one.
-
-        Of several models, that of the model whose step it is; the first one's before there is any.
-        """
-        if self._state == "new":
-            return self._first
-        name = self._name(self.engine.segment)
-        instructions = self._choosers[name].instructions
-        return next(plan for plan in self._plans[name] if plan.instructions is instructions)
-
     @contextmanager
     def away(self) -> Iterator[None]:
         """Steps inside run in-core, as if there were no session: to set planned steps beside, in the same process.
@@ -209,45 +190,189 @@ class Session:
         with self._attachment.away():
             yield
 
+    def wait_until_planned(self, timeout_s: float | None = None) -> bool:
+        """Waits, between two steps, until no plan is under way; whether every profiled kind of step has its plan.
+
+        False too while steps are still being profiled: only steps bring that on.
+        """
+        if self._state == "open":
+            self._attachment.settle()
+        return self._source.wait(timeout_s)
+
+    # -- what a user asks -------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model; of several, one module that has them all."""
+        return self._attachment.whole
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the current step follows, or diverged from, else the last one did; before there was such a
+        step, the first in force. None before there is one.
+        """
+        latest = self._source.latest
+        return None if latest is None else latest.plan
+
+    @property
+    def plans(self) -> Mapping[Hashable, Plan]:
+        """The plans in force, by kind of step: the name of a model, and its inputs where there are plans for several;
+        in ``auto`` all that tells one kind from another.
+        """
+        return MappingProxyType({kind: one.plan for kind, one in self._source.plans.items()})
+
+    @property
+    def profile(self) -> Profile | None:
+        """That of :attr:`plan`; before there is one, the first. None before anything is profiled, and where plans were
+        given without their profiles.
+        """
+        latest, profiles = self._source.latest, self._source.profiles
+        return profiles.get(latest.kind) if latest is not None else next(iter(profiles.values()), None)
+
+    @property
+    def profiles(self) -> Mapping[Hashable, Profile]:
+        """Those that are known, by kind of step, as in :attr:`plans`."""
+        return self._source.profiles
+
+    @property
+    def last(self) -> StepReport:
+        """The current step, or the last one."""
+        if self._state == "new":
+            return StepReport()
+        segment = self._engine.segment
+        self._take_peak(segment)
+        return segment.report
+
+    @property
+    def total(self) -> StepReport:
+        """All steps that have ended, together."""
+        return self._tally.total
+
+    @property
+    def arena(self) -> ArenaReport | None:
+        """What the arena did in the last step that could be served; None before there was one. ``total`` has the bytes
+        of all steps.
+        """
+        return None if self._serving is None else self._serving.report()
+
     def report(self) -> Report:
         """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""
         if self._state == "new":
             raise UsageError(
-                "report(): expected a session that has been entered; use `with apply(plan, model) as session`"
+                f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
             )
-        self.engine.mechanism.take_times()
-        segment, plan = self.engine.segment, self.plan
-        self._metered.take_peak(segment)
+        self._engine.mechanism.take_times()
+        segment = self._engine.segment
+        self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
-        arena = self._serving.report(plan) if self._serving is not None else None
-        return self._accounts.report(segment, self._name(segment), plan, memory, arena)
+        followed = self._following.plan if self._following is not None else None
+        return self._tally.report(segment, followed, self.plan, memory, self.arena)
 
-    def _name(self, segment: Segment) -> str:
-        """Of the model that a segment is of."""
-        return segment.model if segment.model is not None else next(iter(self._choosers))
+    def explain_peak(self) -> str:
+        """Where the step takes most memory, and who holds it, in lines of text; empty where :attr:`profile` is None.
+
+        Of the planned step, or of the in-core one before there is a plan. Of the session's metered steps the largest
+        peak stands beside the prediction.
+        """
+        profile, explain = self.profile, self._settings.explain
+        return "" if profile is None or explain is None else explain(profile, self.plan, self.total.peak_bytes)
+
+    # -- for this package ---------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        """What carries plans out; there is one from the block's begin on."""
+        return self._attachment.engine
+
+    @property
+    def _device(self) -> Device:
+        return self._attachment.device
+
+    @property
+    def _state(self) -> str:
+        return self._attachment.state
+
+    @property
+    def _opened_by(self) -> str:
+        return "apply(plan, model)" if self._source.is_given else "auto(model, budget=...)"
+
+    def _lasts_while(self, is_wanted: Callable[[], bool]) -> None:
+        """The session ends, at the latest, where something is trained and ``is_wanted()`` says no.
+
+        For those who are not told how a call ends: a callback of a trainer whose ``train`` may raise.
+        """
+        self._attachment.is_wanted = is_wanted
+        self._attachment.abandoned = weakly(self, Session.close)
+
+    def _reserve_host(self) -> None:
+        planned_bytes = self._engine.host.planned_bytes
+        try:
+            self._device.reserve_host(planned_bytes)
+        except OSError as error:
+            warnings.warn(
+                f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
+                "values that do not fit are kept",
+                RuntimeWarning,
+                stacklevel=users_line(),
+            )
 
     # -- told by the attachment ----------------------------------------------------------------------------------
 
-    def _step_begins(self, segment: Segment) -> None:
-        self._meter.step_begins(self.engine, self._device)
+    def _chosen(self, segment: Segment) -> None:
+        plan = self._following = self._source.following(segment)
+        if self._serving is not None and (plan is None or self._engine.follows is None):
+            self._serving.stands_aside()
+            self._meter.served_from(0)
+        self._source.begins(segment)
+        if plan is None:
+            return
+        if self._followed.get(plan.kind) is not plan:
+            self._begins(plan)
+        if self._is_metered:
+            self._meter.step_begins(self._engine, self._device, is_due=plan.is_due)
+        plan.begins()
+        if self._source.is_given:
+            self._check_gradients(segment, plan.plan)
+
+    def _begins(self, plan: PlanInForce) -> None:
+        """A first step follows the plan, in place of the one that its kind has followed before."""
+        before = self._followed.get(plan.kind)
+        self._followed[plan.kind] = plan
+        if self._serving is not None:
+            if before is not None:
+                self._serving.forget(before.plan)
+            if reason := self._serving.why_not(plan.plan):
+                self._teller.warn(no_arena(reason))
+        try:
+            self._engine.make_room([plan.plan.instructions])
+        except OSError as error:
+            self._teller.warn(host_is_full(self._engine.host.planned_bytes, error.strerror or ""))
+
+    def _check_gradients(self, segment: Segment, plan: Plan) -> None:
+        live_bytes = segment.gradient_bytes
+        if self._gradients_checked or not live_bytes or plan.gradients_live_through_forward:
+            return
+        self._gradients_checked = True
+        self._teller.warn(
+            f"gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
+            "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate"
+        )
 
     def _point(self, passed: int) -> None:
         self._meter.point()
-        if self._serving is None:
+        if self._serving is None or self._following is None:
             return
         if passed > 1:
             self._serving.at(passed)
-        elif self.engine.follows is not None:
-            self._serving.begin(self.plan, self.engine.segment)
+        elif self._engine.follows is not None:
+            self._serving.begin(self._following.plan, self._engine.segment)
             self._meter.served_from(self._serving.arena_bytes)
-        else:
-            self._serving.stands_aside()
-            self._meter.served_from(0)
 
     def _backward(self, begins: bool) -> None:
         self._meter.backward(begins)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        self._source.optimizing(optimizer)
         if self._serving is not None:
             self._serving.optimizer_steps(optimizer)
 
@@ -263,41 +388,88 @@ class Session:
         if self._serving is not None:
             self._serving.step_is_over()
         self._meter.step_is_over()
-        self._metered.take_peak(segment)
+        self._take_peak(segment)
         self._look(segment)
 
-    def _end_of_step(self, segment: Segment, *, settle: bool = True) -> None:
+    def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
-        if not self._accounts.is_new(segment):
+        if not self._tally.is_new(segment):
             return
-        self._metered.take_peak(segment)
-        name = self._name(segment)
-        self._accounts.count(segment, name, self.plan.instructions)
-        if settle:
+        self._take_peak(segment)
+        plan = self._following
+        self._tally.count(segment, plan.plan if plan is not None else None)
+        self._source.ended(segment)
+        if plan is not None and self._looks:
             self._look(segment)
-            self._metered.settle(segment, self._accounts.tally.steps_of(name), name, self.plan)
+            plan.ended(self._meter.blocks_peak_bytes, has_gradients=bool(segment.gradient_bytes))
+
+    # -- steps and their budgets ----------------------------------------------------------------------------------
+
+    def _take_peak(self, segment: Segment) -> None:
+        """Its report has what was metered of it so far."""
+        peak_bytes = self._meter.peak_bytes if self._following is not None else None
+        if peak_bytes is not None:
+            segment.report.peak_bytes = peak_bytes
 
     def _look(self, segment: Segment) -> None:
-        name, before = self._name(segment), self.plan
-        changed = self._metered.look(segment, self.engine, name, before, is_last=self._is_ending)
-        if changed is not None:
-            self._plans[name] = (changed,)
-            self._choosers[name].follow(changed.instructions)
-            self.engine.host.grow(self._choosers[name].alternatives)
-            if self._serving is not None:
-                self._serving.forget(before)
-
-    def _check_gradients(self) -> None:
-        live_bytes = self.engine.segment.gradient_bytes
-        if self._gradients_checked or not live_bytes or self.plan.gradients_live_through_forward:
+        """A step that followed its plan may have taken more than its budget; of others it has been told why."""
+        plan, peak_bytes = self._following, segment.report.peak_bytes
+        if not self._looks or plan is None or peak_bytes is None or segment.report.fallbacks:
             return
-        self._gradients_checked = True
-        warnings.warn(
-            f"poochplan: gradients of an earlier step ({live_bytes} bytes) are still there in forward, the plan was "
-            "made without; call optimizer.zero_grad(set_to_none=True) before the step, or profile with accumulate",
-            RuntimeWarning,
-            stacklevel=users_line(),
-        )
+        if not plan.is_over(peak_bytes):
+            return
+        if self._serving is not None and self._serving.may_give_up and self._is_within_without_arena(plan.plan):
+            if self._serving.gives_up(plan.plan):
+                self._teller.say(arena_given_up(peak_bytes, plan.plan.budget_bytes))
+        elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
+            plan.check_next()
+        else:
+            self._is_above(plan, segment, peak_bytes)
+
+    def _is_within_without_arena(self, plan: Plan) -> bool:
+        blocks_bytes = self._meter.blocks_peak_bytes
+        return blocks_bytes is not None and blocks_bytes <= plan.budget_bytes
+
+    def _is_above(self, plan: PlanInForce, segment: Segment, peak_bytes: int) -> None:
+        """Says so, raises, or has another plan made."""
+        held = held_beside(self._engine, segment, plan.plan)
+        text = over_budget_text(peak_bytes, plan.plan, described(self._meter.moment, plan.plan), held)
+        if self._settings.on_over_budget is OverBudget.ERROR:
+            raise BudgetExceededError(f"{text}; {REMEDY}", peak_bytes=peak_bytes)
+        plan.is_told = True
+        if self._settings.on_over_budget is OverBudget.WARN:
+            self._teller.warn(f"{text}; {REMEDY}")
+            return
+        promised = plan.plan.prediction
+        promised_bytes = promised.peak_bytes
+        if segment.report.served_bytes and promised.arena_peak_bytes is not None:
+            promised_bytes = max(promised_bytes, promised.arena_peak_bytes)
+        more_bytes = rounded_up(max(1, peak_bytes - promised_bytes))
+        self._teller.warn(f"{text}; {self._source.plan_again(plan, more_bytes)}")
+
+    # -- names of 0.2, for one version more -----------------------------------------------------------------------
+
+    @property
+    def ways(self) -> dict[Hashable, SimpleNamespace]:
+        """Use :attr:`plans`."""
+        _goes("ways", "plans")
+        return {kind: SimpleNamespace(key=kind, plan=plan) for kind, plan in self.plans.items()}
+
+    @property
+    def followed(self) -> int:
+        """Use ``report().steps_followed``. So many steps have begun under a plan."""
+        _goes("followed", "report().steps_followed")
+        return sum(one.begun for one in self._followed.values())
+
+    @property
+    def engine(self) -> Engine:
+        """Internal."""
+        _goes("engine", "last, total and report()")
+        return self._engine
+
+
+def _goes(name: str, instead: str) -> None:
+    warnings.warn(f"session.{name} goes with the next version; use session.{instead}", DeprecationWarning, stacklevel=3)
 
 
 def _close(engine: Engine, stack: ExitStack) -> None:

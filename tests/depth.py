@@ -34,11 +34,12 @@ REST = {
     "examples": "stacks",
     "gpu": "suite_dry_run",
     "integrations": "onnx_models",
+    "judges": "judges",
     "online": "growth kinds_of_run trainings",
     "packaging": "installed",
     "profiler": "swap_all",
-    "runtime": "arrivals compiled compiled_budget copies_of_the_model mutants points_in_16_bits save_points "
-    "third_party",
+    "runtime": "arrivals autograd_steps compiled compiled_budget copies_of_the_model mutants points_in_16_bits "
+    "save_points third_party",
     "runtime/allocator": "building_the_library",
     "runtime/inference": "outside_meter",
     "tensors": "malloc",

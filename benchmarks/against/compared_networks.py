@@ -6,6 +6,7 @@ Weights are random, modes are those of training with dropout on, and each networ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.epochs.recurrent_networks import ALL as RECURRENT
-from benchmarks.models import CLASSES, WIDTH, Made, hugging, images
+from benchmarks.models import CLASSES, MODELS, WIDTH, Made, build, hugging, images
 from benchmarks.pairs import CONFIGS
 from poochplan.workload import Workload, load_workload
 
@@ -93,10 +94,14 @@ OF_EPOCHS = {name: Network(_shipped(one.config, **one.settings), ()) for name, o
 """Those of ``benchmarks/char_rnn.py``, which nobody checkpoints by blocks."""
 
 
+OF_MODELS = {f"models.{name}": Network(functools.partial(build, name), ()) for name in MODELS}
+"""Those of ``benchmarks/prediction.py``."""
+
+
 def fresh(name: str) -> Workload:
     """The network of that name with its step, from the same seed each time."""
     torch.manual_seed(0)
-    return (NETWORKS | TINY | OF_EPOCHS)[name].make()
+    return (NETWORKS | TINY | OF_EPOCHS | OF_MODELS)[name].make()
 
 
 def blocks_of(name: str, model: nn.Module) -> Iterator[nn.Module]:

@@ -84,7 +84,7 @@ def method_of(name: str) -> Method:
     if name.startswith("compile:"):
         return functools.partial(_compiled, memory_budget=float(name.removeprefix("compile:")))
     if name in policy_names():
-        return functools.partial(_planned, arena="auto")
+        return _planned
     return METHODS[name]
 
 
@@ -94,9 +94,9 @@ def _in_core(workload: Workload, _: Ask) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def _planned(workload: Workload, ask: Ask, arena: Any = "on") -> Iterator[Running]:
+def _planned(workload: Workload, ask: Ask) -> Iterator[Running]:
     """Under the plan that was made for it."""
-    with poochplan.apply(Plan.load(Path(ask.folder) / ask.plan), workload.model, arena=arena) as session:
+    with poochplan.apply(Plan.load(Path(ask.folder) / ask.plan), workload.model) as session:
         yield Running(workload, session)
 
 

@@ -44,11 +44,14 @@ class Effort:
     time_limit_s: float
     folder: str
     """Of profiles and plans."""
+    throttle: str = ""
+    """The rate to which links are held; empty for none."""
 
 
 def facts_of(network: str, effort: Effort) -> Found:
     """Profiles the network: its in-core peak and the smallest budget that has a plan, both in allocated bytes."""
-    return asked(Ask(what="profile", network=network, folder=effort.folder), effort.threads)
+    ask = Ask(what="profile", network=network, folder=effort.folder, throttle=effort.throttle)
+    return asked(ask, effort.threads)
 
 
 def base(network: str, method: str, effort: Effort) -> Found:

@@ -27,6 +27,8 @@ from .asking import KEPT, METERED_STEPS, OURS, WARM_STEPS, Ask
 from .compared_networks import fresh
 from .methods import NotRunError, method_of
 
+ITERATIONS = 5
+"""Steps of a profile that are timed."""
 ROOM_OF_KEPT = 1.1
 """Of the in-core peak: an arena for everything is a little larger, and is not used where there is no room for it."""
 Say = Callable[[dict[str, Any]], None]
@@ -36,12 +38,20 @@ def profiled(ask: Ask, say: Say) -> None:
     """Writes the network's profile to the folder, and says what budgets there are."""
     workload = fresh(ask.network)
     profile = poochplan.profile(
-        workload.step, model=workload.model, optimizer=workload.optimizer, workload=ask.network, iterations=3
+        workload.step,
+        model=workload.model,
+        optimizer=workload.optimizer,
+        workload=ask.network,
+        iterations=ITERATIONS,
+        throttle=ask.throttle or None,
     )
     profile.save(_profile_file(ask), force=True)
     say(
         {
             "memory": str(profile.memory),
+            "plain_step_s": profile.times.plain_step_s,
+            "unserved_step_s": profile.times.unserved_step_s,
+            "step_s": profile.times.step_s,
             "profile_peak_bytes": profile.in_core_peak_bytes,
             "smallest_budget_bytes": poochplan.smallest_budget(profile),
         }
@@ -61,6 +71,8 @@ def planned(ask: Ask, say: Say) -> None:
     say(
         {
             "predicted_ratio": 1 + told.overhead,
+            "predicted_step_s": told.step_s,
+            "holds_arena": plan.holds_arena,
             "predicted_peak_bytes": told.peak_bytes,
             "arena_peak_bytes": told.arena_peak_bytes,
         }

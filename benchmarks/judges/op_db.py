@@ -37,13 +37,16 @@ import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop import Follower, Loop
+from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.timing_watches import OpTiming
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.session import Session, Settings
 from poochplan.torch_private.tensor_internals import pytree
 
 SEED, MOST_NUMBERS = 0, 1 << 16
+CPU = torch.device("cpu")
 Bits = list[bytes]
 LINE = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 LINK = Link(name="none", outward=LINE, inward=LINE)
@@ -134,30 +137,26 @@ def _numbers(sample: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
 
 
-class Studying(Follower):
+class Studying(Observer):
     """Has each segment watched."""
 
-    def __init__(self, kind: Callable[[Any], Watch]) -> None:
-        self.loop: Loop
+    def __init__(self, model: nn.Module, kind: Callable[[Any], Watch]) -> None:
+        super().__init__(model, [], CPU, spill_dir=None, link=lambda: LINK, fits=lambda _: True)
         self._kind, self.watched = kind, 0
 
-    def known(self, key: Any) -> Watch:
+    def known(self, key: Any, segment: Segment) -> Watch:
         self.watched += 1
-        return self._kind(self.loop.scene)
+        return self._kind(self.scene)
 
 
 @contextlib.contextmanager
 def studied(kind: Callable[[Any], Watch]) -> Iterator[nn.Module]:
     """A model each of whose steps is studied so."""
-    model, follower = Operator(), Studying(kind)
-    loop = Loop(
-        {"": model}, [], torch.device("cpu"), CpuDevice, spill_dir=None, link=lambda: LINK, fits=lambda _: True,
-        follower=follower,
-    )  # fmt: skip
-    follower.loop = loop
-    with loop:
+    model = Operator()
+    observer = Studying(model, kind)
+    with Session({"": model}, CPU, CpuDevice, observer, Settings(meter="never")):
         yield model
-    assert follower.watched, "no step was studied"
+    assert observer.watched, "no step was studied"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ MARKER = "<!-- api -->"
 RETURNED = {
     "Fit": ".fitting.fit",
     "Rung": ".fitting.ladder",
-    "Session": ".runtime.session",
     "Report": ".runtime.run_report",
     "StepReport": ".runtime.run_report",
     "ArenaReport": ".runtime.run_report",

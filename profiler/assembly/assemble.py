@@ -19,6 +19,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.allocations.strays import stray_values
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
+from poochplan.tensors.switches import kernel_switches
 
 from .host import this_host, versions_here
 from .notes import step_facts
@@ -57,6 +58,7 @@ def assemble(
         mode=mode,
         device=device,
         versions=versions_here(device.kind),
+        switches=kernel_switches(device.kind),
         host=this_host(),
         model=model_signature(model),
         inputs=capture.inputs or (),

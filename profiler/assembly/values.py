@@ -13,6 +13,9 @@ from poochplan.profiler.allocations.strays import temporary
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 
+UNWRITTEN = "leaves some of its bytes unwritten"
+"""Ends the reason why what such an op bears is not replayed."""
+
 
 def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:
     """The ops with their reconciled seconds. An allocation that is never written whole counts as opaque."""
@@ -170,7 +173,7 @@ def _unreplayable(capture: Capture, number: int, writers: list[CapturedOp]) -> s
         if op.opaque:
             return f"{op.name} cannot be run again"
         if number in op.partly_unwritten:
-            return f"{op.name} leaves some of its bytes unwritten"
+            return f"{op.name} {UNWRITTEN}"
     if writers[0].uninitialised and not _overwritten(writers):
         return f"{writers[0].name} leaves it uninitialised, and what writes it is not seen"
     return ""

@@ -14,9 +14,10 @@ from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.session import Session, Settings
 
 from .lines import Line
-from .loop import Follower, Loop
+from .observer import Observer
 
 MOST_STEPS = 60
 
@@ -43,25 +44,15 @@ def profile_inside(
         return open_device(where, spill_dir, throttle_bytes_per_s)
 
     optimizers = [] if optimizer is None else [optimizer]
-    with preserved(model, optimizer):
-        loop = Loop(
-            {"": model},
-            optimizers,
-            where,
-            opened,
-            spill_dir=spill_dir,
-            link=link,
-            fits=fits,
-            follower=Follower(),
-            workload=workload,
-        )
-        with loop:
-            for _ in range(MOST_STEPS):
-                step()
-                loop.settle()
-                if loop.lines and all(line.next_watch is None for line in loop.lines.values()):
-                    break
-    return _largest(list(loop.lines.values()))
+    observer = Observer(model, optimizers, where, spill_dir=spill_dir, link=link, fits=fits, workload=workload)
+    unmetered = Settings(meter="never")
+    with preserved(model, optimizer), Session({"": model}, where, opened, observer, unmetered):
+        for _ in range(MOST_STEPS):
+            step()
+            observer.settle()
+            if observer.lines and all(line.next_watch is None for line in observer.lines.values()):
+                break
+    return _largest(list(observer.lines.values()))
 
 
 def _largest(lines: list[Line]) -> Profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,12 @@ import torch
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
+from poochplan.profiler.assembly.values import UNWRITTEN
 from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.devices.opening import model_device, open_device
+from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.planned import Always
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
@@ -76,7 +77,7 @@ def verify(
         trial = next(trials)
         while True:
             found = list[int]()
-            tried = steps.tried(trial, found if is_first else None)
+            tried = steps.tried(trial, found if is_first else None, _unwritten(profile))
             if is_first and other and any(a == b != c for a, b, c in zip_longest(first, other, found)):
                 return without_replays(profile, RECORDED)
             trial, is_first = trials.send(tried), False
@@ -94,31 +95,35 @@ class _Steps:
     spill_dir: str | Path | None
 
     def saved(self, profile: Profile) -> list[int]:
-        """A sum over each tensor that a step saves which no mode sees. Memory is about what verification takes."""
+        """A sum over each tensor that a step saves which no mode sees, as :meth:`_run` takes it. Memory is about what
+        verification takes.
+        """
         rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP
         every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
         instructions = msgspec.structs.replace(instructions_for(profile, every), record_from_start=False)
         driver, sums = Follow(Course.of(instructions), SwapEach()), list[int]()
         with closing(open_device(self.where, self.spill_dir)) as device:
-            self._run(Engine(Always(lambda: driver), device, self.model), sums)
+            self._run(Engine(Always(lambda: driver), device, self.model), sums, _unwritten(profile))
         return sums
 
-    def tried(self, instructions: Instructions, sums: list[int] | None) -> Verify:
+    def tried(self, instructions: Instructions, sums: list[int] | None, unwritten: Container[int]) -> Verify:
         """What one step has told; see :meth:`_run`."""
         with contextlib.ExitStack() as stack:
             device = stack.enter_context(closing(open_device(self.where, self.spill_dir)))
             new_store = partial(HostStore, self.where, self.spill_dir)
             verify = verifying(instructions, self.model, lambda: stack.enter_context(closing(new_store())))
-            self._run(Engine(Always(lambda: verify), device, self.model, rebuild=verify.rebuild), sums)
+            self._run(Engine(Always(lambda: verify), device, self.model, rebuild=verify.rebuild), sums, unwritten)
         return verify
 
-    def _run(self, engine: Engine, sums: list[int] | None) -> None:
-        """One step of the engine's; ``sums`` takes one over each tensor that it saves."""
+    def _run(self, engine: Engine, sums: list[int] | None, unwritten: Container[int]) -> None:
+        """One step of the engine's; ``sums`` takes one over each tensor that it saves, 0 for what is ``unwritten``."""
 
         def pack(tensor: torch.Tensor) -> Handle:
-            if sums is not None and not in_backward():
-                sums.append(_sum(tensor))
-            return engine.pack(tensor)
+            if sums is None or in_backward():
+                return engine.pack(tensor)
+            sum_, handle = _sum(tensor, engine.device.kind), engine.pack(tensor)
+            sums.append(0 if handle.value is not None and handle.value.index in unwritten else sum_)
+            return handle
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -126,9 +131,17 @@ class _Steps:
                 self.one_step()
 
 
-def _sum(tensor: torch.Tensor) -> int:
-    """Over what lies in its storage, as numbers of four bytes; 0 where it has none, or is a part of a larger one."""
-    if not has_storage(tensor, tensor.device.type) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
+def _unwritten(profile: Profile) -> frozenset[int]:
+    """Save points of values of which some bytes are whatever memory held: these tell nothing of recording."""
+    saved = saved_values(profile)
+    return frozenset(at for at, one in enumerate(saved) if profile.values[one].unreplayable.endswith(UNWRITTEN))
+
+
+def _sum(tensor: torch.Tensor, kind: str) -> int:
+    """Over what lies in its storage, as numbers of four bytes; 0 where it has none, or is a part of a larger one, or
+    lies elsewhere than what is replayed.
+    """
+    if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
         return 0
     with without_modes(), torch.no_grad():
         pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum is of numbers of eight bytes

@@ -29,7 +29,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.devices.opening import model_device, open_device
-from poochplan.runtime.drivers.planned import Planned
+from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
@@ -94,7 +94,7 @@ def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_di
     where = model_device(model, profile.device.kind)
     device = open_device(where, spill_dir)
     try:
-        engine = Engine(Planned(keeping(profile)), device, model)
+        engine = Engine(Always.following(keeping(profile)), device, model)
         tried = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
     finally:
         device.close()
@@ -241,7 +241,7 @@ class _Network:
         return seconds
 
     def _profile(self) -> Profile:
-        capture = ClonedCapture(self.where.type, LayerTracker(), static_keys(self.model, self.where.type))
+        capture = ClonedCapture(self.where, LayerTracker(), static_keys(self.model, self.where.type))
         runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
         made, kinds = captured(runner, capture)
         return untimed(made, kinds, self.model, "run")
@@ -257,7 +257,7 @@ def _planned(network: _Network, decisions: list[Decision], record: bool) -> Iter
     model, device = network.model, open_device(network.where)
     instructions = msgspec.structs.replace(instructions_for(network.profile, decisions), record_from_start=record)
     try:
-        engine = Engine(Planned(instructions), device, model)
+        engine = Engine(Always.following(instructions), device, model)
 
         def planned() -> _Seconds:
             seconds = _Seconds()

@@ -22,7 +22,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.planned import Always
+from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.regions.arrivals import arriving
@@ -121,8 +121,8 @@ class HostedClone(Clone):
 class HostedCapture(ClonedCapture):
     """The capture whose copies lie on the host."""
 
-    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
-        super().__init__(device_type, tracker, static)
+    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
+        super().__init__(where, tracker, static)
         self._store = store
 
     def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:

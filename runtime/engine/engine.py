@@ -70,8 +70,6 @@ class Engine:
     model: its parameters and buffers are those of rule 2.
     parts: where ``model`` is several, each by its name: a segment's are those of the part that it is of.
     rebuild: how replays are run.
-    on_segment_begin: told each segment before anything happens in it.
-    on_segment_end: told each segment when all is known of it, as the next begins.
     on_idle: told when the last handle is gone.
     events: who is told of what happens in a step.
     """
@@ -84,8 +82,6 @@ class Engine:
         *,
         rebuild: Rebuild = rebuild_together,
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
-        on_segment_begin: Callable[[Segment], None] = lambda _: None,
-        on_segment_end: Callable[[Segment], None] = lambda _: None,
         on_idle: Callable[[], None] = lambda: None,
         events: StepEvents = NO_EVENTS,
     ) -> None:
@@ -102,8 +98,6 @@ class Engine:
         """That of a segment that has ended, until it is told so."""
         self.model = model
         self._parts = parts
-        self._on_segment_begin = on_segment_begin
-        self._on_segment_end = on_segment_end
         self._events = events
         self.fallbacks = Fallbacks()
         self._lock = threading.RLock()
@@ -140,7 +134,6 @@ class Engine:
             self._look_at_model(segment)
         self.tape.forget(lambda: before.is_held)
         segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
-        self._on_segment_begin(segment)
         with self._lock:
             if self.host.step_begins():
                 self.device.trim_host(self.host.taken())
@@ -156,10 +149,8 @@ class Engine:
                 first, behind = room
                 self.device.reserve_host(behind - first, first)
 
-    def model_is_called(self, inputs: Callable[[], Signature], name: str = "") -> bool:
-        """The model of that name is called, for the first time in this segment: true. ``inputs`` are asked for if it
-        matters.
-        """
+    def model_is_called(self, inputs: Callable[[], Signature], name: str = "") -> None:
+        """The model of that name is called. ``inputs`` are asked for if it matters."""
         segment = self.segment
         segment.calls += 1
         if segment.model is None:
@@ -167,11 +158,9 @@ class Engine:
             if name in self._parts:
                 with Unseen():
                     self._look_at_model(segment)
-        if not self.awaits_inputs:
-            return False
-        segment.inputs = inputs()
-        self._choose(segment)
-        return True
+        if self.awaits_inputs:
+            segment.inputs = inputs()
+            self._choose(segment)
 
     def end(self) -> None:
         """The open segment ends; what is still held stays usable."""
@@ -185,7 +174,7 @@ class Engine:
         """The last segment is over, and what its report says is final."""
         self.mechanism.take_times()
         if self.segment.number:
-            self._on_segment_end(self.segment)
+            self._events.ended(self.segment)
         self.tell_driver()
 
     def tell_driver(self) -> None:
@@ -230,6 +219,7 @@ class Engine:
             if driver is None:
                 return
             self._driver = driver
+            self._events.chosen(segment)
             if driver.instructions is not None:
                 self.host.follow(driver.instructions)
             self._carry_out(driver.begin(segment))

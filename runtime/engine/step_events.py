@@ -21,6 +21,8 @@ def nothing(*_: Any) -> None:
 class StepEvents:
     """Each is called on the thread of the step, and does nothing by default."""
 
+    chosen: Callable[[Segment], None] = nothing
+    """A segment has its driver, which has done nothing yet."""
     point: Callable[[int], None] | None = None
     """At each save and use point, before anything is done there: how many of the segment have been passed. None costs
     least."""
@@ -29,12 +31,16 @@ class StepEvents:
     over: Callable[[Segment], None] = nothing
     """A segment's step is over, before other things run: its optimizer has stepped, a model is called without
     gradients, what follows is in-core, or the next begins."""
+    ended: Callable[[Segment], None] = nothing
+    """All is known of a segment, as the next begins."""
     departed: Callable[[], None] = nothing
     """A segment has left its plan, or its forward has raised."""
     resting: Callable[[], None] = nothing
     """What runs next is no step that follows a plan: a model is called without gradients, or steps run in-core."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models' is about to step."""
+    stepped: Callable[[torch.optim.Optimizer], None] = nothing
+    """It has, and the segment that was used has ended with that."""
 
 
 NO_EVENTS = StepEvents()

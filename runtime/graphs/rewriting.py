@@ -21,7 +21,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.regions.nodes import base_of, is_extern, is_part, is_view, readers, tells_16_bits
-from poochplan.tensors.operators import traits
+from poochplan.tensors.operators import is_chosen_by_timing, traits
 from poochplan.torch_private.compiler_internals import mutated_inputs
 from poochplan.torch_private.tensor_internals import OpOverload, pytree, schema_of
 
@@ -114,6 +114,9 @@ def _is_impure(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return not is_part(node)
     facts = traits(node.target)
+    value = node.meta.get("val")
+    if is_chosen_by_timing(facts, value.device.type if isinstance(value, torch.Tensor) else ""):
+        return True
     return not facts.trusted or bool(schema_of(node.target).is_mutable) or (facts.random and _draws(node))
 
 

@@ -21,7 +21,7 @@ from poochplan.runtime.allocator.scope import ThreadScope
 from poochplan.runtime.arena.lessons import misses
 from poochplan.runtime.arena.recorded_layout import Pack, recorded_blocks, recorded_layout
 from poochplan.runtime.arena.served_runs import ServedRuns
-from poochplan.runtime.one_session import is_in_session
+from poochplan.runtime.attachment import is_in_session
 from poochplan.runtime.run_report import arena_report
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing

@@ -18,6 +18,8 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.counting import ByteCount
 from poochplan.runtime.allocator.scope import ThreadScope
 
+from .step_peak import Told
+
 
 @functools.cache
 def step_scope() -> ThreadScope | None:
@@ -71,15 +73,12 @@ class AllocatedPeak:
         self._most_bytes = 0
         self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    needs_census = True
+
     @property
     def has_allocator(self) -> bool:
         """Whether there is one that counts."""
         return self._count is not None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether :attr:`peak_bytes` can be told."""
-        return self._count is not None and self._beside_bytes is not None
 
     def step_begins(self) -> None:
         """On the thread of the step."""
@@ -101,6 +100,19 @@ class AllocatedPeak:
         for key, storage in storages.items():
             if library.block_at(storage.data_ptr()) < 0:
                 self._watch(key, storage)
+
+    def mark(self, number: int) -> None:
+        """It is asked at each."""
+
+    def now(self) -> Told | None:
+        """None before there was a census."""
+        if self._count is None or self._beside_bytes is None:
+            return None
+        return Told(self.peak_bytes, self.blocks_peak_bytes)
+
+    def ends(self) -> Told | None:
+        """It was known before."""
+        return None
 
     @property
     def peak_bytes(self) -> int:

@@ -13,6 +13,7 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.torch_private.tensor_internals import is_composite, storage_identity
 
 from .compiled_regions import CpuRegion, Event, changes
+from .step_peak import Told
 
 _MARK = "poochplan.mark:"
 
@@ -29,12 +30,18 @@ class LoggedPeak:
         mode would look into takes and gives back inside is not live.
     """
 
+    needs_census = True
+
     def __init__(self, memory: Memory) -> None:
+        self.arena_bytes = 0
         self._of_live = memory is Memory.LIVE
         self._least_bytes = 0 if self._of_live else LEAST_COUNTED_BYTES
         self._region = CpuRegion()
         self._began_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def step_begins(self) -> None:
+        """The log begins with the census."""
 
     def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
         """A step begins, and these, and no others, are there; so are ``unseen_bytes`` that no tensor shows."""
@@ -47,14 +54,19 @@ class LoggedPeak:
         """The step has come to that point."""
         self._region.mark(f"{_MARK}{number}")
 
-    def ends(self) -> tuple[int, int] | None:
-        """Most bytes, and the number of the mark behind which that was; None where nothing is known. Idempotent."""
+    def now(self) -> Told | None:
+        """Nobody knows before the end."""
+        return None
+
+    def ends(self) -> Told | None:
+        """None where nothing is known. Idempotent."""
         self._watched.clear()
         events = self._region.events()
         if events is None:
             return None
         most_bytes, mark = most_behind(events, of_live=self._of_live, least_bytes=self._least_bytes)
-        return self._began_bytes + most_bytes, mark
+        peak_bytes = self._began_bytes + most_bytes
+        return Told(peak_bytes, peak_bytes, mark)
 
     def _watch(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
         key, size_bytes = storage_identity(storage), storage.nbytes()

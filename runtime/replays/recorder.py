@@ -8,7 +8,7 @@ import torch
 
 from poochplan.tensors.arguments import flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
-from poochplan.tensors.operators import Traits, traits
+from poochplan.tensors.operators import Traits, is_chosen_by_timing, traits
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
 from poochplan.tensors.writes import Writes, writes_of
 from poochplan.torch_private.tensor_internals import called_below_autograd, version_of
@@ -82,7 +82,7 @@ class Recorder(ToggledMode):
         self, func: Any, facts: Traits, args: Any, kwargs: dict[str, Any]
     ) -> tuple[RecordedOp, list[CounterBefore]]:
         flat, spec = flatten(args, kwargs)
-        usable = facts.trusted
+        usable = facts.trusted and not is_chosen_by_timing(facts, self._device_type)
         arguments: list[Any] = []
         reads: list[View] = []
         for leaf in flat:

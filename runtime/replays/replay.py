@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from poochplan.tensors.arguments import Flat, outputs_of, unflatten
+from poochplan.torch_private.tensor_internals import outside_transforms
 
 from .closure import NotReplayable, closure_of, storage_of
 from .generators import set_state_of, state_of
@@ -56,7 +57,7 @@ def run_ops(
     """Runs the ops in order; returns the storages of the records in ``keep``. Temporaries go after their last use."""
     last_use = {view.record: op.order for op in ops for view in op.reads}
     built: dict[StorageRecord, torch.UntypedStorage] = {}
-    with contextlib.ExitStack() as stack:  # no graph comes of it: what goes in is detached
+    with outside_transforms(), contextlib.ExitStack() as stack:  # no graph comes of it: what goes in is detached
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         with_gradients = torch.is_grad_enabled()

@@ -20,6 +20,9 @@ DataParallel = torch.nn.parallel.DistributedDataParallel
 LEAST_BYTES = 4096
 """What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""
 
+EVERY = 50
+"""Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
+
 Storages = dict[int, torch.UntypedStorage]
 """By identity."""
 

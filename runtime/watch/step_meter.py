@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import torch
 
-from poochplan.formats.plan import Instructions
+from poochplan.formats.plan import Instructions, Plan
 from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
+from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.metering.allocated import AllocatedPeak
-from poochplan.runtime.metering.logged_peak import LoggedPeak
+from poochplan.runtime.metering.device_peak import step_peak_of
+from poochplan.runtime.metering.step_peak import StepPeak, Told
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
 from .census import LEAST_BYTES, Storages, bucket_bytes, census
 from .growth import state_of_optimizers
+from .holders import Holder, Own, holders
 
 Known = dict[int, weakref.ref[torch.UntypedStorage]]
 """By identity."""
 When = Literal["first-steps", "always", "never"]
-EVERY = 50
-"""Of the steps behind the first ones, every so many begins at a census: memory changes in a long run, too."""
 
 
 class Part(StrEnum):
@@ -56,102 +55,66 @@ class Moment(NamedTuple):
 class StepMeter:
     """Only the step is metered: from where its segment begins to its optimizer's step, or to the next segment.
 
-    The allocator tells: that of the device, the compiled one of the CPU, else what torch logs. No dispatch mode is
-    needed, under which autograd would take other formulas. Where the peak was is read at the points of the runtime's
-    clock.
+    A :class:`~poochplan.runtime.metering.step_peak.StepPeak` tells. No dispatch mode is needed, under which autograd
+    would take other formulas. Where the peak was is read at the points of the runtime's clock.
 
     States: *off*, *on* (in a step), *over* (its figures stand until the next begins).
 
     Parameters
     ----------
     kind: of the device.
-    when: ``"first-steps"`` begins at a census while :meth:`settled` was not called, and then in one step of
-        :data:`EVERY`. Without a compiled allocator these steps alone are metered.
+    when: ``"always"`` begins each step at a census, and ``"first-steps"`` those that are said to. Without a compiled
+        allocator these steps alone are metered.
     memory: what the figures count.
     """
 
     def __init__(self, kind: str, when: When, memory: Memory = Memory.ALLOCATED) -> None:
-        self._is_of_cpu = kind == "cpu" and when != "never"
         self._memory = memory
         self._kind = kind
         self._when = when
-        self._is_settled = False
-        self._is_to_check = False
         self._is_due = False
         self.is_certain = False
-        """False where the compiled allocator alone tells this step's peak, without a census as it began: what other
-        threads have made and this one has let go of may be in it.
+        """False where this step's peak was told without a census as it began, which it needs: what other threads have
+        made and this one has let go of may be in it.
         """
         self._small: Known = {}
         """Small storages that were there as this step began, and are left out unless the step meets them."""
         self._met: Known = {}
         """Such ones that earlier steps have met."""
-        self._steps = 0
         self._engine: Engine | None = None
         self._open = False
-        self._peak: int | None = None
-        self._blocks: int | None = None
+        self._source: StepPeak | None = None
+        """From the first step on."""
+        self._told: Told | None = None
         self._passed: list[Moment] = []
         """The points of this step, where it is to be known which of them the peak was behind."""
         self._peak_at = 0
         """Behind which of them."""
 
-    @functools.cached_property
-    def _allocated(self) -> AllocatedPeak | None:
-        """The compiled allocator's count, where there is one as the first step is metered."""
-        found = AllocatedPeak() if self._is_of_cpu and self._memory is Memory.ALLOCATED else None
-        return found if found is not None and found.has_allocator else None
-
-    @functools.cached_property
-    def _logged(self) -> LoggedPeak | None:
-        return LoggedPeak(self._memory) if self._is_of_cpu and self._allocated is None else None
-
-    def step_begins(self, engine: Engine, device: Device) -> None:
-        """A segment has begun on this thread."""
-        self._engine, self._device = engine, device
-        self._open, self._peak, self._blocks = True, None, None
+    def step_begins(self, engine: Engine, device: Device, *, is_due: bool) -> None:
+        """A segment has begun on this thread; ``is_due``: at a census."""
+        self._engine, self._open, self._told = engine, True, None
         self._passed, self._peak_at = [], 0
-        self._steps += 1
         if self._when == "never":
             return
-        device.start_step_peak()
-        if self._allocated is not None:
-            self._allocated.step_begins()
-        is_due = self._when == "always" or not self._is_settled or self._is_to_check or self._steps % EVERY == 0
-        self._is_due, self._is_to_check = is_due, False
-        self.is_certain = is_due or self._allocated is None
+        source = self._source = self._source or step_peak_of(device, self._memory)
+        source.step_begins()
+        self._is_due = is_due = is_due or self._when == "always"
+        self.is_certain = is_due or not source.needs_census
         engine.mechanism.timed = is_due
         if is_due:
-            self._look_around(engine)
+            if source.needs_census:
+                source.looked_around(self._live(engine), bucket_bytes(engine.model))
             self.point()
-
-    def _look_around(self, engine: Engine) -> None:
-        """Counts what is there, unless the device tells. The log comes last, so that it has no more than the step."""
-        if self._is_told_by_device:
-            return
-        storages, buckets = self._live(engine), bucket_bytes(engine.model)
-        if self._allocated is not None:
-            self._allocated.looked_around(storages, buckets)
-        if self._logged is not None:
-            self._logged.looked_around(storages, buckets)
 
     def point(self, part: Part | None = None) -> None:
         """A point of the runtime's clock has been passed, or ``part`` of the step begins."""
         if not self._open or not self._is_due:
             return
         self._read()
-        if self._logged is not None:
-            self._logged.mark(len(self._passed))
+        if self._source is not None:
+            self._source.mark(len(self._passed))
         self._passed.append(self._where(part))
-
-    @property
-    def tells_every_step(self) -> bool:
-        """Whether the compiled allocator tells what steps take, and not a log, which takes time."""
-        return self._allocated is not None
-
-    @property
-    def _is_told_by_device(self) -> bool:
-        return self._device.step_peak_bytes() is not None
 
     def step_is_over(self) -> None:
         """What runs from here on is not of the step. Idempotent."""
@@ -159,9 +122,9 @@ class StepMeter:
             return
         self._read()
         self._open = False
-        found = self._logged.ends() if self._logged is not None and self._is_due else None
+        found = self._source.ends() if self._source is not None and self._is_due else None
         if found is not None:
-            self._peak, self._peak_at = found
+            self._told, self._peak_at = found, found.mark or 0
         self._count_what_was_met()
 
     def _count_what_was_met(self) -> None:
@@ -174,54 +137,38 @@ class StepMeter:
             if storage is not None and engine is not None and (id(storage) in given or engine.tape.has_met(storage)):
                 self._met[key] = reference
                 size_bytes = rounded_up(storage.nbytes()) if storage.nbytes() >= LEAST_COUNTED_BYTES else 0
-                self._peak = None if self._peak is None else self._peak + size_bytes
-                self._blocks = None if self._blocks is None else self._blocks + size_bytes
+                if self._told is not None:
+                    self._told = Told(self._told.peak_bytes + size_bytes, self._told.blocks_bytes + size_bytes)
 
     def served_from(self, arena_bytes: int) -> None:
         """The step that runs has an arena of so many bytes, or none (0): it counts whole."""
-        if self._allocated is not None:
-            self._allocated.arena_bytes = arena_bytes
-
-    def close(self) -> None:
-        """No step is metered any more."""
-        self.step_is_over()
-
-    def check_next(self) -> None:
-        """The next step begins at a census."""
-        self._is_to_check = True
-
-    def settled(self, is_settled: bool) -> None:
-        """Whether steps are as those before: then few of them begin at a census."""
-        self._is_settled = is_settled
+        if self._source is not None:
+            self._source.arena_bytes = arena_bytes
 
     @property
     def peak_bytes(self) -> int | None:
         """The most of this step so far; None where it is not metered, and until its end where a log has it."""
         self._read()
-        return self._peak
+        return None if self._told is None else self._told.peak_bytes
 
     @property
     def blocks_peak_bytes(self) -> int | None:
         """The same without the holes of an arena: what steps are compared by, since an arena comes after some."""
-        peak_bytes = self.peak_bytes
-        return peak_bytes if self._blocks is None else self._blocks
+        self._read()
+        return None if self._told is None else self._told.blocks_bytes
 
     @property
     def moment(self) -> Moment | None:
         """Where that was; None where the step did not begin at a census."""
-        return self._passed[self._peak_at] if self._peak is not None and self._peak_at < len(self._passed) else None
+        return self._passed[self._peak_at] if self._told is not None and self._peak_at < len(self._passed) else None
 
     def _read(self) -> None:
         """What the allocator tells by now. Where it is more than at the last point, the peak is behind that."""
-        if not self._open or self._when == "never":
-            return
-        found = self._device.step_peak_bytes()
-        if found is None and self._allocated is not None and self._allocated.is_known:
-            found, self._blocks = self._allocated.peak_bytes, self._allocated.blocks_peak_bytes
+        found = self._source.now() if self._open and self._source is not None else None
         if found is not None:
-            if self._passed and found > (self._peak or 0):
+            if self._passed and found.peak_bytes > (self._told.peak_bytes if self._told is not None else 0):
                 self._peak_at = len(self._passed) - 1
-            self._peak = found
+            self._told = found
 
     def backward(self, begins: bool) -> None:
         """Autograd begins to compute a backward of the step, or has ended."""
@@ -250,3 +197,18 @@ class StepMeter:
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
         found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
         return {storage_identity(storage): storage for storage in found}
+
+
+def described(moment: Moment | None, plan: Plan) -> str:
+    """The moment in words; empty where it is not known."""
+    if moment is None:
+        return ""
+    layer = moment.layer(plan.instructions)
+    return f"{moment.part}{f' of {layer}' if layer else ''}"
+
+
+def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[Holder]:
+    """Who holds more on the engine's device than the plan of that segment knows of."""
+    inputs = [(reference(), size_bytes) for reference, size_bytes in segment.given]
+    own = Own(engine.model_of(segment), engine.left_over_storages(), segment.left_over_bytes, inputs, plan.static_bytes)
+    return holders(engine.device.kind, own)

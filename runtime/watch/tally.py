@@ -1,4 +1,4 @@
-"""Tally: how many steps followed their plan, and what a session has to say at its end where they did not."""
+"""Tally: what the steps of a session did in all, how many followed their plan, and what to say where none did."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from poochplan.torch_private.compiler_internals import compiled_graphs
 
 
 class Tally:
-    """State: by name of the model, its steps, those that followed, those that nothing was seen of, and calls elsewhere.
-
-    Parameters
-    ----------
-    models: those that there are plans for.
+    """State: the sum over the steps that have ended, and the last of them; by name of the model, its steps, those that
+    followed, those that nothing was seen of, and calls elsewhere; how many graphs had been compiled before.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+        self.total = StepReport()
         self._models = models
         self._steps: Counter[str] = Counter()
         self._followed: Counter[str] = Counter()
         self._unseen: Counter[str] = Counter()
         self._elsewhere: Counter[str] = Counter()
-
-    def copy(self) -> Tally:
-        """The same figures so far, to go on with apart."""
-        return copy.deepcopy(self, {id(self._models): self._models})
+        self._last: Segment | None = None
+        self._compiled = compiled_graphs()
 
     def called_elsewhere(self, name: str) -> None:
         """A model was called with gradients on a thread that is not the session's."""
         self._elsewhere[name] += 1
 
-    def ended(self, segment: Segment, name: str, instructions: Instructions) -> None:
-        """A step of that model has ended, which was to follow these."""
+    def is_new(self, segment: Segment) -> bool:
+        """Whether it is a step, and not counted yet."""
+        return bool(segment.number) and not segment.aside and segment is not self._last
+
+    def count(self, segment: Segment, plan: Plan | None) -> None:
+        """A new step has ended, which followed the plan or was to."""
+        self._last = segment
+        self.total.add(segment.report)
+        name = self._name(segment)
         self._steps[name] += 1
-        if follows(segment, instructions):
+        if plan is None:
+            return
+        if follows(segment, plan.instructions):
             self._followed[name] += 1
-        elif instructions.values and segment.calls and not segment.packs and not segment.raised:
+        elif plan.values and segment.calls and not segment.packs and not segment.raised:
             self._unseen[name] += 1
 
-    def steps_of(self, name: str) -> int:
-        """How many of that model have ended."""
-        return self._steps[name]
-
-    @property
-    def steps_followed(self) -> int:
-        """How many steps did what their plan says, from the first save to backward."""
-        return self._followed.total()
+    def _name(self, segment: Segment) -> str:
+        """Of the model that a segment is of."""
+        return segment.model if segment.model is not None else next(iter(self._models))
 
     @property
     def status(self) -> SessionStatus:
         """All steps together, in a word."""
-        steps, followed = self._steps.total(), self.steps_followed
+        steps, followed = self._steps.total(), self._followed.total()
         if not steps:
             return SessionStatus.NO_STEPS
         if not followed:
@@ -85,45 +85,28 @@ class Tally:
                     "around the whole model): switch them off, or profile the step with them on"
                 )
 
-
-class Accounts:
-    """What the steps of a session did, in all. State: the sum, the tally, and the segment that was counted last; how
-    many graphs had been compiled before.
-    """
-
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
-        self.tally = Tally(models)
-        self._total = StepReport()
-        self._last: Segment | None = None
-        self._compiled = compiled_graphs()
-
-    def is_new(self, segment: Segment) -> bool:
-        """Whether it is a step, and not counted yet."""
-        return bool(segment.number) and not segment.aside and segment is not self._last
-
-    def count(self, segment: Segment, name: str, instructions: Instructions) -> None:
-        """A new step has ended."""
-        self._last = segment
-        self._total.add(segment.report)
-        self.tally.ended(segment, name, instructions)
-
     def report(
-        self, segment: Segment, name: str, plan: Plan, memory: MemoryPeaks | None, arena: ArenaReport | None
+        self,
+        segment: Segment,
+        followed: Plan | None,
+        promised: Plan | None,
+        memory: MemoryPeaks | None,
+        arena: ArenaReport | None,
     ) -> Report:
-        """With the open segment as the last step, which followed ``plan`` or was to."""
-        tally, total = self.tally, StepReport()
-        total.add(self._total)
+        """With the open segment as the last step, and the plan that it followed, or was to."""
+        tally = copy.copy(self)
         if self.is_new(segment):
-            total.add(segment.report)
-            tally = tally.copy()
-            tally.ended(segment, name, plan.instructions)
+            tally = copy.deepcopy(self, {id(self._models): self._models, id(self._last): self._last})
+            tally.count(segment, followed)
+        total = StepReport()
+        total.add(tally.total)
         return Report(
             last_step=segment.report,
             total=total,
-            predicted_peak_bytes=plan.prediction.peak_bytes,
-            predicted_first_step_peak_bytes=plan.prediction.first_step_peak_bytes,
-            budget_bytes=plan.budget_bytes,
-            steps_followed=tally.steps_followed,
+            predicted_peak_bytes=promised.prediction.peak_bytes if promised is not None else 0,
+            predicted_first_step_peak_bytes=promised.prediction.first_step_peak_bytes if promised is not None else 0,
+            budget_bytes=promised.budget_bytes if promised is not None else 0,
+            steps_followed=tally._followed.total(),
             status=tally.status,
             memory=memory,
             arena=arena,

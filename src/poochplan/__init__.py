@@ -11,7 +11,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import PoochError
+from .errors import (
+    AllocatorError,
+    BudgetExceededError,
+    DivergenceError,
+    GapError,
+    InfeasibleError,
+    InputFileError,
+    ModelMismatchError,
+    NativeError,
+    OutputExistsError,
+    PoochError,
+    SolverError,
+    SpillError,
+    StepError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
@@ -20,6 +35,7 @@ if TYPE_CHECKING:
     from poochplan.planner.planning import plan, smallest_budget
     from poochplan.profiler.profiling import profile
     from poochplan.runtime.applying import apply
+    from poochplan.runtime.session import Session
 
     from .compiling.compile import compile
     from .fitting.fit import fit
@@ -31,10 +47,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "AllocatorError",
+    "BudgetExceededError",
+    "DivergenceError",
+    "GapError",
+    "InfeasibleError",
+    "InputFileError",
+    "ModelMismatchError",
+    "NativeError",
+    "OutputExistsError",
     "Plan",
     "PlanSet",
     "PoochError",
     "Profile",
+    "Session",
+    "SolverError",
+    "SpillError",
+    "StepError",
+    "UsageError",
     "Workload",
     "apply",
     "arena",
@@ -53,6 +83,7 @@ _HOMES = {
     "Plan": ".formats.plan",
     "PlanSet": ".formats.plan_set",
     "Profile": ".formats.profile",
+    "Session": ".runtime.session",
     "Workload": ".workload",
     "apply": ".runtime.applying",
     "compile": ".compiling.compile",
@@ -69,9 +100,13 @@ _HOMES = {
 
 _WIRED = {"apply": ".sessions"}
 """Where a name is given what its home does not know: the runtime knows no planner."""
+_CALLBACKS = {"LightningCallback": ".integrations.lightning", "TransformersCallback": ".integrations.hf"}
+"""Each module's ``PlanCallback``. They need a library that may not be there, so ``import *`` leaves them out."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_WIRED.get(name, _HOMES[name]), __name__), name)
+    if name in _CALLBACKS:
+        return importlib.import_module(_CALLBACKS[name], __name__).PlanCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

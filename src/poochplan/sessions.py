@@ -14,9 +14,10 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.library import library
+from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
+from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.inference.pass_arena import PassArena
-from poochplan.runtime.one_session import check_no_session
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.storages import own_tensors
@@ -27,7 +28,7 @@ REPLAN_S = 10.0
 
 @functools.wraps(runtime_apply)
 def apply(*args: Any, **kwargs: Any) -> Session:
-    return runtime_apply(*args, **({"replanner": replanned, "pack": packed} | kwargs))
+    return runtime_apply(*args, **({"planner": PLANNER} | kwargs))
 
 
 def arena(model: torch.nn.Module) -> PassArena:
@@ -91,3 +92,13 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
     changed = with_bytes_beside(profile, beside_bytes)
     seconds = min(REPLAN_S, max(1.0, plan.solve.wall_s))
     return make_plan(changed, plan.budget_bytes, time_limit_s=seconds, workload=plan.workload, seed=plan.solve.seed)
+
+
+def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | None) -> str:
+    """See :func:`poochplan.explain_peak`."""
+    from poochplan.report.peak import explain_peak  # here, for pandas takes long to load
+
+    return str(explain_peak(profile, plan, measured_peak_bytes=measured_peak_bytes))
+
+
+PLANNER = Planner(replanned, packed, explained)

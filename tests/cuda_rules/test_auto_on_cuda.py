@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.online.auto_session import AutoSession
 from poochplan.runtime.devices.pinned_tier import PinnedTier
+from poochplan.runtime.session import Session
 from tests.cuda_rules.machine import WHERE, on_stand_in
 from tests.online.caches import empty_cache
 from tests.runtime.nets import LINK
@@ -85,10 +85,10 @@ def trained(session_of: SessionOf) -> list[list[float]]:
     return seen
 
 
-def under_auto(folder: Path, told: list[AutoSession]) -> SessionOf:
+def under_auto(folder: Path, told: list[Session]) -> SessionOf:
     options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
 
-    def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> AutoSession:
+    def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
         told.append(poochplan.auto(model, optimizer, budget="60%", cache=folder, **options))
         return told[-1]
 
@@ -98,14 +98,15 @@ def under_auto(folder: Path, told: list[AutoSession]) -> SessionOf:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # half a backward is not the planned one, and leaves bytes over
 @pytest.mark.parametrize("cupy", [True, False])
 def test_plans_of_several_sizes_are_followed_with_the_bits_of_plain_training(cupy: bool, tmp_path: Path) -> None:
-    told: list[AutoSession] = []
+    told: list[Session] = []
     with on_stand_in(cupy=cupy) as gpu:
         expected = trained(lambda *_: contextlib.nullcontext())
         assert trained(under_auto(tmp_path / "plans", told)) == expected
         assert gpu.violations == []
         assert gpu.host_memory.pinned == {}
     (session,) = told
-    swapped = [sum(value.host_offset >= 0 for value in way.plan.values) for way in session.ways.values()]
+    swapped = [sum(value.host_offset >= 0 for value in plan.values) for plan in session.plans.values()]
     assert len(swapped) >= 2
     assert min(swapped) > 0
-    assert session.followed > 15
+    assert sum(one.begun for one in session._source.plans.values()) > 15
+    assert session.report().steps_followed > 10  # half a backward is none of these

@@ -206,7 +206,7 @@ def run(mode: str, folder: Path, budget_bytes: int | None) -> dict[str, Any]:
             found["digests"].append(loop.digest())
             loop.losses.clear()
         if session is not None:
-            found |= {"fallbacks": session.total.fallbacks, "plans": len(session.ways)}
+            found |= {"fallbacks": session.total.fallbacks, "plans": len(session.plans)}
     if mode == "first":
         torch.save(loop.state(), checkpoint)
     return found

@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
         "plan": session.plan and hashlib.sha256(repr(session.plan).encode()).hexdigest(),
         "steps": session.total.steps,
         "fallbacks": session.total.fallbacks,
-        "followed": session.followed,
+        "followed": session.report().steps_followed,
         "counts_buckets": profile and any(v.size_bytes == bucket_bytes and v.born < 0 for v in profile.values),
     }
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))

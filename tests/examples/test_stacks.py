@@ -179,12 +179,12 @@ def test_the_session_of_a_train_that_raises_is_over_before_anything_else_is_trai
     with pytest.raises(error) as caught:  # its traceback holds the Trainer's frames
         main_of("hf_trainer")(plans, Stops(error), folder=str(tmp_path))
     assert plans.session is not None
-    segments = plans.session.loop.engine.segment.number
+    segments = plans.session._engine.segment.number
     model = torch.nn.Linear(4, 4)
     model(torch.ones(2, 4)).square().sum().backward()
     assert caught.value.__traceback__ is not None
     assert not has_hooks()
-    assert plans.session.loop.engine.segment.number == segments
+    assert plans.session._engine.segment.number == segments
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
         "planned": planned,
         "budget_bytes": budget_bytes,
         "peak_bytes": peak_bytes,
-        "followed": plans.session.followed,
+        "followed": plans.session.report().steps_followed,
     }
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 
@@ -18,20 +19,20 @@ Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 
 
 class Heads(nn.Module):
-    """Two layers of attention with dropout in the kernel, by one back end."""
+    """Layers of attention with dropout in the kernel, by one back end."""
 
     def __init__(
-        self, backend: SDPBackend, dtype: torch.dtype, dropout: float, heads: int = 2, width: int = 64
+        self, backend: SDPBackend, dtype: torch.dtype, dropout: float, layers: int = 2, heads: int = 2, width: int = 64
     ) -> None:
         super().__init__()
-        self.backend, self.dtype, self.heads, self.dropout = backend, dtype, heads, dropout
+        self.backend, self.dtype, self.heads, self.dropout, self.layers = backend, dtype, heads, dropout, layers
         self.norm = nn.LayerNorm(heads * width)
         self.qkv = nn.Linear(heads * width, 3 * heads * width)
         self.out = nn.Linear(heads * width, heads * width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, width = hidden.shape
-        for _ in range(2):
+        for _ in range(self.layers):
             query, key, value = (
                 part.view(batch, length, self.heads, -1).transpose(1, 2).to(self.dtype)
                 for part in self.qkv(self.norm(hidden)).chunk(3, dim=-1)
@@ -123,10 +124,18 @@ def _words() -> Made:
     return Words().to(WHERE), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def _heads(backend: SDPBackend, dtype: torch.dtype, dropout: float) -> Case:
+def _large() -> Made:
+    """Values of more than a MiB and of no round size: the large pool's."""
+    rows = torch.randn(2001, 257).to(WHERE)
+    widths = (257, 300, 257, 300, 257)
+    layers = [nn.Sequential(nn.Linear(*pair), nn.GELU()) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(*layers).to(WHERE), lambda model: model(rows).square().mean()
+
+
+def _heads(backend: SDPBackend, dtype: torch.dtype, dropout: float, layers: int = 2) -> Case:
     def make() -> Made:
-        hidden = torch.randn(2, 64, 128).to(WHERE)
-        return Heads(backend, dtype, dropout).to(WHERE), lambda model: model(hidden).square().mean()
+        hidden = torch.randn(2, 60, 128).to(WHERE)  # no multiple of 32, to which the efficient kernel pads
+        return Heads(backend, dtype, dropout, layers).to(WHERE), lambda model: model(hidden).square().mean()
 
     return Case(make)
 
@@ -137,13 +146,16 @@ CASES = {
     "channels_last": Case(_channels_last),
     "recurrent": Case(_recurrent),
     "embedding": Case(_words),
+    "large": Case(_large),
     "checkpointed": Case(lambda: _images(Checkpointed())),
     "two_streams": Case(lambda: _images(TwoStreams(depth=4))),
     "sdpa_math": _heads(SDPBackend.MATH, torch.float32, 0.1),
     "sdpa_efficient": _heads(SDPBackend.EFFICIENT_ATTENTION, torch.float32, 0.1),
     "sdpa_flash": _heads(SDPBackend.FLASH_ATTENTION, torch.bfloat16, 0.1),
     "sdpa_cudnn": _heads(SDPBackend.CUDNN_ATTENTION, torch.bfloat16, 0.1),
+    "sdpa_flash_without_dropout": _heads(SDPBackend.FLASH_ATTENTION, torch.bfloat16, 0.0, 6),
+    "sdpa_efficient_without_dropout": _heads(SDPBackend.EFFICIENT_ATTENTION, torch.float32, 0.0, 6),
 }
 BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "sdpa_flash")
 """What the stand-in runs each time; a GPU, and ``make test-all DEEP=1``, run all."""
-ON_CUDA_ALONE = {"sdpa_efficient", "sdpa_flash", "sdpa_cudnn"}
+ON_CUDA_ALONE = {name for name in CASES if name.startswith("sdpa_") and name != "sdpa_math"}

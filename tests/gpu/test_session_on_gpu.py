@@ -162,4 +162,4 @@ def test_a_model_compiled_without_graphs_is_not(plan: Plan) -> None:
     model, _, _ = CASES["residual"].fresh()
     model.compile()
     with poochplan.apply(plan, model) as session:
-        assert session.engine.device.kind == "cuda"
+        assert session._engine.device.kind == "cuda"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import poochplan
-from poochplan.online.auto_session import AutoSession
+from poochplan.runtime.session import Session
 from tests.online.census import outside_meter
 from tests.runtime.nets import LINK
 
@@ -30,7 +30,7 @@ class Run:
     state: list[bytes]
     """Of each tensor; as bytes, which do not live beside the run that this one is compared with."""
     peaks: list[int]
-    session: AutoSession | None = None
+    session: Session | None = None
     planned_at: int | None = None
     """The turn before which a plan was first in force."""
 

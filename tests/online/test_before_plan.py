@@ -32,7 +32,7 @@ def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[list[t
     model, data = blocks(4), batch(64)
     with poochplan.auto(model, budget=budget, cache=cache, **OPTIONS, **options) as session:
         loss_of(model, data).backward()
-        segment = session.loop.engine.segment
+        segment = session._engine.segment
         return gradients(model), segment.report.out_bytes, segment.saved_bytes
 
 
@@ -93,7 +93,7 @@ def test_steps_that_no_plan_fits_go_on_as_asked(way: str, tmp_path: Path) -> Non
             optimizer.step()
             optimizer.zero_grad()
         assert session.plan is None
-        assert (session.loop.engine.segment.report.out_bytes > 0) == (way == "swap")
+        assert (session._engine.segment.report.out_bytes > 0) == (way == "swap")
 
 
 @pytest.mark.parametrize("name", ["before_plan", "on_refusal"])

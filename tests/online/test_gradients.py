@@ -22,7 +22,6 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Phase
-from poochplan.online.auto_session import AutoSession
 from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.backward.node_ops import NodeOps
@@ -30,6 +29,7 @@ from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.timing import NodeTimes
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import mode_count
 from tests.online.backwards import BACKWARDS, Checkpointed, branches, compiled_beside_branches, noisy_or
 from tests.online.runs import bytes_of
@@ -51,7 +51,7 @@ class Loop:
     turns: list[tuple[list[float], list[bytes]]] = field(default_factory=list)
     state: list[bytes] = field(default_factory=list)
     turns_with_modes: set[int] = field(default_factory=set)
-    session: AutoSession | None = None
+    session: Session | None = None
     followed: list[bool] = field(default_factory=list)
 
 
@@ -175,7 +175,7 @@ def test_a_failure_of_looking_on_ends_no_backward(
     assert (found.turns, found.state) == (expected.turns, expected.state)
     assert found.session is not None
     assert found.session.profile is None
-    refused = [line.refused for line in found.session.loop.lines.values()]
+    refused = [line.refused for line in found.session._source.lines.values()]
     assert refused == ["looking at its backward raised ArithmeticError: half a node"]
 
 

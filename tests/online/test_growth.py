@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from poochplan.formats.profile import Profile
-from poochplan.online.following import left_free
 from poochplan.online.plans.background import Background
 from poochplan.online.plans.planning_process import Asked
 from poochplan.runtime.watch.census import census_bytes
-from poochplan.runtime.watch.growth import Growth, foreseen_bytes
+from poochplan.runtime.watch.growth import Growth, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
 
@@ -101,8 +100,8 @@ def test_an_optimizer_whose_state_grows_is_planned_for_once_with_room_for_all_of
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
     assert found.session is not None
-    assert found.session.followed > 0
-    assert len(plannings) == len(found.session.loop.lines) <= 2  # of a turn's first segment, and of the nine others
+    assert found.session.report().steps_followed > 0
+    assert len(plannings) == len(found.session._source.lines) <= 2  # of a turn's first segment, and of the nine others
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -115,5 +114,5 @@ def test_a_loop_that_keeps_more_and_more_is_within_its_budget_and_seldom_planned
     assert found.equals(expected)
     assert found.peak_bytes <= budget_bytes
     assert found.session is not None
-    assert found.session.followed > 20
+    assert found.session.report().steps_followed > 20
     assert len(plannings) <= 4

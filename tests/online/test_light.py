@@ -48,7 +48,7 @@ with poochplan.auto(model, optimizer, budget="70%", **options) as session:
             session.wait_until_planned(120)
     found["followed"] = loads()
 found["ended"] = loads()
-print(json.dumps({"before": before, "found": found, "followed": session.followed}))
+print(json.dumps({"before": before, "found": found, "followed": session.report().steps_followed}))
 """
 
 

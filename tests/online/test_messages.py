@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.online import telling
+from poochplan.online import promise, telling
 from poochplan.online.before_plan import Unplanned
+from poochplan.runtime.watch import teller
 
 PAGE = (Path(__file__).parents[2] / "docs" / "messages.md").read_text()
 MIB = 1 << 20
@@ -16,11 +17,13 @@ LINES = [
     *(value for name, value in vars(telling).items() if name.isupper() and isinstance(value, str)),
     telling.profiled(8, 1),
     telling.profiled(8, 2),
-    telling.arena_given_up(int(31.4 * MIB), int(30.8 * MIB)),
+    teller.arena_given_up(int(31.4 * MIB), int(30.8 * MIB)),
     telling.without_plan("a later part of the loop uses what it saves", Unplanned.IN_CORE),
-    telling.host_is_full(3 * MIB << 9, "no space"),
-    telling.no_arena("expected a C++ compiler"),
+    teller.host_is_full(3 * MIB << 9, "no space"),
+    teller.no_arena("expected a C++ compiler"),
     telling.not_planned("no room"),
+    telling.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
+    *(why for name, why in vars(promise).items() if name in ("COPIES", "UNSERVED", "BUSY", "SLOWER")),
 ]
 DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
 

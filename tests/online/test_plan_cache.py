@@ -87,8 +87,8 @@ def test_micro_batches_that_were_found_alike_are_not_profiled_again_in_the_next_
     second = run_auto(micro_batches, "75%", tmp_path, turns=4)
     assert second.losses == first[:4] == run_plain(micro_batches, 4).losses
     assert second.session is not None
-    assert second.session.loop.lines == {}
-    assert second.session.followed >= 15
+    assert second.session._source.lines == {}
+    assert second.session.report().steps_followed >= 15
 
 
 def test_a_loop_that_ends_while_it_is_planned_says_so_and_the_next_run_goes_on_from_its_profile(
@@ -101,7 +101,7 @@ def test_a_loop_that_ends_while_it_is_planned_says_so_and_the_next_run_goes_on_f
     assert "the loop has ended while a plan was being made" in said
     assert found.session is not None
     assert found.session.plan is not None
-    assert found.session.loop.lines == {}
+    assert found.session._source.lines == {}
     assert found.equals(run_plain(dropout_and_batch_norm))
 
 

@@ -13,11 +13,10 @@ import torch
 import poochplan
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.profile import Memory
-from poochplan.online import served_segments, telling
-from poochplan.online.auto_session import AutoSession
+from poochplan.online import allocator_build, telling
+from poochplan.runtime.session import Session
 from tests.online.runs import Run, bytes_of, run_plain
 from tests.online.trainings import (
-    TRAININGS,
     Losses,
     Training,
     accumulation,
@@ -25,6 +24,7 @@ from tests.online.trainings import (
     batch,
     blocks,
     dropout_and_batch_norm,
+    evaluated_between,
     loss_of,
 )
 from tests.runtime.nets import LINK
@@ -45,7 +45,9 @@ class Served:
         self.losses: list[list[float]] = []
         self.served_bytes: list[int] = []
         self.unserved_bytes: list[int] = []
-        self.session: AutoSession = poochplan.auto(
+        self.arenas: list[int] = []
+        """Mapped beside those of before: once it has learned, and at the end."""
+        self.session: Session = poochplan.auto(
             self.training.models,
             self.training.optimizers,
             **{"budget": "60%", "cache": cache, "time_limit_s": 0.5, "link": LINK, "quiet": True, **options},  # type: ignore[arg-type]
@@ -56,7 +58,7 @@ class Served:
         for number in range(first, last):
             before = total.served_bytes, total.unserved_bytes
             self.losses.append(list(self.training.turn(number)))
-            self.session.loop.settle()
+            self.session._attachment.settle()
             self.served_bytes.append(total.served_bytes - before[0])
             self.unserved_bytes.append(total.unserved_bytes - before[1])
 
@@ -64,15 +66,23 @@ class Served:
         with self.session:
             self.turns(0, PLANNED_AT)
             self.session.wait_until_planned(120)
-            self.turns(PLANNED_AT, TURNS)
+            before = arenas_mapped()
+            self.turns(PLANNED_AT, LEARNED_AT)
+            self.arenas.append(arenas_mapped() - before)
+            self.turns(LEARNED_AT, TURNS)
+        self.arenas.append(arenas_mapped() - before)
         return Run(self.losses, bytes_of(self.training.state()), [])
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulation", "evaluated_between"])
-def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_learned(name: str, tmp_path: Path) -> None:
-    make = TRAININGS[name]
-    served = Served(make, tmp_path)
-    assert served.run().equals(run_plain(make, TURNS))
+@pytest.fixture(scope="module")
+def accumulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Run]:
+    """A training of several kinds of segments, once it has run."""
+    served = Served(accumulation, tmp_path_factory.mktemp("cache"))
+    return served, served.run()
+
+
+def _is_bitwise_plain_and_served_whole(make: Callable[[], Training], served: Served, run: Run) -> None:
+    assert run.equals(run_plain(make, TURNS))
     whole = [size_bytes for size_bytes in served.served_bytes[LEARNED_AT:] if size_bytes > UNPLANNED_BYTES]
     assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
     assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
@@ -83,12 +93,26 @@ def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_lear
     assert not [one for one in found.unserved if one.size_bytes >= UNPLANNED_BYTES]
 
 
-def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(tmp_path: Path) -> None:
-    served = Served(accumulation, tmp_path)
-    served.run()
-    session = served.session
+@pytest.mark.parametrize("make", [dropout_and_batch_norm, evaluated_between], ids=["plain", "evaluated_between"])
+def test_segments_are_bitwise_what_they_were_and_served_whole_once_they_are_learned(
+    make: Callable[[], Training], tmp_path: Path
+) -> None:
+    served = Served(make, tmp_path)
+    _is_bitwise_plain_and_served_whole(make, served, served.run())
+
+
+def test_so_are_segments_of_several_kinds_which_take_one_arena_by_turns(accumulated: tuple[Served, Run]) -> None:
+    served, run = accumulated
+    _is_bitwise_plain_and_served_whole(accumulation, served, run)
+    assert served.arenas == [1, 0]
+
+
+def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outside(
+    accumulated: tuple[Served, Run],
+) -> None:
+    session = accumulated[0].session
     assert {profile.memory for profile in session.profiles.values()} == {Memory.ALLOCATED}
-    plans = [way.plan for way in session.ways.values()]
+    plans = list(session.plans.values())
     assert len(plans) > 1
     for plan in plans:
         assert plan.layout is not None
@@ -96,17 +120,6 @@ def test_plans_have_places_and_their_budget_is_on_the_arena_and_what_lies_outsid
         assert plan.prediction.arena_peak_bytes <= plan.budget_bytes
     assert session.total.peak_bytes is not None
     assert session.total.peak_bytes <= max(plan.budget_bytes for plan in plans)
-
-
-def test_several_kinds_of_segments_take_one_arena_by_turns(tmp_path: Path) -> None:
-    served = Served(accumulation, tmp_path)
-    with served.session as session:
-        served.turns(0, PLANNED_AT)
-        session.wait_until_planned(120)
-        before = arenas_mapped()
-        served.turns(PLANNED_AT, LEARNED_AT)
-        assert arenas_mapped() == before + 1
-    assert arenas_mapped() == before
 
 
 def of_two_sizes() -> Training:
@@ -129,7 +142,7 @@ def of_two_sizes() -> Training:
 def test_smaller_batches_have_places_of_their_own_and_take_none_from_the_others(tmp_path: Path) -> None:
     served = Served(of_two_sizes, tmp_path)
     assert served.run().equals(run_plain(of_two_sizes, TURNS))
-    assert len(served.session.ways) == 1
+    assert len(served.session.plans) == 1
     assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
     assert min(served.served_bytes[LEARNED_AT + 4 :]) > UNPLANNED_BYTES
 
@@ -165,7 +178,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that
     del state
     with second.session:
         second.turns(half, TURNS)
-        assert second.session.loop.lines == {}  # the plan is of the first run
+        assert second.session._source.lines == {}  # the plan is of the first run
     assert Run(losses + second.losses, bytes_of(second.training.state()), []).equals(expected)
     assert second.unserved_bytes[-4:] == [0] * 4
     assert min(second.served_bytes[-4:]) > UNPLANNED_BYTES
@@ -179,7 +192,7 @@ def test_off_serves_nothing_and_plans_for_the_peak_alone(tmp_path: Path) -> None
     again = Served(dropout_and_batch_norm, tmp_path, arena="on")
     with again.session as session:
         again.turns(0, 2)
-        assert session.ways == {}  # what was planned without an arena is another plan
+        assert session.plans == {}  # what was planned without an arena is another plan
 
 
 @pytest.mark.parametrize("arena", ["yes", "ON", ""])
@@ -192,7 +205,7 @@ def test_on_without_an_allocator_is_one_line_and_auto_goes_on(tmp_path: Path, mo
     def fails() -> None:
         raise AllocatorError("no C++ compiler; install one")
 
-    monkeypatch.setattr(served_segments, "library", fails)
+    monkeypatch.setattr(allocator_build, "library", fails)
     with pytest.raises(UsageError) as told:
         Served(dropout_and_batch_norm, tmp_path, arena="on")
     assert str(told.value) == 'arena: expected "on" to be possible, found no C++ compiler; install one'
@@ -204,8 +217,8 @@ def test_that_the_allocator_is_built_is_said_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("is_built", "is_loaded"):
-        monkeypatch.setattr(served_segments, name, lambda: False)
-    Served(TRAININGS["plain"], tmp_path, quiet=False)
+        monkeypatch.setattr(allocator_build, name, lambda: False)
+    Served(dropout_and_batch_norm, tmp_path, quiet=False)
     assert capsys.readouterr().err == f"poochplan: {telling.BUILDING}\n"
-    Served(TRAININGS["plain"], tmp_path)
+    Served(dropout_and_batch_norm, tmp_path)
     assert capsys.readouterr().err == ""

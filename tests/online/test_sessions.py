@@ -22,6 +22,7 @@ from poochplan.integrations.calls import Call
 from poochplan.profiler.trials.machine_facts import is_complete
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import has_topmost_hooks
 from tests.online.runs import Run, run_auto, run_plain
 from tests.online.trainings import TRAININGS, Training, checkpointing_inside, dropout_and_batch_norm, two_optimizers
@@ -64,7 +65,7 @@ def test_the_second_run_follows_from_its_second_step_on_with_equal_bits(expected
     assert found.session is not None
     assert found.planned_at == 0
     assert found.session.total.fallbacks == 0
-    assert found.session.loop.lines == {}
+    assert found.session._source.lines == {}
     assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
 
 
@@ -79,7 +80,7 @@ def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Ru
     assert found.session.plan is not None
     assert found.peak_bytes <= int(expected.peak_bytes * 0.6)
     assert poochplan.Plan.load(place / "plan.json").prediction.peak_bytes <= int(expected.peak_bytes * 0.6)
-    assert found.session.loop.lines == {}
+    assert found.session._source.lines == {}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of another model", "no json"])
@@ -174,15 +175,15 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def planning(training: Training, cache: Path, **options: Any) -> poochplan.online.auto_session.AutoSession:
+def planning(training: Training, cache: Path, **options: Any) -> Session:
     """A session that has just begun to plan."""
     session = poochplan.auto(training.models, training.optimizers, budget="60%", cache=cache, **options)
     session.__enter__()
     for number in range(12):
         training.turn(number)
-        if session.loop.lines and all(line.next_watch is None for line in session.loop.lines.values()):
+        if session._source.lines and all(line.next_watch is None for line in session._source.lines.values()):
             break
-    session.loop.settle()
+    session._attachment.settle()
     return session
 
 
@@ -232,7 +233,7 @@ class Owner:
         self.session.__enter__()
         call = Call.of_method(Owner)
         assert call is not None
-        self.session.lasts_while(call.is_running)
+        self.session._lasts_while(call.is_running)
         training.turn(0)
         training.turn(1)
         raise ValueError("in the middle")
@@ -244,10 +245,10 @@ def test_a_session_ends_where_the_call_that_it_was_for_has_raised(tmp_path: Path
     before = traces(training.models)
     with pytest.raises(ValueError, match="in the middle") as caught:  # the traceback holds the frame
         owner.train(training, tmp_path)
-    segments = owner.session.loop.engine.segment.number
+    segments = owner.session._engine.segment.number
     other.turn(0)
     assert caught.value.__traceback__ is not None
-    assert owner.session.loop.engine.segment.number == segments
+    assert owner.session._engine.segment.number == segments
     assert traces(training.models) == before
     assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -275,7 +276,7 @@ def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp
                 model(data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(session.loop.lines) == 2
+        assert len(session._source.lines) == 2
 
 
 def test_every_kind_of_loop_is_tried() -> None:
@@ -309,7 +310,7 @@ def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Ru
     found = run_auto(dropout_and_batch_norm, 2 * expected.peak_bytes, tmp_path, turns=11)
     assert found.losses == expected.losses[:11]
     assert found.session is not None
-    assert found.session.loop.engine.segment.report.out_bytes == 0
+    assert found.session._engine.segment.report.out_bytes == 0
 
 
 def test_what_the_machine_takes_is_measured_by_the_process_that_plans(expected: Run, tmp_path: Path) -> None:

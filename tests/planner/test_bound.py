@@ -9,16 +9,20 @@ from itertools import product
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from poochplan.formats.profile import Profile
 from poochplan.planner.model.bound import lower_bound
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.model.solvers import SolverLimits
+from poochplan.planner.model.time_constraints import seconds_lost
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.rows.time_rows import seconds_lost
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.random_profiles import link
+from tests.planner.random_schedules import interfering_profile, random_schedule
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, one_value, out_through_backward, replay_beside_a_copy, two_values_of_one_op
 
@@ -78,7 +82,7 @@ def test_the_linear_program_proves_what_copies_that_hide_behind_compute_take_fro
     optimum_s = 5 + 0.5 * out / (1 + out) + 0.5 * back / (1 + back)
     smallest = smallest_budget(profile)
     assert_the_optimum_is(profile, smallest, optimum_s)
-    lost_s = lower_bound(build_problem(profile), smallest, "highs", Limits(60)) - 5
+    lost_s = lower_bound(build_problem(profile), smallest, "highs", SolverLimits(60)) - 5
     lost_out, lost_in = seconds_lost(line)
     assert lost_s == pytest.approx(0.5 * (lost_out + lost_in))
     assert lost_s <= optimum_s - 5 + 1e-9
@@ -104,3 +108,12 @@ def test_the_bound_is_not_above_the_optimum_of_a_tiny_random_step(seed: int) -> 
     best = best_schedule(build_problem(profile), budget_bytes)
     assert best is not None
     assert_the_bound_holds(profile, budget_bytes, best.step_s, lp_proves=seed not in HIDDEN_FROM_THE_LP)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=tries(40, 1000))
+def test_no_plan_whatever_is_faster_than_the_bound_for_a_budget_of_its_own_peak(seed: int) -> None:
+    problem = build_problem(interfering_profile(seed))
+    found = simulate(problem, random_schedule(problem, seed))
+    peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
+    assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * (1 + 1e-9)

@@ -15,6 +15,9 @@ import poochplan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
+from poochplan.profiler.timed_steps import with_plain_again
+from poochplan.report.tables import plan_rows, profile_rows
+from poochplan.report.timeline import timeline_of
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.arena.repeated_step import RepeatedStep
 from tests.runtime.nets import LINK
@@ -73,10 +76,50 @@ def test_a_plan_that_no_arena_serves_takes_as_much_longer_as_such_steps_do(profi
     assert without.prediction.in_core_step_s == served.prediction.in_core_step_s
 
 
+def test_a_plan_for_which_no_arena_fits_is_bounded_by_steps_that_are_not_served(profile: Profile) -> None:
+    slower = unserved(profile)
+    plan = poochplan.plan(slower, poochplan.smallest_budget(slower), evaluations=50)
+    assert not plan.holds_arena
+    assert plan.solve.bound_s is not None
+    assert plan.prediction.kept_step_s is not None
+    assert plan.prediction.kept_step_s <= plan.solve.bound_s <= plan.prediction.step_s * (1 + 1e-9)
+    assert plan.solve.gap == pytest.approx(plan.prediction.step_s / plan.solve.bound_s - 1, abs=1e-9)
+
+
+def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says_so(profile: Profile) -> None:
+    times = msgspec.structs.replace(profile.times, plain_step_s=None)
+    alone, without = profile, msgspec.structs.replace(profile, times=times)
+    for one, said in ((alone, "PyTorch alone "), (without, ", PyTorch alone not timed")):
+        plan = poochplan.plan(one, "80%", evaluations=50)
+        assert plan.prediction.is_timed_alone is (one is alone)
+        assert said in plan_rows(plan)["predicted step"]
+        assert said in timeline_of(one, plan).subtitle
+    kept = poochplan.plan(without, "80%", evaluations=50).prediction
+    assert kept.in_core_step_s == pytest.approx(sum(op.duration_s for op in without.ops))
+    assert profile_rows(without)["in-core step"].count("not timed by PyTorch alone") == 1
+    assert "not timed" not in profile_rows(alone)["in-core step"]
+
+
+def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> None:
+    model, step = made()
+    profile = poochplan.profile(step, model=model, iterations=3, link=LINK, mode="swap-all")
+    assert profile.times.plain_step_s is None
+    assert profile.times.unserved_step_s is not None  # so the pages of fresh memory are in the seconds of no op
+
+
 def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) -> None:
     times = msgspec.structs.replace(profile.times, unserved_step_s=None)
     ordinary = msgspec.structs.replace(profile, times=times)
     assert as_unserved(ordinary) is ordinary
+
+
+@pytest.mark.parametrize(("alone_s", "again_s", "found_s"), [(2.5, 1.0, 1.0), (2.5, 3.0, 2.5), (1.2, 0.1, 1.2)])
+def test_a_step_by_pytorch_alone_that_took_much_longer_than_in_a_session_is_timed_again(
+    profile: Profile, alone_s: float, again_s: float, found_s: float
+) -> None:
+    times = msgspec.structs.replace(profile.times, plain_step_s=alone_s, unserved_step_s=1.0)
+    found = with_plain_again(msgspec.structs.replace(profile, times=times), lambda: again_s)
+    assert found.times.plain_step_s == found_s
 
 
 def test_importing_poochplan_changes_nothing_of_the_environment() -> None:

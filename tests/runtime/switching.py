@@ -11,6 +11,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
+from poochplan.runtime.given_plans import GivenPlans
 from poochplan.runtime.session import Session
 from tests.runtime.nets import Case
 from tests.runtime.random_plans import random_plan
@@ -33,9 +34,8 @@ def growing_plans(case: Case) -> list[Plan]:
 
 def follow(session: Session, plan: Plan) -> None:
     """Steps follow this plan from now on."""
-    session._plans[""] = (plan,)
-    session._choosers[""].follow(plan.instructions)
-    session.engine.make_room([plan.instructions])
+    assert isinstance(session._source, GivenPlans)
+    session._source._of[""].follow(plan)
 
 
 def trained(case: Case, order: Sequence[Plan], device: Callable[[], Device] | None = None) -> list[Gradients]:

@@ -83,11 +83,11 @@ def test_a_copy_has_no_hook_of_ours_and_trains_by_itself(name: str, way: str) ->
         copied = COPIES[way](session.model)
         assert _hooks(session.model)
         assert _hooks(copied) == []
-        assert session.engine.segment.number == 0
+        assert session._engine.segment.number == 0
     assert _hooks(session.model) == []
     assert not any(vars(hooks) for hooks in (copied._forward_pre_hooks, session.model._forward_pre_hooks))
     assert equal([_trained_alone(case.fresh()[0], case)], [_trained_alone(copied, case)])
-    assert session.engine.segment.number == 0
+    assert session._engine.segment.number == 0
 
 
 @each_way
@@ -276,14 +276,14 @@ def test_a_model_that_is_compiled(where: str, how: str, way: str) -> None:
     copies: list[nn.Module] = []
     with poochplan.apply(random_plan(profile, 0, (0, 1, 0)), model) as session:
         planned = _compiled_steps(model, lambda: copies.append(COPIES[way](model)))
-        steps = session.engine.segment.number
+        steps = session._engine.segment.number
     assert equal(reference, planned)
     assert session.report().total.fallbacks == 0
     for copied in copies:
         assert _hooks(copied) == []
         found = _compiled_steps(copied, lambda: None)
         assert equal([step[:1] for step in found], [step[:1] for step in reference])
-    assert session.engine.segment.number == steps == STEPS
+    assert session._engine.segment.number == steps == STEPS
     torch._dynamo.reset()
 
 

@@ -124,7 +124,7 @@ def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(
     longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
         assert equal(expected, _train_overlapping(model, lengths, session.step))  # type: ignore[arg-type]
-        planned = session.engine.host.planned_bytes
+        planned = session._engine.host.planned_bytes
         one_step = longest - planned
         assert _host_bytes(session) <= planned + 3 * one_step  # two alive, and room for what does not fit together
 
@@ -132,7 +132,7 @@ def test_steps_that_overlap_take_the_host_bytes_of_those_that_are_alive_at_once(
 def test_after_many_planned_steps_what_was_taken_behind_the_plan_is_given_back(swaps: Plan) -> None:
     longest = _longest_step_bytes(swaps)
     with _session(swaps) as (model, session):
-        planned = session.engine.host.planned_bytes
+        planned = session._engine.host.planned_bytes
         for _ in range(2):
             _train(model, (LONGEST, *QUIET_STEPS * (PLANNED,)))
             assert _host_bytes(session) == longest > planned
@@ -167,7 +167,7 @@ def test_pages_hold_the_longest_step_and_values_that_lie_on_several_come_back(
     clock = OpClock()
     device = PagedDevice(clock)
     with clock, _session(swaps, lambda: device) as (model, session):
-        planned = session.engine.host.planned_bytes
+        planned = session._engine.host.planned_bytes
         assert equal(expected, train(model, lengths, session.step))  # type: ignore[arg-type]
         steps = 1 if train is _train else 3
         assert device.taken[0].size_bytes == planned
@@ -208,7 +208,7 @@ def test_values_that_could_not_be_written_leave_their_places(swaps: Plan, monkey
         monkeypatch.setattr(os, "pwrite", full)
         loss = model(_images(LONGEST)).square().mean()
         largest = max(value.size_bytes for value in swaps.values) * LONGEST // PLANNED
-        host = session.engine.host
+        host = session._engine.host
         assert max(behind for _, behind in host.taken()) <= host_aligned(host.planned_bytes) + host_aligned(largest)
         del loss
 

@@ -99,7 +99,7 @@ def test_an_interrupt_while_a_copy_dies_is_raised_at_the_next_point(
             with model.head.register_forward_pre_hook(fails), contextlib.suppress(KeyError):  # type: ignore[union-attr]
                 step()
             assert not call.armed  # the signal has come
-            assert not session.engine.cursor.holds_values
+            assert not session._engine.cursor.holds_values
             if then == "another step":
                 step()
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]

@@ -69,14 +69,14 @@ def count(session: Session) -> Counts:
     gc.collect()
     things = [type(thing) for thing in gc.get_objects()]
     assert isinstance(session._device, CpuDevice)
-    host = session.engine.host
+    host = session._engine.host
     return Counts(
         sum(issubclass(kind, torch.Tensor) for kind in things),
         *(things.count(kind) for kind in (SavedValue, Handle, Copy)),
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
-        registered=len(session.engine.tape),
+        registered=len(session._engine.tape),
         unplanned_bytes=sum(behind - first for first, behind in host.taken()) - host.planned_bytes,
     )
 
@@ -172,6 +172,8 @@ def grown_bytes(resident: list[int]) -> float:
 
 
 def allowed_bytes(resident: list[int]) -> float:
-    """Three times the spread between neighbouring rounds, or two of Python's arenas: a leaked value a round is more."""
+    """Three times the spread between neighbouring rounds, or four of Python's arenas (256 KiB each, which fill as
+    objects of any kind move): a leaked value a round, of 128 KiB, would be more than twice that.
+    """
     steps = [abs(later - earlier) for earlier, later in itertools.pairwise(resident)]
-    return max(512 << 10, 3 * statistics.median(steps))
+    return max(1 << 20, 3 * statistics.median(steps))

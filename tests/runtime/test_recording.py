@@ -13,7 +13,8 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import Schedule, assemble, fit
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.runtime.replays.recorder import Recorder
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
@@ -143,7 +144,7 @@ def test_after_an_exception_in_forward_nothing_is_recorded_until_the_next_step(c
         model.halts = True
         with pytest.raises(KeyError):
             model(batch)
-        assert not session.engine.recorder.is_on
+        assert not session._engine.recorder.is_on
         model.halts = False
         model.zero_grad()
         model(batch).backward()

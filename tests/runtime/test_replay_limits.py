@@ -16,7 +16,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.profile import Profile
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import assemble
+from poochplan.planner.simulator.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import FallbackKind, StepReport
 from tests.planner.plans import plan_with
@@ -253,7 +253,7 @@ def test_recordings_do_not_wait_for_the_garbage_collector() -> None:
 
     with poochplan.apply(plan, model) as session:
         blocks = _blocks_after(8, one_step)
-        storages = len(session.engine.tape)
+        storages = len(session._engine.tape)
     assert blocks[-1] - blocks[3] < 20 * storages  # those of one step's recording; four steps' would be much more
 
 
@@ -272,7 +272,7 @@ def test_recordings_of_steps_that_wait_for_each_other_go_when_nothing_is_held_an
             second.backward()
 
         blocks = _blocks_after(8, two_steps)
-        storages = len(session.engine.tape)
+        storages = len(session._engine.tape)
     assert blocks[-1] - blocks[3] < 20 * storages
 
 
@@ -290,7 +290,7 @@ def test_recordings_of_steps_that_always_overlap_go_each_with_its_own_step() -> 
             waiting.pop(0).backward()
 
         blocks = _blocks_after(12, next_step)
-        storages = len(session.engine.tape)
+        storages = len(session._engine.tape)
     assert blocks[-1] - blocks[4] < 20 * storages  # those of one step's recording; seven steps' would be much more
 
 

@@ -261,7 +261,7 @@ def test_nothing_is_left_behind_after_many_steps(plan: Plan) -> None:
             if step_number in (4, 11):
                 gc.collect()
                 counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        assert not session.engine.cursor.holds_values
+        assert not session._engine.cursor.holds_values
         assert counts[0] == counts[1]
     assert threading.active_count() == threads
 

@@ -124,7 +124,7 @@ def test_a_segment_counts_from_the_last_step_of_an_optimizer_of_the_models() -> 
     with poochplan.apply(plan, planned) as session:
         for stepping in (None, other, optimizer, None):
             step().backward()
-            ordinals.append(session.engine.segment.ordinal)
+            ordinals.append(session._engine.segment.ordinal)
             if stepping is not None:
                 stepping.step()
     assert ordinals == [0, 1, 2, 0]
@@ -135,12 +135,12 @@ def test_a_segment_ends_with_the_optimizers_step_once_it_was_used_and_not_before
     model, step, optimizer = CASES["residual"].fresh()
     with poochplan.apply(plan, model) as session:
         step().backward()
-        assert session.engine.cursor.is_open
+        assert session._engine.cursor.is_open
         optimizer.step()
-        assert not session.engine.cursor.is_open
+        assert not session._engine.cursor.is_open
         loss = step()
         optimizer.step()  # of gradients that were there: the new segment waits for its backward
-        assert session.engine.cursor.is_open
+        assert session._engine.cursor.is_open
         del loss
 
 
@@ -175,10 +175,10 @@ def test_what_a_forward_that_raises_has_saved_is_a_segment_that_raised() -> None
     with poochplan.apply(plan, model) as session:
         with pytest.raises(ValueError, match="enough"), list(model.modules())[-1].register_forward_hook(_raises):
             step()
-        segment = session.engine.segment
+        segment = session._engine.segment
         step().backward()
         assert segment.outcome is Outcome.RAISED
-        assert session.engine.segment.number == segment.number + 1
+        assert session._engine.segment.number == segment.number + 1
 
 
 def _raises(*_: object) -> None:

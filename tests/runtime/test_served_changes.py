@@ -18,6 +18,7 @@ from poochplan.formats.plan_set import PlanSet
 from poochplan.runtime import serving
 from tests.runtime.nets import CASES, Attention, equal, snapshot
 from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
+from tests.runtime.switching import follow
 
 pytestmark = pytest.mark.cpu_device
 
@@ -49,9 +50,7 @@ def test_another_plan_gets_another_arena_and_the_first_ones_is_found_again() -> 
         loop.session = session
         sizes = []
         for plan in (first, second, first):
-            session._plans[""] = (plan,)
-            session._choosers[""].follow(plan.instructions)
-            session.engine.host.grow(session._choosers[""].alternatives)
+            follow(session, plan)
             loop.steps(SETTLED if len(sizes) < 2 else 2)
             assert loop.is_served_whole, loop.arena
             sizes.append(loop.arena.size_bytes)
@@ -72,7 +71,7 @@ def test_a_step_that_is_planned_anew_is_served_from_another_arena() -> None:
         loop.steps(SETTLED)
         before = loop.session.plan
         beside.append(torch.zeros(max(4096, (plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)))
-        loop.session._meter.settled(False)
+        loop.session._source.latest.check_next()
         loop.steps(SETTLED + 2)
         assert loop.session.plan is not before
         assert loop.session.report().arena is not None

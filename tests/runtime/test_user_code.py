@@ -240,7 +240,7 @@ def test_a_forward_without_backward_leaks_nothing() -> None:
         with poochplan.apply(plan, model) as session:
             for _ in range(3):
                 step()
-            assert not session.engine.cursor.holds_values
+            assert not session._engine.cursor.holds_values
     finally:
         gc.enable()
 

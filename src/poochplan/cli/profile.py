@@ -100,7 +100,7 @@ class ProfileVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from poochplan.planner.evaluator.evaluator_library import begin_build
+        from poochplan.planner.simulator.evaluator import begin_build
         from poochplan.report.tables import profile_rows, summary_table
 
         options = self.options
@@ -249,7 +249,9 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
         "mode": profile.mode,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
         "in_core_peak_layer": profile.in_core_peak_layer,
+        "plain_step_s": times.plain_step_s,
         "in_core_step_s": times.step_s,
+        "unserved_step_s": times.unserved_step_s,
         "forward_s": times.forward_s,
         "backward_s": times.backward_s,
         "optimizer_s": times.optimizer_s,

@@ -114,9 +114,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
+    allocated_peak_bytes: Bytes | None = None
+    """On a GPU, the most in blocks that torch's allocator hands out: one of more than 1 MiB may be larger by up to
+    that, unless segments are expandable. So ``torch.cuda.max_memory_allocated`` says no more. None on the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """By PyTorch alone, where that was timed; else the sum of the in-core step's ops. Without a session."""
+    is_timed_alone: bool = False
+    """Whether ``in_core_step_s`` was timed by PyTorch alone."""
     kept_step_s: Seconds | None = None
     """Of a session's step that keeps everything, what the runtime takes in it: no plan's step is shorter. None in files
     that do not say."""
@@ -142,6 +147,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Most of these bytes that are live at any moment: no arena is smaller."""
     arena_peak_bytes: Bytes | None = None
     """The arena, and the most that lies outside at any moment; what was there before the step included."""
+
+    @property
+    def in_core_text(self) -> str:
+        """The seconds that the overhead is beside, and by what."""
+        seconds = format_seconds(self.in_core_step_s)
+        return f"PyTorch alone {seconds}" if self.is_timed_alone else f"in-core ops {seconds}, PyTorch alone not timed"
 
 
 class SolveStatus(StrEnum):
@@ -214,6 +225,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = {}
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    switches: dict[Text, Text] = {}
+    """Those of its profile; a run under others is told."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
     estimate: bool = False
@@ -409,12 +422,11 @@ def _with_runtime_in_step(prediction: Prediction) -> Prediction:
 def _summary(plan: Plan) -> list[tuple[str, str]]:
     promised, solve = plan.prediction, plan.solve
     share = f", {share_of_peak(plan.budget_bytes, promised.in_core_peak_bytes):.0%} of in-core"
-    plain = f"PyTorch alone {format_seconds(promised.in_core_step_s)}"
     bound = "" if solve.gap is None else f", within {solve.gap:.2%} of the best there is"
     return [
         ("budget", f"{format_bytes(plan.budget_bytes)}{share}"),
         ("predicted peak", format_bytes(max(promised.peak_bytes, promised.first_step_peak_bytes))),
-        ("predicted step", f"{format_seconds(promised.step_s)} ({plain})"),
+        ("predicted step", f"{format_seconds(promised.step_s)} ({promised.in_core_text})"),
         ("predicted overhead", f"{promised.overhead:+.1%}{bound}"),
         *((str(decision), _decided(plan, decision)) for decision in Decision),
         ("found", f"by {solve.policy}: {solve.status} after {format_seconds(solve.wall_s)}"),

@@ -329,6 +329,9 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Device
     versions: dict[Text, Text]
     """Of poochplan, torch, python, and on CUDA of that and cuDNN."""
+    switches: dict[Text, Text] = {}
+    """Of torch, that decide which kernels a GPU runs: precision, cuDNN, determinism. Empty on the CPU, and in files
+    that do not say."""
     host: Host | None = None
     """Where it was measured; None in files that do not say."""
     model: ModelSignature

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from poochplan.online.auto import auto, check_budget
-from poochplan.online.auto_session import AutoSession
+from poochplan.runtime.session import Session
 
 from .calls import Call, check_only_one, owner_of_method
 from .wrapping import called_by
@@ -27,7 +27,7 @@ class PlanCallback(TrainerCallback):
 
     def __init__(self, *, budget: str | int | float, **options: Any) -> None:
         check_budget(budget)
-        self.session: AutoSession | None = None
+        self.session: Session | None = None
         self._options: dict[str, Any] = {"budget": budget, **options}
 
     def on_train_begin(
@@ -47,7 +47,7 @@ class PlanCallback(TrainerCallback):
         session = auto(called_by(trainer, model), optimizer, **self._options)
         session.__enter__()
         if call is not None:
-            session.lasts_while(call.is_running)
+            session._lasts_while(call.is_running)
         self.session = session
 
     def on_train_end(

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from poochplan.online.auto import auto, check_budget
-from poochplan.online.auto_session import AutoSession
+from poochplan.runtime.session import Session
 
 from .calls import check_only_one
 from .wrapping import outermost
@@ -26,7 +26,7 @@ class PlanCallback(Callback):
 
     def __init__(self, *, budget: str | int | float, **options: Any) -> None:
         check_budget(budget)
-        self.session: AutoSession | None = None
+        self.session: Session | None = None
         self._options: dict[str, Any] = {"budget": budget, **options}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

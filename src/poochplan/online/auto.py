@@ -11,20 +11,27 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
+from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link.cache import known_link
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import unmeasured
 from poochplan.runtime.attachment import together
-from poochplan.runtime.budget_watch import OverBudget
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
-from poochplan.runtime.serving import ArenaMode
+from poochplan.runtime.plan_in_force import OverBudget
+from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena
+from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.watch.teller import Teller
+from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
-from .auto_session import AutoSession
+from .allocator_build import AllocatorBuild
 from .before_plan import Mode, checked
+from .plans.known_plans import KnownPlans, Wanted
+from .plans.plan_cache import PlanCache
+from .studied_plans import StudiedPlans
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -47,7 +54,7 @@ def auto(
     on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
     quiet: bool = False,
-) -> AutoSession:
+) -> Session:
     """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
     The first steps are profiled where they happen: nothing is run twice, nothing is restored, and every step is right
@@ -91,7 +98,8 @@ def auto(
     models = dict(model) if isinstance(model, Mapping) else {"": model}
     if not models:
         raise UsageError("models: expected at least one, found none")
-    where = checked_device(together(models), None, None, 1)
+    whole = together(models)
+    where = checked_device(whole, None, None, 1)
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     if arena not in get_args(ArenaMode):
@@ -109,21 +117,30 @@ def auto(
         """On the CPU later, in the process that plans."""
         return unmeasured(rate) if where.type == "cpu" else measure_link(where, folder, rate)
 
-    return AutoSession(
-        models,
+    teller, policy = Teller(is_quiet=quiet), OverBudget(on_over_budget)
+    begin_build()
+    asked = Wanted(budget, time_limit_s, arena, policy, refused, None if folder is None else str(folder))
+    kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
+    source = StudiedPlans(
+        whole,
         _listed(optimizer),
         where,
-        budget,
-        opened,
-        cache=Path(cache) if cache is not None else cache_folder() / "auto",
         spill_dir=folder,
         link=lambda: link or known_link(where, folder, rate) or measured(),
-        time_limit_s=time_limit_s,
-        on_over_budget=on_over_budget,
+        known=KnownPlans(asked, kept, teller),
+        build=AllocatorBuild(arena, where, teller),
         before_plan=before,
-        on_refusal=refused,
-        arena=arena,
-        is_quiet=quiet,
+        teller=teller,
+    )
+    is_served = arena != "off" and not why_no_arena(where.type)
+    return Session(
+        models,
+        where,
+        opened,
+        source,
+        Settings(policy, explain=PLANNER.explain),
+        serving=Serving(PLANNER.pack, arena) if is_served else None,
+        teller=teller,
     )
 
 

@@ -1,15 +1,11 @@
-"""What an online session says while it runs: one line on stderr, rewritten in place on a terminal."""
+"""What ``auto`` says while it runs, beside what every session does (``runtime/watch/teller.py``)."""
 
 from __future__ import annotations
-
-import sys
-import warnings
 
 from poochplan.formats.facts.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import share_that_holds
-from poochplan.runtime.watch.users_line import users_line
 from poochplan.units import format_bytes, format_seconds
 
 from .before_plan import Unplanned
@@ -18,6 +14,10 @@ IN_CORE = (
     "steps run in-core while they are measured, as long as memory has room; the budget is kept from the plan on "
     '(before_plan="swap" keeps it from the first step on)'
 )
+ONE_REGION = (
+    "the model is compiled as a whole, which leaves nothing to plan: steps run in-core as long as memory has room; "
+    "poochplan.compile compiles it with a plan inside, or compile its blocks one by one"
+)
 BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
 PLANNING = "planning in another process"
 KNOWN = f"profiled in an earlier run; {PLANNING}"
@@ -25,41 +25,6 @@ ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run 
 ENDED_UNPROFILED = "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
 LEFT = "steps are not the planned ones any more: profiling again"
-
-
-class Teller:
-    """State: what the line says now, and what it has warned of. ``is_quiet``: it says nothing but warnings."""
-
-    def __init__(self, *, is_quiet: bool) -> None:
-        self.is_quiet = is_quiet
-        self._said = ""
-        self._told_of: set[str] = set()
-
-    def say(self, text: str) -> None:
-        """The line is this from now on. Off a terminal each new text is a line of its own."""
-        if self.is_quiet or text == self._said:
-            return
-        is_terminal = sys.stderr.isatty()
-        padding = " " * max(0, len(self._said) - len(text)) if is_terminal else ""
-        print(f"poochplan: {text}{padding}", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
-        self._said = text
-
-    def say_once(self, text: str) -> None:
-        """As :meth:`say`, the first time only."""
-        if text not in self._told_of:
-            self._told_of.add(text)
-            self.say(text)
-
-    def warn(self, text: str) -> None:
-        """A warning that cites the user's line; the same one comes once."""
-        if text not in self._told_of:
-            self._told_of.add(text)
-            warnings.warn(f"poochplan: {text}", RuntimeWarning, stacklevel=users_line())
-
-    def end(self) -> None:
-        """What comes next is on a line of its own."""
-        if self._said and not self.is_quiet and sys.stderr.isatty():
-            print(file=sys.stderr)
 
 
 def described(plan: Plan) -> str:
@@ -100,28 +65,15 @@ def in_force(plan: Plan) -> str:
     return f"from the next step on {described(plan)}"
 
 
-def no_arena(reason: str) -> str:
-    """Why planned steps take no memory from an arena, where one was asked for."""
-    return f"planned steps take their memory from torch's allocator, and not from one arena: {reason}"
-
-
-def arena_given_up(peak_bytes: int, budget_bytes: int) -> str:
-    """That the arena made a step exceed its budget."""
-    return (
-        f"planned steps take their memory from torch's allocator from now on: with the whole arena one took "
-        f"{format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}, without it they are within"
-    )
+def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool) -> str:
+    """That steps under a plan take longer than it has promised, and what comes of that."""
+    then = "another plan is made that knows of it" if is_planned_again else "the plan stays in force"
+    return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
 def not_planned(reason: str) -> str:
     """Why a plan could not be made."""
     return f"steps go on without a plan: {reason}"
-
-
-def host_is_full(size_bytes: int, reason: str) -> str:
-    """That there is no room to swap to, and what becomes of the values."""
-    room = f"there is no room for {format_bytes(size_bytes)} of swapped values ({reason})"
-    return f"{room}; those that find none are kept"
 
 
 def without_plan(reason: str, way: Unplanned) -> str:

@@ -60,19 +60,22 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
     """Overhead on an axis that is linear near 0 and logarithmic above; budgets as bytes and as shares."""
     factor, unit = _byte_unit(frontier.in_core_peak_bytes)
     known = [p.overhead for p in frontier.points if p.overhead is not None]
+    known += [p.bound_overhead for p in frontier.points if p.bound_overhead is not None]
     least = min((value for value in known if value > 1e-6), default=0.01)
     linear = max((tick for tick in _TICKS[1:] if tick <= least), default=_TICKS[1])
     top = max([*known, 2 * linear]) * 1.25
     axes.set_yscale("symlog", linthresh=linear, linscale=_LINEAR_SHARE)
-    axes.set_ylim(-0.08 * linear, top)
-    ticks = [tick for tick in _TICKS if (tick == 0 or tick >= linear) and tick <= top]
+    bottom = min(-0.08 * linear, 1.25 * min(known, default=0.0))  # a step from an arena may be the shorter one
+    axes.set_ylim(bottom, top)
+    ticks = [sign * tick for sign in (-1, 1) for tick in _TICKS if tick >= linear]
+    ticks = sorted({0.0, *(tick for tick in ticks if bottom <= tick <= top)})
     axes.set_yticks(ticks, labels=[f"{tick:.3g}%" for tick in (100 * tick for tick in ticks)])
     axes.set_yticks([], minor=True)
     first, last = min(frontier.budgets[0], frontier.smallest_budget_bytes), max(frontier.budgets)
     room = max(last - first, 1) * 0.05
     axes.set_xlim((first - room) / factor, (last + room) / factor)
     axes.set_xlabel(f"budget ({unit}, and share of the in-core peak)", fontsize=9.5, color=_INK)
-    axes.set_ylabel("overhead over the in-core step", fontsize=9.5, color=_INK)
+    axes.set_ylabel("overhead beside the in-core step", fontsize=9.5, color=_INK)
     shown = _apart(frontier.budgets, (last - first) * 0.085)
     axes.set_xticks(
         [size / factor for size in shown],
@@ -96,7 +99,7 @@ def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
     proven = [p for p in frontier.of(ILP) if p.bound_overhead is not None]
     if proven:
         budgets = [point.budget_bytes / factor for point in proven]
-        bounds = [max(point.bound_overhead or 0.0, 0.0) for point in proven]
+        bounds = [point.bound_overhead or 0.0 for point in proven]
         # A bound holds for every smaller budget too, and says nothing of a larger one: hence steps.
         axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=_ILP_COLOUR, alpha=0.10, linewidth=0,
                           zorder=2)  # fmt: skip

@@ -106,16 +106,16 @@ class RunSummary:
     def contradiction(self, plan: Plan) -> str:
         """One line where the measured time is more than half of the profile's away from it; else empty.
 
-        In-core against in-core where that was measured (``--check``), else the planned step against its prediction.
+        PyTorch alone against itself where both timed it (``--check``), else the planned step against its prediction.
         Differences of less than 20 ms say nothing. A plan whose times were assumed is not contradicted by this machine.
         """
         prediction = plan.prediction
         if plan.estimate:
             return ""
-        is_in_core = self.in_core_step_s is not None
+        is_in_core, found_s, said_s = False, self.step_s, prediction.step_s
+        if self.in_core_step_s is not None and prediction.is_timed_alone:
+            is_in_core, found_s, said_s = True, self.in_core_step_s, prediction.in_core_step_s
         what = "in-core" if is_in_core else "planned"
-        found_s = self.in_core_step_s if self.in_core_step_s is not None else self.step_s
-        said_s = prediction.in_core_step_s if is_in_core else prediction.step_s
         off_s = abs(found_s - said_s)
         if off_s <= max(LEAST_OFF_S, MUCH_OFF * said_s):
             return ""
@@ -128,8 +128,9 @@ class RunSummary:
     def rows(self, plan: Plan) -> Rows:
         """The table of ``pooch run``."""
         prediction = plan.prediction
-        in_core_step_s = self.in_core_step_s or prediction.in_core_step_s
-        where = "PyTorch alone, before and after it" if self.in_core_step_s else "from the profile"
+        in_core = f"{prediction.in_core_text}, from the profile"
+        if self.in_core_step_s:
+            in_core = f"{format_seconds(self.in_core_step_s)} (PyTorch alone, before and after it)"
         share = share_of_peak(plan.budget_bytes, prediction.in_core_peak_bytes)
         rows = {
             "in-core peak": format_bytes(prediction.in_core_peak_bytes),
@@ -137,7 +138,7 @@ class RunSummary:
             "budget is on": counted_text(plan),
             "predicted peak": peak_text(prediction),
             "measured peak": self._peak_text(plan),
-            "in-core step time": f"{format_seconds(in_core_step_s)} ({where})",
+            "in-core step time": in_core,
             "planned step time": f"{format_seconds(self.step_s)} (predicted {format_seconds(prediction.step_s)})",
             "predicted overhead": overhead_text(prediction.overhead),
             "measured overhead": overhead_text(self.overhead(plan)),

@@ -125,8 +125,7 @@ def plan_rows(plan: Plan) -> Rows:
         "budget is on": counted_text(plan),
         "predicted peak": peak_text(prediction),
         **arena_row(plan),
-        "predicted step": f"{format_seconds(prediction.step_s)} (PyTorch alone "
-        f"{format_seconds(prediction.in_core_step_s)})",
+        "predicted step": f"{format_seconds(prediction.step_s)} ({prediction.in_core_text})",
         "predicted overhead": overhead_text(prediction.overhead),
         **bound,
         **_beside_kept(prediction),

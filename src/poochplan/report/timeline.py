@@ -13,7 +13,7 @@ from poochplan.formats.files import write_atomic
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
-from poochplan.planner.judge.streams import Lane
+from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .layer_table import simulate_plan
@@ -108,8 +108,7 @@ def timeline_of(
         in_core_memory=in_core_curve(profile),
         static_bytes=sum(static_bytes(profile).values()),
         peak_layer=simulation.peak_layer,
-        subtitle=f"step {format_seconds(prediction.step_s)}, "
-        f"PyTorch alone {format_seconds(prediction.in_core_step_s)};  "
+        subtitle=f"step {format_seconds(prediction.step_s)}, {prediction.in_core_text};  "
         f"stall {format_seconds(prediction.stall_s)}, replay {format_seconds(prediction.replay_s)}, "
         f"interference {format_seconds(prediction.interference_s)}{runtime_text(prediction)};  "
         f"{swapped_text(prediction.out_bytes, prediction.in_bytes)}",

@@ -32,6 +32,21 @@ _BATCH_NORMS = frozenset(
 # Positions of outputs whose kernels leave some of their bytes unwritten, so that no two runs need give the same ones:
 # oneDNN pads the rows of an LSTM's workspace, which only its own backward reads.
 _PARTLY_UNWRITTEN = {"aten.mkldnn_rnn_layer.default": frozenset({3})}
+# The same by the names that a schema has for them. Attention of CUDA writes the state of its generator where it drops,
+# and else returns memory as it found it; what is called unused it never writes. (The efficient kernels pad their
+# logsumexp with infinities, and cuDNN's state begins as zeros: these are bits like others.)
+_NAMED_UNWRITTEN = {
+    "_scaled_dot_product_flash_attention": frozenset({"rng_state", "unused", "philox_seed", "philox_offset"}),
+    "_flash_attention_forward": frozenset({"rng_state", "unused", "philox_seed", "philox_offset"}),
+    "_scaled_dot_product_efficient_attention": frozenset({"philox_seed", "philox_offset"}),
+    "_efficient_attention_forward": frozenset({"philox_seed", "philox_offset"}),
+}
+# cuDNN's, whose algorithm ``torch.backends.cudnn.benchmark`` chooses by timing them, in each thread anew.
+_CONVOLUTIONS = frozenset(
+    {"convolution", "_convolution", "convolution_overrideable"}
+    | {"cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu", "cudnn_convolution_add_relu"}
+    | {"miopen_convolution", "miopen_convolution_transpose", "miopen_depthwise_convolution"}
+)
 # Operators of other namespaces (custom ones) may draw random numbers or write without saying so.
 _KNOWN_NAMESPACES = ("aten", "prims")
 
@@ -62,6 +77,8 @@ class Traits(NamedTuple):
     """Whether a call may write an argument; where not, nothing has to be asked of it."""
     makes_alike: bool = False
     """Makes a tensor like its argument, whose content it does not read."""
+    convolves: bool = False
+    """Whether cuDNN may choose how it is computed by trying; see :func:`is_chosen_by_timing`."""
 
 
 @functools.cache
@@ -94,7 +111,21 @@ def traits(func: Any) -> Traits:
         uninitialised=base in _UNINITIALISED,
         overwriting=base in _OVERWRITING,
         trusted=schema.name.split("::")[0] in _KNOWN_NAMESPACES,
-        partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset()),
+        partly_unwritten=_PARTLY_UNWRITTEN.get(str(func), frozenset()) | _unwritten_by_name(base, schema),
         may_write=bool(written or statistics or base in _OVERWRITING or base == "_cudnn_rnn"),
         makes_alike=base.endswith("_like"),
+        convolves=base in _CONVOLUTIONS,
     )
+
+
+def _unwritten_by_name(base: str, schema: torch.FunctionSchema) -> frozenset[int]:
+    names = _NAMED_UNWRITTEN.get(base, frozenset())
+    return frozenset(position for position, result in enumerate(schema.returns) if result.name in names)
+
+
+def is_chosen_by_timing(facts: Traits, device_type: str) -> bool:
+    """Whether a call may give other bits on another thread: a convolution under ``torch.backends.cudnn.benchmark``.
+
+    What each algorithm takes is found out, and remembered, by each thread for itself. A replay runs on autograd's.
+    """
+    return facts.convolves and device_type == "cuda" and bool(torch.backends.cudnn.benchmark)

@@ -36,6 +36,18 @@ _FLAGS: dict[str, Callable[[], object]] = {
     "mkldnn": lambda: _MKLDNN.enabled,
 }
 
+_OF_KERNELS = (
+    *("matmul", "matmul_tf32", "matmul_fp16", "matmul_bf16", "fp32"),
+    *("cudnn", "cudnn_tf32", "benchmark", "cudnn_deterministic", "deterministic"),
+)
+
+
+def kernel_switches(kind: str) -> dict[str, str]:
+    """Precision, cuDNN and determinism: what decides which kernels of a GPU a step runs, their seconds, workspace and
+    bits. Empty on the CPU, where a profile says its threads.
+    """
+    return {name: str(_read(_FLAGS[name])) for name in _OF_KERNELS} if kind == "cuda" else {}
+
 
 class Switches:
     """State: the modules and parameters that the model has now; their flags are read whenever they are asked for."""

@@ -10,7 +10,7 @@ import torch
 from poochplan.torch_private.tensor_internals import covers_itself_once
 
 from .arguments import outputs_of
-from .operators import Traits
+from .operators import Traits, is_chosen_by_timing
 from .storages import is_plain, storage_key
 
 CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
@@ -28,8 +28,8 @@ class Writes(NamedTuple):
     overwritten: torch.Tensor | None
     """The argument of which every byte of the storage is written and none is read."""
     repeatable: bool
-    """Whether it can be run again: the operator does what its schema says, and the statistics are buffers of the
-    model's."""
+    """Whether it can be run again: the operator does what its schema says, by the same algorithm on any thread, and
+    the statistics are buffers of the model's."""
 
 
 def writes_of(
@@ -45,7 +45,7 @@ def writes_of(
         in_place=[*declared, *foreign],
         scratch=scratch,
         overwritten=target if whole else None,
-        repeatable=facts.trusted and not foreign,
+        repeatable=facts.trusted and not foreign and not is_chosen_by_timing(facts, device_type),
     )
 
 

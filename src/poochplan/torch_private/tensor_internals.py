@@ -233,6 +233,64 @@ def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torc
     return found
 
 
+@contextlib.contextmanager
+def stand_aside(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
+    """A block in which these hooks are off wherever torch asks for a thread without any, as ``torch.func.grad`` does.
+
+    Else it would raise. What is saved there stays with autograd.
+    """
+    with _ASIDE_LOCK:
+        _ASIDE.append(hooks)
+        torch.autograd.graph.disable_saved_tensors_hooks = _disable_others
+    try:
+        yield
+    finally:
+        with _ASIDE_LOCK:
+            _ASIDE.remove(hooks)
+            if not _ASIDE:
+                torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+
+
+@contextlib.contextmanager
+def _disable_others(error_message: str) -> Iterator[None]:
+    topmost = topmost_hooks()
+    if topmost is None or not any(topmost[0] is one.pack_hook for one in _ASIDE):
+        with _DISABLE(error_message):
+            yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with _DISABLE(error_message):
+            yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*topmost)
+
+
+_ASIDE: list[torch.autograd.graph.saved_tensors_hooks] = []
+_ASIDE_LOCK = threading.Lock()
+_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A block whose ops no transform around it sees: no ``vmap``, as of batched gradients, and none of ``torch.func``.
+
+    Otherwise random ops raise, or draw for each entry of a batch.
+    """
+    depth, levels = torch._C._vmapmode_increment_nesting() - 1, []
+    for _ in range(depth + 1):
+        torch._C._vmapmode_decrement_nesting()
+    while torch._C._functorch.peek_interpreter_stack() is not None:
+        levels.append(torch._C._functorch.pop_dynamic_layer_stack())
+    try:
+        yield
+    finally:
+        while levels:
+            torch._C._functorch.push_dynamic_layer_stack(levels.pop())
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+
+
 def backward_node() -> Any:
     """The autograd node that this thread runs, or None outside backward."""
     return torch._C._current_autograd_node()
@@ -372,10 +430,18 @@ def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks]:
     return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
 
 
-def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks) -> None:
-    """Has the public calls go through these two."""
+def accelerator_stats_call() -> MemoryStats | None:
+    """The same of ``torch.accelerator``; None where this torch has none."""
+    return getattr(torch._C, "_accelerator_getDeviceStats", None)
+
+
+def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats | None) -> None:
+    """Has the public calls go through these."""
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
+    if of_accelerator is not None:
+        torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
+        torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
 
 
 def raw_stream(index: int) -> int:
@@ -383,6 +449,7 @@ def raw_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
-def gpu_sleep(cycles: int) -> None:
-    """Keeps the current stream busy, so that what is queued behind it is timed without the host's gaps."""
-    torch.cuda._sleep(cycles)
+def gpu_sleep(cycles: int, where: torch.device) -> None:
+    """Keeps its current stream busy, so that what is queued behind it is timed without the host's gaps."""
+    with torch.cuda.device(where):
+        torch.cuda._sleep(cycles)

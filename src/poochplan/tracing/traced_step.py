@@ -68,6 +68,7 @@ def traced_step(
 def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
     report, plan = session.report().last_step, session.plan
     memory = log.memory(step_s)
+    assert plan is not None, "it was given"
     return StepTrace(
         workload=plan.workload,
         source="measured",

@@ -10,7 +10,7 @@ from poochplan.cli.base import Verb
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
-    from poochplan.planner.judge.simulate import Simulation
+    from poochplan.planner.simulator.simulate import Simulation
 
 LAYERS_SHOWN = 12
 
@@ -88,7 +88,7 @@ def _rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
 
     in_core_s = plan.prediction.in_core_step_s
     return {
-        "step": f"{format_seconds(simulation.step_s)} (PyTorch alone {format_seconds(in_core_s)})",
+        "step": f"{format_seconds(simulation.step_s)} ({plan.prediction.in_core_text})",
         "overhead": overhead_text(simulation.step_s / in_core_s - 1 if in_core_s > 0 else 0.0),
         "of that": f"stall {format_seconds(simulation.stall_s)}, replay {format_seconds(simulation.replay_s)}, "
         f"interference {format_seconds(simulation.interference_s)}{runtime_text(plan.prediction)}",

@@ -105,6 +105,7 @@ def made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, s
         time_limit_s=options.time_limit,
         progress=say,
     ).plan
+    assert plan is not None, "compile() gives a session that has its plan"
     del workload
     plan = msgspec.structs.replace(plan, workload=loaded.name)
     del loaded

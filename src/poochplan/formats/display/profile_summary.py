@@ -48,5 +48,5 @@ def in_core_step_text(times: StepTimes) -> str:
     if times.unserved_step_s is not None:
         timed += f" from one arena, {format_seconds(times.unserved_step_s)} without"
     if times.plain_step_s is None:
-        return timed
+        return f"{timed}; not timed by PyTorch alone"
     return f"{format_seconds(times.plain_step_s)} by PyTorch alone; {timed}"

@@ -20,7 +20,7 @@ GARBAGE_SHARE = 0.05
 def advice(profile: ProfileData) -> tuple[str, ...]:
     """What to change about the step, a line each, what matters most first; empty where there is nothing to say."""
     unknown = [_unmeasured(profile), _unmeasured_ops(profile)]
-    lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), *unknown]
+    lines = [*limits(profile), _eval_mode(profile), _garbage(profile), _fixed(profile), _benchmark(profile), *unknown]
     return tuple(line for line in lines if line)
 
 
@@ -97,6 +97,15 @@ def _fixed(profile: ProfileData) -> str:
     return (
         f"{fixed_bytes / saved_bytes:.0%} of what is saved ({format_bytes(fixed_bytes)}) can be neither swapped nor "
         f"recomputed, most of it for one reason: {reasons.most_common(1)[0][0]}"
+    )
+
+
+def _benchmark(profile: ProfileData) -> str:
+    if profile.switches.get("benchmark") != "True" or not any("convolution" in op.name for op in profile.ops):
+        return ""
+    return (
+        "torch.backends.cudnn.benchmark is on, under which a convolution may give other bits on another thread, and so "
+        "none is recomputed: switch it off and profile again, where plans are to recompute them"
     )
 
 

@@ -4,71 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from poochplan.errors import InfeasibleError, PoochError
+from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.online.before_plan import Unplanned
-from poochplan.online.telling import KNOWN, Teller, in_force, infeasible, not_planned
+from poochplan.online.earned import Earned
+from poochplan.online.telling import KNOWN, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
-from poochplan.runtime.budget_watch import OverBudget
+from poochplan.runtime.drivers.course import Course
+from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.serving import ArenaMode
+from poochplan.runtime.watch.growth import left_free
+from poochplan.runtime.watch.teller import Teller
 from poochplan.units import parse_budget
 
 from .background import Background, Plannings
 from .plan_cache import PlanCache
 from .planning_process import Asked
-from .ways import Way, Ways
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What plans are to be, whatever the step."""
+
+    budget: str | int | float
+    """As the user gave it."""
+    time_limit_s: float
+    arena: ArenaMode
+    policy: OverBudget
+    """Whether a budget that no plan fits is an error."""
+    on_refusal: Unplanned
+    """How steps go on that no plan fits."""
+    spill_dir: str | None
+    """Of the link, which is measured where a profile has none."""
 
 
 class KnownPlans:
-    """State: profiles, plans under way and plans in force (``ways``), and the kinds that no plan fits.
+    """State: profiles, plans under way and plans ``in_force``, and the kinds that no plan fits."""
 
-    Parameters
-    ----------
-    budget: as the user gave it.
-    arena: what plans are made for.
-    policy: whether a budget that no plan fits is an error.
-    dropped: told a plan that is not in force any more.
-    refused: how steps go on that no plan fits.
-    spill_dir: of the link, which is measured where a profile has none.
-    """
-
-    def __init__(
-        self,
-        budget: str | int | float,
-        time_limit_s: float,
-        arena: ArenaMode,
-        policy: OverBudget,
-        teller: Teller,
-        dropped: Callable[[Plan], None],
-        refused: Unplanned,
-        spill_dir: str | None,
-    ) -> None:
-        self.ways = Ways()
+    def __init__(self, asked: Wanted, cache: PlanCache, teller: Teller) -> None:
+        self.asked = asked
+        self.in_force: dict[Key, PlanInForce] = {}
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
-        """Where there are ranks: found, and in force once all of them have been told."""
-        self.is_shared = False
-        """Whether there are ranks."""
-        self.cache: PlanCache | None = None
-        """There is one from before the first segment on."""
-        self._budget, self._time_limit_s, self._arena = budget, time_limit_s, arena
-        self._spill_dir = spill_dir
-        self._policy, self._teller, self._dropped, self._refused = policy, teller, dropped, refused
-        self._pending = Plannings()
+        """Found, and in force once somebody has put them so: where there are ranks, all of them at once."""
+        self._cache, self._teller = cache, teller
+        self.earned = Earned()
+        self._pending = Plannings(self.earned)
         self._hopeless: set[Key] = set()
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
+        self._doubted: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were told."""
 
     def budget_of(self, profile: Profile) -> int:
         """In bytes, for the segments of a profile."""
-        return parse_budget(self._budget, profile.in_core_peak_bytes)
+        return parse_budget(self.asked.budget, profile.in_core_peak_bytes)
 
     @property
     def is_planning(self) -> bool:
@@ -81,7 +79,7 @@ class KnownPlans:
 
     def waits_in_vain(self, key: Key) -> bool:
         """Whether that kind is profiled, and has no plan: not yet, or never."""
-        return (key in self._pending and key not in self.ways) or key in self._hopeless
+        return (key in self._pending and key not in self.in_force) or key in self._hopeless
 
     def is_promised(self, key: Key) -> bool:
         """Whether that kind has had a plan: its budget is kept from there on."""
@@ -94,7 +92,7 @@ class KnownPlans:
     @property
     def is_any_without(self) -> bool:
         """Whether a kind waits for its first plan."""
-        return any(key not in self.ways for key in self._pending)
+        return any(key not in self.in_force for key in self._pending)
 
     def wait(self, end_s: float | None) -> None:
         """Until no plan is under way, or until then by the monotonic clock; those that are made are in force."""
@@ -102,27 +100,42 @@ class KnownPlans:
             self._pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self.poll()
 
+    def choose(self, key: Key) -> tuple[PlanInForce, Course] | None:
+        """The plan for just that kind; else that of the nearest larger inputs at the same place."""
+        exact = self.in_force.get(key)
+        if exact is not None:
+            return exact, exact.course
+        others = [one for kind, one in self.in_force.items() if kind.is_beside(key) and one.plan.inputs]
+        if not others:
+            return None
+        try:
+            plan = PlanSet([one.plan for one in others]).choose(key.inputs)
+        except UsageError:  # inputs that no shape tells
+            return None
+        return next(((one, one.smaller) for one in others if one.plan is plan), None)
+
     # -- where plans come from --------------------------------------------------------------------------------
 
-    def want(self, key: Key, profile: Profile, ahead: Callable[[int, int], int]) -> bool:
-        """Whether one is under way now; it is said why not. ``ahead``: how many bytes are to be left free for growth,
-        of a budget and the smallest possible one.
+    def want(self, key: Key, profile: Profile, ahead_bytes: int) -> bool:
+        """Whether one is under way now; it is said why not. ``ahead_bytes`` are to be left free for growth, as far as
+        the budget has room.
 
         Raises ``InfeasibleError`` where there is none and that is the policy.
         """
         self.profiles[key] = profile
         budget_bytes = self.budget_of(profile)
-        smallest_bytes = smallest_budget(profile, arena=self._arena)
+        smallest_bytes = smallest_budget(profile, arena=self.asked.arena)
         if smallest_bytes > budget_bytes:
             self._hopeless.add(key)
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
-        ahead_bytes = ahead(budget_bytes, smallest_bytes)
-        if ahead_bytes:
-            profile = self.profiles[key] = with_bytes_beside(profile, ahead_bytes)
+        left_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
+        if left_bytes:
+            profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
+        asked = self.asked
         try:
             self._pending[key] = Background(
-                profile, Asked(budget_bytes, self._time_limit_s, self._arena, self._spill_dir)
+                profile, Asked(budget_bytes, asked.time_limit_s, asked.arena, asked.spill_dir)
             )
         except OSError as error:
             self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
@@ -132,87 +145,81 @@ class KnownPlans:
         if smallest_bytes <= self._smallest_bytes:
             return
         self._smallest_bytes = smallest_bytes
-        text = infeasible(profile, budget_bytes, smallest_bytes, self._refused)
-        if self._policy is OverBudget.ERROR:
+        text = infeasible(profile, budget_bytes, smallest_bytes, self.asked.on_refusal)
+        if self.asked.policy is OverBudget.ERROR:
             raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
         self._teller.warn(text)
 
     def poll(self) -> None:
         """What has been planned meanwhile is found now."""
+        self._pending.go_on()
         for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
                 self.profiles[key] = pending.profile()
-                self._keep(key, plan)
+                self._cache.keep(key, self.profiles[key], plan)
                 self._found(key, plan)
             except PoochError as error:
                 self._teller.warn(not_planned(str(error)))
             finally:
                 pending.close()
 
-    def look_up(self, key: Key, ahead: Callable[[int, int], int]) -> None:
+    def look_up(self, key: Key, ahead_bytes: int) -> None:
         """What an earlier run has kept for that kind is found, once; its profile is planned where that is all."""
-        if key in self._looked_up or key in self.ways or self.cache is None:
+        if key in self._looked_up or key in self.in_force:
             return
         self._looked_up.add(key)
-        profile, plan = self.cache.find(key) or (None, None)
+        profile, plan = self._cache.find(key) or (None, None)
         if profile is not None and plan is not None:
             self.profiles[key] = profile
             self._found(key, plan)
-        elif profile is not None and self.want(key, profile, ahead):
+        elif profile is not None and self.want(key, profile, ahead_bytes):
             self._teller.say(KNOWN)
 
     def _found(self, key: Key, plan: Plan) -> None:
-        followed = self.ways.get(key)
-        if followed is not None and followed.plan.prediction.step_s <= plan.prediction.step_s:
-            return  # found first, and no worse
-        if self.is_shared:
+        followed = self.in_force.get(key)
+        is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # else found first
+        if is_better or key in self._doubted:
+            self._doubted.discard(key)
             self.ready.append((key, plan))
-        else:
-            self.put_in_force(key, plan)
+
+    def doubt(self, key: Key) -> None:
+        """What the plan in force promises is not so: the next one takes its place whatever it promises."""
+        self._doubted.add(key)
 
     # -- what is in force, and what is kept -------------------------------------------------------------------
 
     def put_in_force(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow it from now on."""
         self.withdraw(key)
-        self.ways[key] = Way.of(key, plan)
+        self.in_force[key] = PlanInForce(key, plan)
         self._teller.say(in_force(plan))
 
     def withdraw(self, key: Key) -> None:
         """That kind has no plan any more."""
-        way = self.ways.pop(key, None)
-        if way is not None:
+        if self.in_force.pop(key, None) is not None:
             self._promised.add(key)
-            self._dropped(way.plan)
 
     def leave(self, key: Key) -> None:
         """As :meth:`withdraw`. What is kept stays, for it may be right for another run; another one is looked for."""
         self.withdraw(key)
         self._looked_up.discard(key)
-        if self.cache is not None:
-            self.cache.leave(key)
+        self._cache.leave(key)
 
     def keep_profile(self, key: Key, profile: Profile) -> None:
         """The next run goes on from it."""
-        if self.cache is not None:
-            self.cache.keep(key, profile)
-
-    def _keep(self, key: Key, plan: Plan) -> None:
-        if self.cache is not None:
-            self.cache.keep(key, self.profiles[key], plan)
+        self._cache.keep(key, profile)
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
         """Plans that nobody has followed yet, and which kinds are alike: it has nothing to compare them with."""
         for key, profile, plan in self._done():
             self.profiles[key] = profile
-            self._keep(key, plan)
-        for key in self.ways:
-            if self.cache is not None:
-                self.cache.was_right(key)
+            self._cache.keep(key, profile, plan)
+        for key in self.in_force:
+            self._cache.was_right(key)
         for key, like in alike:
-            if like in self.ways and like in self.profiles and self.cache is not None:
-                self.cache.keep(key, self.profiles[like], self.ways[like].plan)
+            if like in self.in_force and like in self.profiles:
+                self._cache.keep(key, self.profiles[like], self.in_force[like].plan)
 
     def close(self) -> None:
         """Planning ends."""

@@ -1,0 +1,254 @@
+"""Observer: the segments of a loop studied where they happen, kind by kind, until each has a profile."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poochplan.errors import PoochError
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Link, Profile
+from poochplan.profiler.capture.clock import clock_of
+from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.plan_source import PlanSource
+from poochplan.runtime.watch.census import census_bytes
+from poochplan.runtime.watch.growth import foreseen_bytes
+from poochplan.tensors.switches import Switches
+
+from .lines import Key, Line, Lines
+from .study import study
+from .watch import Scene, Watch
+
+TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
+MOST_WARMUP = 8
+"""Segments without a step of an optimizer, after which studies begin all the same."""
+
+
+class Observer(PlanSource):
+    """A source of plans that makes none: segments whose study is over go on as they were studied. State: the kinds of
+    segments (``lines``), and the watch that is on.
+
+    Parameters
+    ----------
+    model: all of the models together.
+    optimizers: those that are known; others are met when they step.
+    where: the models' device.
+    link: called once, before the first study needs it.
+    fits: whether a step may run in-core, by a profile without times.
+    room: most bytes that a segment may take that is studied.
+    unplanned: gives the driver of a segment that nothing is known of; by default it swaps.
+    measures_later: whether somebody else measures what the machine's own costs are.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        where: torch.device,
+        *,
+        spill_dir: str | Path | None,
+        link: Callable[[], Link],
+        fits: Callable[[Profile], bool],
+        room: Callable[[Profile], float] = lambda _: math.inf,
+        workload: str = "",
+        unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True),
+        measures_later: bool = False,
+    ) -> None:
+        self.lines = Lines()
+        self._optimizer_steps = 0
+        self._optimizers = list(optimizers)
+        self._after = 0
+        self._watch: Watch | None = None
+        self._line: Line | None = None
+        self._key: Key | None = None
+        """Of the open segment, before it is known what it is like."""
+        self._compared: tuple[Key, int] | None = None
+        self._segments = 0
+        self._link, self._fits, self._room, self._workload = link, fits, room, workload
+        self._switches = Switches(model)
+        self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers, unplanned, measures_later)
+
+    # -- what becomes of segments that are not watched -------------------------------------------------------------
+
+    def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
+        """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
+        return None
+
+    def driver(self, line: Line | None) -> Driver:
+        """The driver for a segment whose study is over, or that of larger inputs (None) is not."""
+        fits = line is not None and line.profile is not None and line.profile.mode == "run"
+        return KeepAll() if fits else SwapEach(at_once=True)
+
+    def profiled(self, line: Line) -> None:
+        """The study of a kind is over: it has a profile, or was refused."""
+
+    def is_planning(self, line: Line) -> bool:
+        """Whether a plan for that kind is under way."""
+        return False
+
+    # -- the chooser ------------------------------------------------------------------------------------------
+
+    def choose(self, segment: Segment) -> Driver | None:
+        driver = self._chosen(segment)
+        swaps_once = self._watch is not None and self._watch.swaps_once
+        if driver is not None and not swaps_once and _gives_up(driver):
+            self._attachment.memory_is_short()
+        return driver
+
+    def _chosen(self, segment: Segment) -> Driver | None:
+        if segment.inputs is None and not segment.saves_next:
+            return None
+        has_gradients = bool(segment.gradient_bytes)
+        own = Key(self._after, segment.ordinal, segment.inputs or (), has_gradients, self._switches.now())
+        self._key, key = own, self.lines.kind_of(own)
+        known = self.known(key, segment)
+        if isinstance(known, Watch):
+            self._watch = known
+            return known.driver
+        if known is not None:
+            return known
+        if not self._optimizer_steps and self._segments < MOST_WARMUP:
+            return self.scene.unplanned()
+        if self.lines.may_be_known(key):
+            gc.collect()  # as before a capture
+            kind = self.scene.where.type
+            self._compared = key, census_bytes(kind) + foreseen_bytes(self._optimizers, kind)
+            return self.scene.unplanned()
+        line = self._line_of(key)
+        if line is None or line.next_watch is None:
+            return self.driver(line)
+        self._line = line
+        self._attachment.engine.fallbacks.silent = True
+        self._watch = line.next_watch()
+        return self._watch.driver
+
+    def begins(self, segment: Segment) -> None:
+        if self._watch is not None:
+            self._watch.begin(segment)
+
+    def _line_of(self, key: Key) -> Line | None:
+        """The study of that kind, begun here if need be; None where that of larger inputs is under way."""
+        beside = [line for other, line in self.lines.items() if other != key and other.is_beside(key)]
+        for line in beside:
+            if line.waits():
+                self.profiled(line)
+        if key not in self.lines:
+            larger = [line for line in beside if line.key.is_larger(key)]
+            if any(line.is_studied or self.is_planning(line) for line in larger):
+                return None
+            for line in beside:
+                if line.is_studied and key.is_larger(line.key):
+                    self.forget(line.key)
+            self.lines[key] = self._new_line(key)
+        return self.lines[key]
+
+    def _new_line(self, key: Key) -> Line:
+        line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room), self.lines.stood(key))
+        if self.lines.are_too_many:
+            line.give_up(TOO_MANY)
+            self.profiled(line)
+        return line
+
+    def forget(self, key: Key) -> None:
+        """Segments of that kind are studied anew."""
+        self.lines.pop(key, None)
+
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        (self._watch.rebuild if self._watch is not None else rebuild_together)(value, mechanism)
+
+    # -- what segments do -------------------------------------------------------------------------------------
+
+    def attached(self, attachment: Attachment) -> Hooks:
+        self._attachment, engine = attachment, attachment.engine
+
+        def pack(tensor: torch.Tensor) -> Handle:
+            if attachment.state == "closed":
+                attachment.take_hooks_off()
+                return Handle.untouched(tensor)
+            if engine.cursor.save_begins_one():
+                if attachment.ends_here():
+                    return Handle.untouched(tensor)
+                engine.begin()
+            watch = self._watch
+            if watch is not None:
+                return watch.pack(tensor, engine.pack)
+            handle = engine.pack(tensor)
+            if self._watch is not None:  # the segment has its driver by this save
+                self._watch.packed(tensor, handle)
+            return handle
+
+        def unpack(handle: Handle) -> torch.Tensor:
+            watch = self._watch
+            return engine.unpack(handle) if watch is None else watch.unpack(handle, engine.unpack)
+
+        return pack, unpack
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call if self._watch is None else self._watch.region(path, call)
+
+    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is one for one in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer_steps += 1
+        self._after = next(index for index, one in enumerate(self._optimizers) if one is optimizer)
+        if not self._attachment.engine.cursor.is_open:
+            self._take_off(stepped=True)
+
+    def _take_off(self, *, stepped: bool) -> Watch | None:
+        """The segment has ended: nothing that follows is its own."""
+        watch = self._watch
+        if watch is not None:
+            watch.end(stepped=stepped)
+            self._attachment.engine.fallbacks.silent = False
+        return watch
+
+    def settle(self) -> None:
+        """Between segments: what the last one has told is worked off now."""
+        self._attachment.settle()
+
+    def close(self) -> None:
+        if self._watch is not None:  # the loop has ended in a segment, and without leaving its session
+            self._take_off(stepped=False)
+
+    def ended(self, segment: Segment) -> None:
+        self._segments += 1
+        watch, line = self._take_off(stepped=False), self._line
+        self._watch = self._line = None
+        if self._compared is not None:
+            key, base_bytes = self._compared
+            self._compared = None
+            self.lines.compared(key, segment, base_bytes)
+        elif segment.diverged and self._key is not None:
+            self.lines.part(self._key)
+        if watch is None or line is None:
+            return
+        try:
+            line.has_seen(watch, segment)
+        except (PoochError, OSError) as error:
+            line.give_up(str(error))
+        if line.next_watch is None:
+            del watch
+            gc.collect()  # what the study has left behind is not to be beside the steps that follow
+            self.profiled(line)
+
+
+def _gives_up(driver: Driver) -> bool:
+    """Whether anything may leave the device from the segment's begin on."""
+    if driver.instructions is not None:
+        return any(value.decision is not Decision.KEEP for value in driver.instructions.values)
+    return isinstance(driver, SwapEach) and not isinstance(driver, KeepWhileRoom)

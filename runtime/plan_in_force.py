@@ -1,0 +1,121 @@
+"""PlanInForce: a plan that steps of one kind follow, and how they keep to its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from enum import StrEnum
+
+from poochplan.formats.plan import Plan
+from poochplan.runtime.drivers.course import Course
+from poochplan.units import format_bytes
+
+from .watch.census import EVERY
+from .watch.holders import Holder
+
+FIRST_STEPS = 2
+"""Without and with the optimizer's state: every later step is like the second."""
+MOST_PLANS = 4
+"""So many times a kind of step is planned anew for what its steps took; what grows further is told instead."""
+_MOST_NAMED = 4
+
+
+class OverBudget(StrEnum):
+    """What becomes of a step that follows its plan and takes more than its budget."""
+
+    WARN = "warn"
+    """It is told once, in a warning."""
+    ERROR = "error"
+    """``BudgetExceededError`` at the end of that step."""
+    REPLAN = "replan"
+    """A new plan is made that knows of the measured bytes."""
+
+
+class PlanInForce:
+    """State: how many steps have begun under it, the peaks of the last ones, and what was said of them. A plan that
+    takes its place begins anew.
+
+    Parameters
+    ----------
+    kind: of the steps, such as the name of their model.
+    """
+
+    def __init__(self, kind: Hashable, plan: Plan) -> None:
+        self.kind, self.plan = kind, plan
+        self.course = Course.of(plan.instructions)
+        self.smaller = Course.of(plan.instructions, exact=False)
+        """For steps of smaller inputs."""
+        self.begun = 0
+        self.is_told = False
+        """Whether a step above the budget was told of: it is said once."""
+        self._ended = 0
+        self._is_settled = self._is_to_check = False
+        self._last_peak_bytes: dict[bool, int] = {}
+        """Of steps without, and with, gradients that were there before."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that begins next is to be metered from a census on."""
+        return not self._is_settled or self._is_to_check or (self.begun + 1) % EVERY == 0
+
+    def begins(self) -> None:
+        """A step begins under it."""
+        self.begun += 1
+        self._is_to_check = False
+
+    def check_next(self) -> None:
+        """The next step is metered from a census on."""
+        self._is_to_check = True
+
+    def is_over(self, peak_bytes: int) -> bool:
+        """Whether a step that took so much is to be told of, or something done about it."""
+        return not self.is_told and peak_bytes > self.plan.budget_bytes
+
+    def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:
+        """A step under it is over, which took so much, the holes of an arena left out; None where nobody knows.
+
+        Steps are settled where they do not each take more than the one of their kind before and than was predicted.
+        The first of a kind, behind steps of others, has none before it.
+        """
+        self._ended += 1
+        if peak_bytes is None:
+            return
+        before_bytes = self._last_peak_bytes.get(has_gradients, peak_bytes if self._last_peak_bytes else 0)
+        self._last_peak_bytes[has_gradients] = peak_bytes
+        grows = peak_bytes > max(before_bytes, self.plan.prediction.peak_bytes)
+        self._is_settled = self._ended >= FIRST_STEPS and (self.is_told or not grows)
+
+
+def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Holder]) -> str:
+    """What a step took, when, and who holds what was not predicted."""
+    text = (
+        f"a step that follows the plan took {peak_bytes} bytes, more than its budget of {plan.budget_bytes} "
+        f"(predicted: {plan.prediction.peak_bytes}){f', in {where}' if where else ''}"
+    )
+    if not held:
+        return (
+            f"{text}; likely it makes more than it did when it was profiled, or reference cycles hold tensors until "
+            "Python's collector runs (the profile's notes tell of those)"
+        )
+    return f"{text}; {_named(held)}"
+
+
+def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[Holder]) -> str:
+    """How far a step had come that ran out of memory, what was promised of it, and who holds more."""
+    text = (
+        f"out of memory in a step that follows the plan{f', in {where}' if where else ''}: it had taken "
+        f"{format_bytes(peak_bytes or 0)}, predicted are at most {format_bytes(plan.prediction.peak_bytes)} of a "
+        f"budget of {format_bytes(plan.budget_bytes)}"
+    )
+    return f"{text}; {_named(held)}" if held else text
+
+
+def _named(held: Sequence[Holder]) -> str:
+    named = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in held[:_MOST_NAMED])
+    more = sum(one.size_bytes for one in held[_MOST_NAMED:])
+    return f"beside what was predicted there are {named}{f' and {format_bytes(more)} more' if more else ''}"
+
+
+REMEDY = (
+    "let go of what is not needed (call gc.collect() after each step where it is in cycles), or have it counted: "
+    'profile(also=[...]), or apply(on_over_budget="replan", profile=profile)'
+)

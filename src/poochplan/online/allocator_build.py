@@ -1,0 +1,62 @@
+"""AllocatorBuild: the compiled allocator, built in the background where it is not there yet."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+from poochplan.errors import AllocatorError, NativeError, UsageError
+from poochplan.runtime.allocator.building import build, is_built
+from poochplan.runtime.allocator.library import is_loaded, library
+from poochplan.runtime.serving import ArenaMode, why_no_arena
+from poochplan.runtime.watch.teller import Teller
+
+from .telling import BUILDING
+
+
+class AllocatorBuild:
+    """State: whether it is in force. The first segments are profiled behind it, since a profile that was begun without
+    it would never have what ops take.
+
+    Raises ``UsageError`` where the mode is ``"on"`` and there can be no arena.
+    """
+
+    def __init__(self, mode: ArenaMode, where: torch.device, teller: Teller) -> None:
+        self._thread: threading.Thread | None = None
+        reason = why_no_arena(where.type)
+        self._is_loaded = bool(reason)
+        if not reason and mode == "on":  # there is to be one, or an error: it is waited for
+            try:
+                library()
+            except AllocatorError as error:
+                reason = str(error)
+        if reason and mode == "on":
+            raise UsageError(f'arena: expected "on" to be possible, found {reason}')
+        if not (reason or is_loaded() or is_built()):
+            teller.say(BUILDING)
+            self._thread = threading.Thread(target=self._build, name="allocator's build")
+            with contextlib.suppress(RuntimeError):  # where address space is limited it is built by who needs it
+                self._thread.start()
+
+    @staticmethod
+    def _build() -> None:
+        with contextlib.suppress(NativeError):  # who loads it is told why
+            build()
+
+    def wait(self, wait_s: float | None) -> None:
+        """Until it is built, or for so long."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is in force, or there will be none."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if not self._is_loaded:
+            self._is_loaded = True
+            with contextlib.suppress(AllocatorError):
+                library()
+        return True

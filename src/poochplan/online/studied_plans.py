@@ -1,0 +1,333 @@
+"""StudiedPlans: a running loop is profiled, has its plans made by another process, and follows them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from poochplan.formats.profile import Link, Profile
+from poochplan.planner.whatif import with_bytes_beside
+from poochplan.profiler.live.lines import UNUSED, Key, Line
+from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.watch import Watch
+from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.follow import Follow
+from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.engine.cursor import Outcome, Segment
+from poochplan.runtime.model_check import check_model
+from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
+from poochplan.runtime.watch.growth import Growth, foreseen_bytes
+from poochplan.runtime.watch.teller import Teller
+from poochplan.torch_private.compiler_internals import is_compiled
+from poochplan.units import format_bytes
+
+from .allocator_build import AllocatorBuild
+from .before_plan import BeforePlan, Unplanned
+from .plans.known_plans import KnownPlans
+from .promise import COPIES, Promise
+from .ranks import Ranks, Shared
+from .telling import (
+    ENDED_UNPLANNED,
+    ENDED_UNPROFILED,
+    IN_CORE,
+    LEFT,
+    ONE_REGION,
+    OUTGROWN,
+    dearer,
+    profiled,
+    without_plan,
+)
+
+MOST_STUDIES = 3
+"""Of one kind of segment, where its plans are not what it does."""
+MISSES = 2
+"""Segments in a row that leave their plan, after which they are studied anew."""
+
+
+class StudiedPlans(Observer):
+    """State: the plan that the open segment follows; by kind of segment, what lives beside it, how often it has left
+    its plan, been studied, and been planned anew.
+
+    Parameters
+    ----------
+    known: profiles and plans.
+    build: of the allocator: nothing is profiled before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        where: torch.device,
+        *,
+        spill_dir: str | Path | None,
+        link: Callable[[], Link],
+        known: KnownPlans,
+        build: AllocatorBuild,
+        before_plan: Unplanned,
+        teller: Teller,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizers,
+            where,
+            spill_dir=spill_dir,
+            link=link,
+            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, self._known.budget_of(one)),
+            room=self._room_of,
+            unplanned=lambda: self._before.driver(),
+            measures_later=where.type == "cpu",
+        )
+        self._known, self._build, self._teller = known, build, teller
+        refused = known.asked.on_refusal
+        self._before = BeforePlan(before_plan, refused, model, where, self.scene.optimizers, self._memory_is_short)
+        self._is_one_region = is_compiled(model)
+        self._ranks: Ranks | None = None
+        self._following: PlanInForce | None = None
+        self._last: PlanInForce | None = None
+        self._began_s = self._took_s = 0.0
+        """When the open segment began, and how long it took up to the optimizer's step; 0 where there was none."""
+        self._promises: dict[Key, Promise] = {}
+        self._beside: dict[Key, Growth] = {}
+        self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
+        self._replanned = Counter[Key]()
+
+    @property
+    def latest(self) -> PlanInForce | None:  # type: ignore[override]
+        return self._last or next(iter(self._known.in_force.values()), None)
+
+    @property
+    def plans(self) -> Mapping[Hashable, PlanInForce]:
+        return dict(self._known.in_force.items())
+
+    @property
+    def profiles(self) -> Mapping[Key, Profile]:
+        return self._known.profiles
+
+    def attached(self, attachment: Attachment) -> Hooks:
+        hooks = super().attached(attachment)
+        self._ranks = Ranks.of(attachment.models.values())
+        self._teller.is_quiet |= not self._is_planner
+        if self._is_one_region:
+            self._teller.say(ONE_REGION)
+        elif self._before.before is Unplanned.IN_CORE:
+            self._teller.say(IN_CORE)
+        return hooks
+
+    def close(self) -> None:
+        super().close()
+        self._known.keep_for_the_next_run(self.lines.alike)
+        if self._known.is_any_without:
+            self._teller.say(ENDED_UNPLANNED)
+        elif not self._known.profiles and self._is_studying:
+            self._teller.say(ENDED_UNPROFILED)
+        self._known.close()
+        self._teller.end()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._build.wait(timeout_s)
+        self._known.wait(end_s)
+        return self._take_ready() if self._ranks is None else self._tell_ranks(even_nothing=True)
+
+    # -- what segments follow -------------------------------------------------------------------------------------
+
+    def following(self, segment: Segment) -> PlanInForce | None:
+        return self._following
+
+    def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
+        self._following = None
+        if not self._build.is_ready:
+            self._known.earned.spend(self._build.wait)
+        if self._is_one_region or not self._build.is_ready:  # nothing can be profiled before the allocator counts
+            return self._before.driver()
+        self._known.poll()
+        if self._is_planner:
+            self._known.look_up(key, self._foreseen_bytes)
+        if self._ranks is None:
+            self._take_ready()
+        if self._known.waits_in_vain(key):
+            return self._without_plan(key, self._known.profiles[key], is_refused=self._known.is_refused(key))
+        found = self._known.choose(key)
+        if found is None:
+            return None if self._is_planner else self._before.driver()
+        plan, course = found
+        if self._is_outgrown(plan, segment.number):
+            return SwapEach(at_once=True)
+        self._last = self._following = plan
+        self._began_s, self._took_s = time.perf_counter(), 0.0
+        return Follow(course, SwapEach())
+
+    def driver(self, line: Line | None) -> Driver:
+        """Until there is a plan, and where there will be none."""
+        if line is None:
+            return self._before.driver()
+        return self._without_plan(line.key, line.profile, is_refused=bool(line.refused))
+
+    def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> Driver:
+        """Keeps all where that is known to fit the budget, and swaps where the budget was promised."""
+        if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
+            return KeepAll()
+        if is_refused:
+            return self._before.refused_driver()
+        return SwapEach(at_once=True) if self._known.is_promised(key) else self._before.driver()
+
+    def ended(self, segment: Segment) -> None:
+        super().ended(segment)
+        plan, self._following = self._following, None
+        if plan is None or segment.outcome not in (Outcome.USED, Outcome.LEFT_OVER):
+            return
+        key = self._key_of(plan)
+        self._missed[key] = self._missed[key] + 1 if segment.diverged else 0
+        if self._missed[key] >= MISSES and self._studies[key] < MOST_STUDIES - 1 and self._ranks is None:
+            self._studies[key] += 1
+            self._missed[key] = 0
+            self._known.leave(key)
+            self._last = None if self._last is plan else self._last
+            self.forget(key)
+            self._teller.say(LEFT)
+        elif self._took_s and not segment.diverged:
+            self._keeps_promise(key, plan, segment)
+
+    def _keeps_promise(self, key: Key, plan: PlanInForce, segment: Segment) -> None:
+        """Steps dearer than promised are told of; where copies are the reason, less is swapped from now on: once."""
+        promise = self._promises.get(key)
+        if promise is None or promise.plan is not plan.plan:
+            promise = self._promises[key] = Promise(plan.plan)
+        why, profile = promise.took(self._took_s, segment.report), self._known.profiles.get(key)
+        if not why:
+            return
+        again = why == COPIES and profile is not None and not self._replanned[key]
+        self._teller.say(dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        if again and profile is not None:
+            self._replanned[key] += 1
+            self._known.doubt(key)
+            found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
+            self._known.want(key, found, self._beside_of(key).ahead_bytes(self._number, self._foreseen_bytes))
+
+    # -- plans, and what they lack --------------------------------------------------------------------------------
+
+    def profiled(self, line: Line) -> None:
+        """Has the profile planned, or says why there is none."""
+        profile = line.profile
+        if profile is None:
+            if line.refused != UNUSED:  # there is nothing to plan
+                self._teller.warn(without_plan(line.refused, self._before.refused))
+            return
+        beside = self._beside[line.key] = line.growth
+        if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
+            self._teller.say(profiled(line.segments, len(self._known.profiles)))
+            self._known.keep_profile(line.key, profile)
+
+    def is_planning(self, line: Line) -> bool:
+        return self._known.is_under_way(line.key)
+
+    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+        """In the other process; segments swap until the plan is there. Not where there are ranks, each of which has
+        measured its own: they go on as they do, together.
+        """
+        key = self._key_of(plan)
+        profile = self._known.profiles.get(key)
+        if profile is None or self._ranks is not None:
+            return REMEDY
+        if self._times[key] == MOST_PLANS:
+            return f"it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept"
+        self._times[key] += 1
+        self._want_another(key, profile, more_bytes)
+        return f"another plan is made that knows of {format_bytes(more_bytes)} more"
+
+    def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
+        self._known.withdraw(key)
+        ahead_bytes = self._beside_of(key).ahead_bytes(self._number, self._foreseen_bytes)
+        self._known.want(key, with_bytes_beside(profile, more_bytes), ahead_bytes)
+
+    def _is_outgrown(self, plan: PlanInForce, number: int) -> bool:
+        """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
+        key = self._key_of(plan)
+        profile, beside = self._known.profiles.get(key), self._beside_of(key)
+        if self._known.asked.policy is not OverBudget.REPLAN or profile is None:
+            return False
+        if not (plan.is_due or beside.is_due(number)):
+            return False
+        more_bytes = beside.outgrown(number, profile, plan.plan, self.scene.where.type)
+        if more_bytes:
+            self._teller.say(OUTGROWN)
+            self._want_another(key, profile, more_bytes)
+        return bool(more_bytes)
+
+    @staticmethod
+    def _key_of(plan: PlanInForce) -> Key:
+        assert isinstance(plan.kind, Key)
+        return plan.kind
+
+    def _beside_of(self, key: Key) -> Growth:
+        return self._beside.setdefault(key, Growth())
+
+    @property
+    def _number(self) -> int:
+        """Of the segment that begins, or began last."""
+        return self._attachment.engine.segment.number
+
+    @property
+    def _foreseen_bytes(self) -> int:
+        """What the optimizers will come to hold."""
+        return foreseen_bytes(self.scene.optimizers, self.scene.where.type)
+
+    def _room_of(self, profile: Profile) -> int:
+        return self._before.room_of(self._known.budget_of(profile))
+
+    def _memory_is_short(self) -> None:
+        self._attachment.memory_is_short()
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_planner(self) -> bool:
+        return self._ranks is None or self._ranks.is_first
+
+    @property
+    def _is_studying(self) -> bool:
+        return any(line.is_studied for line in self.lines.values())
+
+    @property
+    def _is_all_planned(self) -> bool:
+        """Whether every profiled kind of segment has its plan."""
+        known = self._known
+        return bool(known.in_force or known.ready) and not known.is_planning and not self._is_studying
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ranks are told here: they have all come to the same step."""
+        super().stepped(optimizer)
+        self._took_s = time.perf_counter() - self._began_s
+        if self._ranks is not None:
+            self._known.poll()
+            self._tell_ranks()
+
+    def _take_ready(self) -> bool:
+        """What has been planned is in force from now on; whether that is all for now."""
+        ready, self._known.ready = self._known.ready, []
+        for key, plan in ready:
+            self._known.put_in_force(key, plan)
+        return self._is_all_planned
+
+    def _tell_ranks(self, *, even_nothing: bool = False) -> bool:
+        """All ranks follow what rank 0 has planned; whether that is all for now, as it says."""
+        assert self._ranks is not None
+        ready = self._known.ready
+        told = Shared(ready, self.lines.alike, self._is_all_planned) if ready or even_nothing else None
+        shared = self._ranks.share(told if self._ranks.is_first else None)
+        self._known.ready = []
+        if shared is None:
+            return False
+        self.lines.take(shared.alike)
+        for key, plan in shared.plans:
+            check_model(plan.model, self.scene.model, "plan of rank 0")
+            self._known.put_in_force(key, plan)
+        return shared.is_all

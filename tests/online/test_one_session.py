@@ -1,0 +1,133 @@
+"""A session is the same one, whoever has opened it: its members, its defaults, what it does about a broken budget."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import PoochError
+from poochplan.runtime.devices.cpu import CpuDevice
+from poochplan.runtime.devices.spill import choose_spill_dir
+from tests.online.trainings import batch, blocks, loss_of
+from tests.runtime.besides import fresh, profiled, tight
+from tests.runtime.nets import LINK
+
+pytestmark = pytest.mark.cpu_device
+MEMBERS = {
+    *("plan", "plans", "profile", "profiles", "last", "total", "report", "arena", "explain_peak", "wait_until_planned"),
+    *("step", "away", "close", "model"),
+}
+GOING = {"ways", "followed", "engine"}
+
+
+def test_apply_and_auto_give_one_class_with_the_members_of_the_page(tmp_path: Path) -> None:
+    model = fresh()
+    profile = profiled(model, None)
+    given = poochplan.apply(tight(profile), model, profile=profile)
+    studied = poochplan.auto(model, budget="60%", cache=tmp_path, quiet=True, link=LINK)
+    assert type(given) is type(studied) is poochplan.Session
+    assert {name for name in dir(given) if not name.startswith("_")} == MEMBERS | GOING
+    page = (Path(__file__).parents[2] / "docs" / "session.md").read_text()
+    assert [name for name in MEMBERS - {"model"} if f"`{name}" not in page] == []
+    assert (given.plans, given.profiles) == ({"": given.plan}, {"": profile})
+    assert given.profile is profile
+    assert given.wait_until_planned()
+    assert (studied.plan, studied.plans, studied.profile, studied.arena, studied.explain_peak()) == (
+        *(None, {}, None, None, ""),
+    )
+
+
+def test_a_given_plan_is_made_anew_by_default_where_its_profile_is_given() -> None:
+    model = fresh()
+    profile = profiled(model, None)
+    plan = poochplan.plan(profile, int(profile.in_core_peak_bytes * 0.9), evaluations=50, arena="off")
+    kept = torch.zeros((plan.budget_bytes - plan.prediction.peak_bytes) // 4 + 8192)
+    with (
+        pytest.warns(RuntimeWarning, match="from the next step on a plan is followed that knows of") as told,
+        poochplan.apply(plan, model, profile=profile, meter="always") as session,
+    ):
+        for _ in range(4):
+            model(torch.ones(256, 64)).square().mean().backward()
+            model.zero_grad(set_to_none=True)
+        assert session.plan is not plan
+        assert session.last.peak_bytes is not None
+        assert session.plan is not None
+        assert session.last.peak_bytes <= session.plan.budget_bytes
+        assert "predicted peak" in session.explain_peak()
+    assert len(told) == 1
+    del kept
+
+
+class Telling(CpuDevice):
+    """A device whose allocator tells of 64 KiB too much from the fourth metered step on, until it was heard."""
+
+    budget_bytes = 1 << 60
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(choose_spill_dir(None))
+        self.begun = 0
+
+    def start_step_peak(self) -> None:
+        self.begun += 1
+
+    def step_peak_bytes(self) -> int:  # type: ignore[override]
+        return Telling.budget_bytes + (1 << 16) if self.begun == 4 else 0
+
+
+def test_a_studied_plan_that_was_broken_is_made_anew_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poochplan.online.auto.open_device", Telling)
+    torch.manual_seed(0)
+    model, data = blocks(6), batch(128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"cache": tmp_path, "quiet": True, "link": LINK, "time_limit_s": 0.5, "arena": "off"}
+    plans = []
+    with (
+        pytest.warns(RuntimeWarning, match="another plan is made that knows of [0-9.]+ KiB more") as told,
+        poochplan.auto(model, optimizer, budget="80%", **options) as session,  # type: ignore[arg-type]
+    ):
+        for _ in range(40):
+            loss_of(model, data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.profile is not None:
+                session.wait_until_planned(120)
+            if session.plan is not None and all(session.plan is not one for one in plans):
+                plans.append(session.plan)
+                Telling.budget_bytes = session.plan.budget_bytes
+        report = session.report()
+    assert len([one for one in told if "another plan" in str(one.message)]) == 1
+    first, second = plans
+    assert second.static_bytes != first.static_bytes
+    assert 0 < report.steps_followed < report.total.steps
+    assert report.status == "partly followed"
+
+
+def test_a_report_before_there_is_a_plan_says_so(tmp_path: Path) -> None:
+    model = blocks(2)
+    with poochplan.auto(model, budget="60%", cache=tmp_path, quiet=True, link=LINK) as session:
+        loss_of(model, batch(64)).backward()
+        gc.collect()
+        report = session.report()
+    assert str(report).splitlines()[0] == "1 step without a plan so far"
+    assert (report.budget_bytes, report.predicted_peak_bytes, report.steps_followed) == (0, 0, 0)
+
+
+def test_names_that_go_are_told_and_still_work() -> None:
+    model = fresh()
+    with poochplan.apply(tight(profiled(model, None)), model) as session:
+        model(torch.ones(256, 64)).square().mean().backward()
+        with pytest.warns(DeprecationWarning, match="session.ways goes .* use session.plans"):
+            assert [way.plan for way in session.ways.values()] == [session.plan]
+        with pytest.warns(DeprecationWarning, match="report"):
+            assert session.followed == 1
+
+
+def test_errors_are_public() -> None:
+    for name in ("BudgetExceededError", "DivergenceError", "InfeasibleError", "UsageError", "SpillError", "StepError"):
+        assert issubclass(getattr(poochplan, name), PoochError)
