@@ -74,7 +74,7 @@ def online(workload: Workload, budget_bytes: int, time_limit_s: float) -> tuple[
             while session.plan is None and len(steps_s) < MOST_SEGMENTS:
                 start_s = time.perf_counter()
                 one_step(workload)
-                session._settle()  # as the next step would
+                session._attachment.settle()  # as the next step would
                 steps_s.append(time.perf_counter() - start_s)
                 start_s = time.perf_counter()
                 session.wait_until_planned()

@@ -15,7 +15,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.formats.profile import Kind, Link, Phase, Profile
-from poochplan.planner.evaluator.evaluator_library import begin_build, library
+from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import (
     EVAL_MODE,
@@ -329,8 +329,8 @@ SWAPPED = (
 def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
     tracker, static = LayerTracker(), static_keys(model, where.type)
     if store is None:
-        return ClonedCapture(where.type, tracker, static)
-    return HostedCapture(where.type, tracker, static, store)
+        return ClonedCapture(where, tracker, static)
+    return HostedCapture(where, tracker, static, store)
 
 
 def _assembler(

@@ -195,6 +195,11 @@ class Attachment:
         self.engine.cursor.announced()
         self.engine.begin(name, announced=True)
 
+    def settle(self) -> None:
+        """Between segments: what the last one has told is worked off now, in place of when the next one begins."""
+        if not self.engine.cursor.is_open and self.engine.segment.number:
+            self.engine.tell_end()
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Steps inside run in-core, as if nothing were attached. On the level of the ``with`` block only."""

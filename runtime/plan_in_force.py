@@ -96,9 +96,23 @@ def over_budget_text(peak_bytes: int, plan: Plan, where: str, held: Sequence[Hol
             f"{text}; likely it makes more than it did when it was profiled, or reference cycles hold tensors until "
             "Python's collector runs (the profile's notes tell of those)"
         )
+    return f"{text}; {_named(held)}"
+
+
+def out_of_memory_text(peak_bytes: int | None, plan: Plan, where: str, held: Sequence[Holder]) -> str:
+    """How far a step had come that ran out of memory, what was promised of it, and who holds more."""
+    text = (
+        f"out of memory in a step that follows the plan{f', in {where}' if where else ''}: it had taken "
+        f"{format_bytes(peak_bytes or 0)}, predicted are at most {format_bytes(plan.prediction.peak_bytes)} of a "
+        f"budget of {format_bytes(plan.budget_bytes)}"
+    )
+    return f"{text}; {_named(held)}" if held else text
+
+
+def _named(held: Sequence[Holder]) -> str:
     named = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in held[:_MOST_NAMED])
     more = sum(one.size_bytes for one in held[_MOST_NAMED:])
-    return f"{text}; beside what was predicted there are {named}{f' and {format_bytes(more)} more' if more else ''}"
+    return f"beside what was predicted there are {named}{f' and {format_bytes(more)} more' if more else ''}"
 
 
 REMEDY = (

@@ -49,6 +49,8 @@ class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
     """In use at one moment, workspaces included."""
     reserved_bytes: int
     """Taken from the device; what is over ``allocated_bytes`` is fragmentation."""
+    retries: int = 0
+    """Times that the allocator found no room, gave all back that was cached and asked again: each holds the step."""
 
     @property
     def fragmentation(self) -> float:
@@ -216,6 +218,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.memory is not None:
             rows.append(("allocated", "", format_bytes(self.memory.allocated_bytes)))
             rows.append(("reserved", "", format_bytes(self.memory.reserved_bytes)))
+            if self.memory.retries:
+                rows.append(("caches emptied", "", f"{self.memory.retries} times: the memory is fragmented, or full"))
         if self.arena is not None:
             rows += _arena_rows(self.arena, self.total)
         return rows + [("because", "", reason) for reason in self.total.fallback_reasons]

@@ -21,6 +21,7 @@ from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.engine.step_events import StepEvents, weakly
 from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
 from poochplan.runtime.watch.tally import Tally
@@ -28,7 +29,7 @@ from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full,
 from poochplan.runtime.watch.users_line import users_line
 
 from .attachment import Attachment
-from .plan_in_force import REMEDY, OverBudget, PlanInForce, over_budget_text
+from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
 from .plan_source import PlanSource
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 from .serving import Serving
@@ -131,6 +132,8 @@ class Session:
         if self._state == "closed":  # it was ended where it had been left open
             return
         try:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._note_what_is_held(error)
             self._is_ending, self._looks = True, kind is None
             self._meter.step_is_over()
             self._engine.end()
@@ -144,6 +147,17 @@ class Session:
         if kind is None and self._source.is_given:
             for complaint in self._tally.complaints():
                 self._teller.warn(complaint)
+
+    def _note_what_is_held(self, error: BaseException) -> None:
+        """The error says how far the planned step had come, and who holds what in it."""
+        plan, segment = self._following, self._engine.segment
+        if plan is None:
+            return
+        self._take_peak(segment)
+        held = [one for one in held_beside(self._engine, segment, plan.plan) if one.name != SavedValue.__name__]
+        where = described(self._meter.moment, plan.plan)
+        text = out_of_memory_text(segment.report.peak_bytes, plan.plan, where, held)
+        error.add_note("\n".join(part for part in (f"poochplan: {text}", self.explain_peak()) if part))
 
     def close(self) -> None:
         """As the end of the ``with`` block. Idempotent."""
@@ -182,7 +196,7 @@ class Session:
         False too while steps are still being profiled: only steps bring that on.
         """
         if self._state == "open":
-            self._settle()
+            self._attachment.settle()
         return self._source.wait(timeout_s)
 
     # -- what a user asks -------------------------------------------------------------------------------------
@@ -289,11 +303,6 @@ class Session:
         """
         self._attachment.is_wanted = is_wanted
         self._attachment.abandoned = weakly(self, Session.close)
-
-    def _settle(self) -> None:
-        """Between steps: what the last one has told is worked off now, in place of when the next one begins."""
-        if not self._engine.cursor.is_open and self._engine.segment.number:
-            self._engine.tell_end()
 
     def _reserve_host(self) -> None:
         planned_bytes = self._engine.host.planned_bytes

@@ -34,6 +34,7 @@ REST = {
     "examples": "stacks",
     "gpu": "suite_dry_run",
     "integrations": "onnx_models",
+    "judges": "judges",
     "online": "growth kinds_of_run trainings",
     "packaging": "installed",
     "profiler": "swap_all",

@@ -1,4 +1,4 @@
-"""Architectures of transformers and timm, small, in train mode: five steps plain and under plans, equal to the bit?
+"""Architectures of transformers, small, in train mode: five steps plain and under plans, equal to the bit?
 
 Each architecture that can be built from a config is made small by the names of its fields, and trains with dropout.
 It runs plain (twice, so that what does not repeat itself is known), and with everything swapped, everything recomputed,
@@ -7,14 +7,14 @@ buffers, parameters and the generator are compared by digests of their bytes aft
 
     python -m benchmarks.judges.architectures -o benchmarks/results/judges/transformers.json --share 40
     python -m benchmarks.judges.architectures -o ... --share 40         # goes on with others; seeded, in one order
-    python -m benchmarks.judges.architectures --library timm -o benchmarks/results/judges/timm.json
     python -m benchmarks.judges.architectures --only bert gpt2
+
+timm is not among them: its layers import torchvision, which has no build for a torch without CUDA of this version.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import gc
 import json
@@ -37,17 +37,17 @@ import torch
 from torch import nn
 
 from benchmarks.facts import facts_of_run, write_results
-from benchmarks.judges.training import Training, judged, profile_of
+from benchmarks.judges.training import Training, judged, profile_of, run
 
 LIMIT_S = 150
-PACKAGES = ("torch", "transformers", "timm", "numpy")
+PACKAGES = ("torch", "transformers", "numpy")
 
 
 class NotBuildable(Exception):  # noqa: N818 - no failure of ours
     """Why the architecture cannot be tried."""
 
 
-def of_transformers(name: str) -> Callable[[], Training]:
+def training_of(name: str) -> Callable[[], Training]:
     """The smallest training of it that runs."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -91,53 +91,18 @@ def _training(fresh: Callable[[], nn.Module], batch: dict[str, torch.Tensor]) ->
     return Training(model, lambda: shrinking.loss_of(model(**batch)))
 
 
-def of_timm(name: str) -> Callable[[], Training]:
-    """With dropout where the architecture takes it, on images of its smallest size that runs."""
-    import timm
+def names() -> list[str]:
+    """Every architecture that has a model and a config."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    def fresh() -> nn.Module:
-        for options in ({"drop_rate": 0.1, "drop_path_rate": 0.1}, {"drop_rate": 0.1}, {}):
-            with contextlib.suppress(TypeError, AssertionError):
-                return timm.create_model(name, pretrained=False, num_classes=10, **options).train()
-        raise NotBuildable("it takes no number of classes")
-
-    with torch.device("meta"):
-        count = sum(one.numel() for one in fresh().parameters())
-    if count > 6_000_000:
-        raise NotBuildable(f"too large: {count} parameters")
-    reasons = []
-    for size in (64, 128, 224):
-
-        def make(size: int = size) -> Training:
-            model, images = fresh(), torch.randn(2, 3, size, size)
-            return Training(model, lambda: model(images).float().square().mean())
-
-        try:
-            make().loss_of().backward()  # type: ignore[no-untyped-call]
-            return make
-        except Exception as error:
-            reasons.append(_line(error))
-    raise NotBuildable(reasons[0])
+    return sorted(MODEL_MAPPING_NAMES)
 
 
-def names_of(library: str) -> list[str]:
-    """Every architecture of it: of timm one of each family of models, the smallest by its name's length."""
-    if library == "transformers":
-        from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-        return sorted(MODEL_MAPPING_NAMES)
-    import timm
-
-    return sorted(
-        {min(timm.list_models(module=one), key=lambda name: (len(name), name)) for one in timm.list_modules()}
-    )
-
-
-def tried(library: str, name: str) -> dict[str, Any]:
+def tried(name: str) -> dict[str, Any]:
     """What is found of one architecture."""
     began_s = time.perf_counter()
     try:
-        make = (of_transformers if library == "transformers" else of_timm)(name)
+        make = training_of(name)
     except NotBuildable as reason:
         found = {"status": "not buildable", "reason": str(reason)}
     except Exception as error:
@@ -157,15 +122,15 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def apart(library: str, name: str, limit_s: float) -> dict[str, Any]:
+def apart(name: str, limit_s: float) -> dict[str, Any]:
     """The same in a process of its own, which may end or hang."""
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
 
-    def run() -> None:
+    def try_it() -> None:
         faulthandler.dump_traceback_later(limit_s - 2, exit=True)  # where it hangs
-        theirs.send(tried(library, name))
+        theirs.send(tried(name))
 
-    process = multiprocessing.get_context("fork").Process(target=run)
+    process = multiprocessing.get_context("fork").Process(target=try_it)
     process.start()
     theirs.close()
     try:
@@ -178,19 +143,20 @@ def apart(library: str, name: str, limit_s: float) -> dict[str, Any]:
     return found
 
 
-def warm_up(library: str) -> None:
-    """What is imported, built or measured once for a process, before others are forked from it."""
-    if library == "transformers":
-        judged(of_transformers("bert"))
-    else:
-        profile_of(of_timm(min(names_of(library), key=len)))
+def warm_up() -> None:
+    """What is imported, built or measured once for a process, before others are forked from it.
+
+    Nothing is planned here: a solver's threads are not there in a process that is forked.
+    """
+    make = training_of("bert")
+    run(make)
+    profile_of(make)
     gc.collect()
     gc.freeze()  # a session looks at all that the collector knows, and these are many
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=("transformers", "timm"), default="transformers")
     parser.add_argument("--share", type=int, default=1 << 20, help="at most so many that have not been tried")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
@@ -202,12 +168,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     held = json.loads(given.output.read_text()) if given.output and given.output.exists() else {"architectures": {}}
     results: dict[str, Any] = held["architectures"]
-    every = names_of(given.library)
-    left = given.only or [name for name in every if name not in results]
+    every, again = names(), ("too slow", "process ended")
+    left = given.only or [name for name in every if results.get(name, {"status": again[0]})["status"] in again]
     random.Random(given.seed).shuffle(left)
-    warm_up(given.library)
+    warm_up()
     for name in left[: given.share]:
-        results[name] = apart(given.library, name, given.limit_s)
+        results[name] = apart(name, given.limit_s)
         print(f"{name}: {results[name]['status']} {results[name].get('reason', '')[:150]}", flush=True)
         counts = dict(Counter(one["status"] for one in results.values()))
         summary = {"of": len(every), "tried": len(results), "counts": counts}

@@ -1,4 +1,4 @@
-"""Any architecture of transformers, small: its config by the names of its fields, and inputs by those of its forward."""
+"""Any architecture of transformers, small: a config by the names of its fields, inputs by those of its forward."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,12 +31,16 @@ LINK = Link(name="none", outward=LINE, inward=LINE)
 WEIGHTS = {"swap": (0, 1, 0), "recompute": (0, 0, 1), "mixed": (1, 2, 2)}
 
 
+MOMENTUM = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+
 @dataclass
 class Training:
     """A model, and what gives its loss."""
 
     model: nn.Module
     loss_of: Callable[[], torch.Tensor]
+    optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = MOMENTUM
 
 
 Make = Callable[[], Training]
@@ -59,7 +64,7 @@ def run(make: Make, plan: Plan | None = None, steps: int = STEPS, **options: Any
     """Digests of what each step leaves, and the session's report."""
     seed_everything(0)
     training = make()
-    optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = training.optimizer_of(training.model.parameters())
     seed_everything(1)
     seen: list[dict[str, str]] = []
 
@@ -93,28 +98,27 @@ def profile_of(make: Make) -> Profile:
     """Of one step."""
     seed_everything(0)
     training = make()
-    optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = training.optimizer_of(training.model.parameters())
     return poochplan.profile(
         training.loss_of, model=training.model, optimizer=optimizer, iterations=1, link=LINK, workload="judged"
     )
 
 
 def plans_of(profile: Profile, seed: int = 0) -> dict[str, Plan]:
-    """Swap all, recompute all that may be, mixed, and solved for 70%, or else the smallest budget.
-
-    The first three have room for an arena of any size, in which the smallest blocks lie too.
-    """
-    layout = Layout(arena_bytes=0, least_bytes=LEAST_COUNTED_BYTES, places=())
-    plans = {}
-    for kind, weights in WEIGHTS.items():
-        drawn = random_plan(profile, seed, weights)
-        prediction = msgspec.structs.replace(drawn.prediction, arena_bytes=0, arena_peak_bytes=0)
-        plans[kind] = msgspec.structs.replace(drawn, layout=layout, prediction=prediction, budget_bytes=ANY_BYTES)
+    """Swap all, recompute all that may be, mixed, and solved for 70%, or else the smallest budget."""
+    plans = {kind: roomy(random_plan(profile, seed, weights)) for kind, weights in WEIGHTS.items()}
     try:
-        plans["solved"] = poochplan.plan(profile, "70%", evaluations=100)
+        solved = poochplan.plan(profile, "70%", evaluations=100)
     except InfeasibleError:
-        plans["solved"] = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
-    return plans
+        solved = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
+    return plans | {"solved": solved if solved.prediction.arena_bytes else roomy(solved)}
+
+
+def roomy(plan: Plan) -> Plan:
+    """The same with room for an arena of any size, in which the smallest blocks lie too."""
+    layout = Layout(arena_bytes=0, least_bytes=LEAST_COUNTED_BYTES, places=())
+    prediction = msgspec.structs.replace(plan.prediction, arena_bytes=0, arena_peak_bytes=0)
+    return msgspec.structs.replace(plan, layout=layout, prediction=prediction, budget_bytes=ANY_BYTES)
 
 
 def judged(make: Make, seed: int = 0) -> dict[str, Any]:

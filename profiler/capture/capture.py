@@ -45,9 +45,10 @@ from .regions import Regions
 class Capture(ToggledMode):
     """Dispatch mode and hooks of the capturing step. State: ticks so far, values by storage, live handles."""
 
-    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
+    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int]) -> None:
         super().__init__()
-        self.device_type = device_type
+        self._where = where
+        self.device_type = where.type
         self.tracker = tracker
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
@@ -66,7 +67,7 @@ class Capture(ToggledMode):
         self._static = static
         self._paused = False
         self.saved_values: set[int] = set()
-        self._clock = clock_of(torch.device(device_type))
+        self._clock = clock_of(where)
         self._workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Stretches]] = []
         self.regions = Regions(self, self._workspace)
@@ -74,7 +75,7 @@ class Capture(ToggledMode):
         """Layers whose forward ran again in backward, in order."""
 
     def _new_workspace(self) -> Workspace:
-        return workspace_of(torch.device(self.device_type))
+        return workspace_of(self._where)
 
     def strays(self) -> Sequence[Stray]:
         """What was taken between ops and is no value's."""

@@ -50,7 +50,7 @@ class CudaClock(Clock):
 
     def begin(self) -> torch.cuda.Event:
         if self._last is None or self._last.query():
-            gpu_sleep(_HEAD_START_CYCLES)
+            gpu_sleep(_HEAD_START_CYCLES, self._where)
         return self._mark()
 
     def end(self) -> torch.cuda.Event:

@@ -28,8 +28,8 @@ from .captured import CapturedHandle, Clone
 class ClonedCapture(Capture):
     """State: the clones, by value, for as long as a handle holds them."""
 
-    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int]) -> None:
-        super().__init__(device_type, tracker, static)
+    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int]) -> None:
+        super().__init__(where, tracker, static)
         self._clones: dict[int, weakref.ref[Clone]] = {}
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ class FakeCapture(ClonedCapture):
     """The capture of a step on fake tensors; an op takes the seconds of a roofline, or is described in ``specs``."""
 
     def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
-        super().__init__("cpu", tracker, static)
+        super().__init__(torch.device("cpu"), tracker, static)
         self._mode = mode
         self.roofline = roofline
         self.specs: list[OpSpec] = []

@@ -13,10 +13,12 @@ import torch
 
 from poochplan.errors import SpillError
 from poochplan.formats.profile import Link, LinkDirection
+from poochplan.profiler.fake.memory_left import memory_left
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.units import format_bytes, format_seconds
 
 from .curve import Curve, fit_line
@@ -44,9 +46,11 @@ def measure_link(
 
     The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending; the largest are left out
     where one copy would take more than a quarter of a second under the throttle, where the test's two places would take
-    more than half of what is free on the disk, and after one whose first write took seconds.
+    more than half of what is free on the disk (on CUDA a quarter of what the host or the device has free), and after
+    one whose first write took seconds, or that cannot be pinned.
 
-    Raises ``SpillError`` when the directory cannot be used, or has no room or is too slow for the smallest size.
+    Raises ``SpillError`` when the directory cannot be used, or has no room or is too slow for the smallest size; on
+    CUDA, when not even so little memory can be pinned.
     """
     device = open_device(where, directory, throttle_bytes_per_s)
     try:
@@ -54,6 +58,8 @@ def measure_link(
         sizes = tuple(x for x in sizes if not throttle_bytes_per_s or x <= throttle_bytes_per_s / 4) or sizes[:1]
         if where.type == "cpu":
             sizes = _that_fit(sizes, choose_spill_dir(directory))
+        else:
+            sizes = tuple(size for size in sizes if 8 * size <= _room_bytes(device)) or sizes[:1]
         sizes = _written_once(device, sizes)
         out = _curve(copy_out, device, sizes)
         back = _curve(copy_in, device, sizes)
@@ -90,11 +96,16 @@ def _that_fit(sizes: tuple[int, ...], directory: Path) -> tuple[int, ...]:
     return fitting
 
 
+def _room_bytes(device: Device) -> int:
+    """What the device and the host both have free; the CPU device's host tier is a file."""
+    host_bytes = available_bytes()
+    return host_bytes if device.kind == "cpu" else min(host_bytes, memory_left(device.where))
+
+
 def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes for whose two places there is room and patience, which have then been written once."""
     if device.kind != "cpu":
-        device.reserve_host(2 * sizes[-1])
-        return sizes
+        return _pinned_once(device, sizes)
     written: list[int] = []
     for size in sizes:
         start_s = time.perf_counter()
@@ -117,6 +128,21 @@ def _written_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if took_s > _LONGEST_FIRST_WRITE_S:
             break
     return tuple(written)
+
+
+def _pinned_once(device: Device, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes for whose two places memory can be pinned, which then is."""
+    for count in range(len(sizes), 0, -1):
+        try:
+            device.reserve_host(2 * sizes[count - 1])
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return sizes[:count]
+    raise SpillError(
+        f"link test: expected {format_bytes(2 * sizes[0])} of host memory that can be pinned, found none ({reason}); "
+        "free host memory, or raise the container's limit of it"
+    )
 
 
 CopyCall = Callable[[Device, torch.UntypedStorage, int], Copy]
@@ -219,6 +245,7 @@ def _interference(copy: CopyCall, device: Device, size_bytes: int) -> float:
 def _probes(device: Device) -> list[Callable[[], object]]:
     """One op bound by arithmetic, one by memory; each takes about a millisecond or less."""
     side, length = CPU_PROBE if device.kind == "cpu" else CUDA_PROBE
+    length = min(length, max(1, _room_bytes(device) // 32))  # of four bytes each, and as many again for the result
     left, right = torch.rand(2, side, side, device=device.where)
     field = torch.rand(length, device=device.where)
     return [lambda: left @ right, lambda: torch.relu(field)]

@@ -38,8 +38,8 @@ class EngineCapture(Capture):
     State: the value that each of the engine's stands for.
     """
 
-    def __init__(self, model: torch.nn.Module, device_type: str) -> None:
-        super().__init__(device_type, LayerTracker(), static_keys(model, device_type))
+    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
+        super().__init__(where, LayerTracker(), static_keys(model, where.type))
         self._model = model
         self.nodes = NodeOps(self, self._workspace, self._clock, self._gradients)
         self.checkpointed = self.tracker.ran_again
@@ -110,7 +110,7 @@ class Capturing(Watch):
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene, SwapEach(at_once=True))
         self.swaps_once = True
-        self.capture = EngineCapture(scene.model, scene.where.type)
+        self.capture = EngineCapture(scene.model, scene.where)
         self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0

@@ -241,7 +241,7 @@ class _Network:
         return seconds
 
     def _profile(self) -> Profile:
-        capture = ClonedCapture(self.where.type, LayerTracker(), static_keys(self.model, self.where.type))
+        capture = ClonedCapture(self.where, LayerTracker(), static_keys(self.model, self.where.type))
         runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
         made, kinds = captured(runner, capture)
         return untimed(made, kinds, self.model, "run")

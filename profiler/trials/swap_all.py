@@ -121,8 +121,8 @@ class HostedClone(Clone):
 class HostedCapture(ClonedCapture):
     """The capture whose copies lie on the host."""
 
-    def __init__(self, device_type: str, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
-        super().__init__(device_type, tracker, static)
+    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int], store: HostStore) -> None:
+        super().__init__(where, tracker, static)
         self._store = store
 
     def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:

@@ -19,16 +19,25 @@ from poochplan.torch_private.compiler_internals import captures_graphs
 from poochplan.torch_private.tensor_internals import raw_stream, unseen_by_modes, without_modes
 
 from .device import Event, Interval, Stream
-from .pinned import PinnedMemory, cupy_or_none, memcpy_async, processors_near
-from .pinned_tier import Part, PinnedTier
+from .pinned import PinnedMemory, cupy_or_none, fitting_cupy, memcpy_async, processors_near
+from .pinned_tier import MOST_AHEAD, Part, PinnedTier
 from .stopwatch import CudaStopwatch
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""
+_RETRIES = "num_alloc_retries"
 
 
 class CudaEvent(msgspec.Struct, gc=False, eq=False):
+    """One recording. Whoever may still ask for it holds this; when it dies, the event is used again: who waits for it
+    waits for what was recorded when the wait was queued.
+    """
+
     event: torch.cuda.Event
+    spare: list[torch.cuda.Event]
+
+    def __del__(self) -> None:
+        self.spare.append(self.event)
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -37,10 +46,12 @@ class CudaEvent(msgspec.Struct, gc=False, eq=False):
 class CudaStream:
     """Waits are queued on the stream; the host is never held up."""
 
-    __slots__ = ("stream",)
+    __slots__ = ("spare", "stream")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, spare: list[torch.cuda.Event]) -> None:
         self.stream = stream
+        self.spare = spare
+        """Events of this device that nobody needs any more; some microseconds each are spent on making one."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and (self.stream is other.stream or self.stream == other.stream)
@@ -48,7 +59,12 @@ class CudaStream:
     __hash__ = None  # type: ignore[assignment]
 
     def record(self) -> CudaEvent:
-        return CudaEvent(self.stream.record_event())
+        try:
+            event = self.spare.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record(self.stream)
+        return CudaEvent(event, self.spare)
 
     def wait(self, event: Event) -> float:
         assert isinstance(event, CudaEvent)
@@ -69,8 +85,8 @@ class ComputeStream(CudaStream):
 
     __slots__ = ("__weakref__", "address", "queued", "seen")
 
-    def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams) -> None:
-        self.stream = stream
+    def __init__(self, stream: torch.cuda.Stream, spare: list[torch.cuda.Event], seen: SeenStreams) -> None:
+        super().__init__(stream, spare)
         self.address = int(stream.cuda_stream)
         self.seen = seen
         self.queued = CudaCopy(seen)
@@ -110,16 +126,25 @@ class CudaDevice:
         self.where = _with_index(where)
         self.spans = spans
         self._index = self.where.index
-        self.outward = CudaStream(torch.cuda.Stream(self.where))
-        self.inward = CudaStream(torch.cuda.Stream(self.where))
-        cupy = cupy_or_none()
+        self._counted = _counted_bytes()
+        self._spare: list[torch.cuda.Event] = []
+        self.outward = CudaStream(torch.cuda.Stream(self.where), self._spare)
+        self.inward = CudaStream(torch.cuda.Stream(self.where), self._spare)
+        cupy = fitting_cupy(cupy_or_none(), self.where)
         self._memcpy = memcpy_async(cupy)
         near = processors_near(self.where)
-        self._host = PinnedTier(lambda size_bytes: PinnedMemory(size_bytes, cupy, near), limit_bytes=host_limit_bytes)
+
+        def pin(size_bytes: int) -> PinnedMemory:
+            with torch.cuda.device(self.where):  # or a GPU that nobody uses is given a context
+                return PinnedMemory(size_bytes, cupy, near)
+
+        self._host = PinnedTier(pin, limit_bytes=host_limit_bytes, most_ahead=MOST_AHEAD)
         self._streams: weakref.ref[SeenStreams] | None = None
         self._latest: weakref.ref[ComputeStream] | None = None
         self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
         """Of what came before the step."""
+        self._retries = 0
+        """Of the allocator's, before the peaks began."""
         self._lock = threading.RLock()  # a copy that ends may ask on any thread, also inside of this
 
     @property
@@ -132,7 +157,7 @@ class CudaDevice:
         stream = seen.get(address)
         if stream is None:  # asking torch for it takes many times as long
             stream = seen[address] = torch.cuda.current_stream(self.where)
-        latest = ComputeStream(stream, seen)
+        latest = ComputeStream(stream, self._spare, seen)
         self._latest = weakref.ref(latest)
         return latest
 
@@ -161,9 +186,11 @@ class CudaDevice:
         """Holds the calling thread where there is something to give back: the values there are dead, but perhaps not
         their last copies.
         """
+        self._host.forget_ahead()
         if self._host.idle(taken):
             self.synchronize()
-            self._host.trim(taken)
+            with torch.cuda.device(self.where):
+                self._host.trim(taken)
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> CudaCopy:
         compute = self.compute
@@ -245,6 +272,7 @@ class CudaDevice:
         """Begins new peaks of the caching allocator, without what it keeps of earlier steps."""
         torch.cuda.empty_cache()
         self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
+        self._retries = high_water().count(self._index, _RETRIES)
         high_water().begin(self._index)
 
     def start_step_peak(self) -> None:
@@ -252,14 +280,15 @@ class CudaDevice:
         high_water().begin(self._index)
 
     def step_peak_bytes(self) -> int:
-        """Of what was asked for: a block that the allocator hands out may be larger by up to a MiB."""
-        return high_water().since_begin(self._index, "requested_bytes")
+        """Of what was asked for, where the allocator counts that: a block that it hands out may be larger by a MiB."""
+        return high_water().since_begin(self._index, self._counted)
 
     def peaks(self) -> MemoryPeaks:
         now = high_water()
         return MemoryPeaks(
             allocated_bytes=max(self._peaks.allocated_bytes, now.since_begin(self._index, "allocated_bytes")),
             reserved_bytes=max(self._peaks.reserved_bytes, now.since_begin(self._index, "reserved_bytes")),
+            retries=now.count(self._index, _RETRIES) - self._retries,
         )
 
     def synchronize(self) -> None:
@@ -267,12 +296,26 @@ class CudaDevice:
 
     def close(self) -> None:
         self.synchronize()
-        self._host.free()
+        with torch.cuda.device(self.where):
+            self._host.free()
 
 
 def _with_index(where: torch.device) -> torch.device:
     """``cuda`` is the current device: some calls want to be told which."""
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
+
+
+def _counted_bytes() -> str:
+    """The statistic that a step's peak is told by. Raises ``UsageError`` for an allocator that keeps none."""
+    backend = torch.cuda.get_allocator_backend()
+    if backend == "native":
+        return "requested_bytes"
+    if backend == "cudaMallocAsync":  # of its own pool CUDA counts what was handed out, and that is what was asked for
+        return "allocated_bytes"
+    raise UsageError(
+        f"allocator: expected torch's own (native or cudaMallocAsync), which tells what a step takes, found {backend}; "
+        "run without torch.cuda.memory.change_current_allocator"
+    )
 
 
 # -- CUDA graphs: they keep their addresses for good, where a plan gives memory away and gets other -----------------

@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,12 +28,14 @@ from typing import Any, cast
 
 import torch
 
+from poochplan.runtime.watch.users_line import users_line
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.torch_private.tensor_internals import without_modes
 
 PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 _MOST_THREADS = 8
 _LEAST_BYTES_A_THREAD = 16 << 20
+_TRIED_BYTES = 4096
 
 
 def cupy_or_none() -> Any:
@@ -42,6 +46,39 @@ def cupy_or_none() -> Any:
         cupy.cuda.runtime.runtimeGetVersion()
         return cupy
     return None
+
+
+@functools.lru_cache(maxsize=4)
+def fitting_cupy(cupy: Any, where: torch.device) -> Any:
+    """It, if it pins memory and copies there as it should; else None, and one line says why. Tried once for each GPU.
+
+    What was built for another CUDA than the driver's imports well, and fails at its first call.
+    """
+    reason = _misfit(cupy, where) if cupy is not None else ""
+    if not reason:
+        return cupy
+    warnings.warn(
+        f"poochplan: CuPy {cupy.__version__} does not work with this driver and torch {torch.__version__} ({reason}): "
+        "going on without it; install the one for this CUDA (poochplan[cuda12] or [cuda13]), or none",
+        RuntimeWarning,
+        stacklevel=users_line(),
+    )
+    return None
+
+
+def _misfit(cupy: Any, where: torch.device) -> str:
+    """What is wrong with it; empty where nothing is."""
+    try:
+        with torch.cuda.device(where), without_modes():
+            pinned = cupy.cuda.PinnedMemory(_TRIED_BYTES)
+            stream = torch.cuda.current_stream(where)
+            there = torch.full((_TRIED_BYTES,), 7, dtype=torch.uint8, device=where)
+            cupy.cuda.runtime.memcpyAsync(int(pinned.ptr), there.data_ptr(), _TRIED_BYTES, 2, stream.cuda_stream)
+            stream.synchronize()
+            found = bytes((ctypes.c_ubyte * _TRIED_BYTES).from_address(int(pinned.ptr)))
+    except Exception as error:  # it fails in many ways
+        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+    return "" if found == bytes([7]) * _TRIED_BYTES else "a copy gave other bytes"
 
 
 MemcpyAsync = Callable[[int, int, int, int, int], object]
@@ -169,7 +206,7 @@ def _running_on(processors: frozenset[int]) -> Iterator[None]:
 def _forget_error() -> None:
     """CUDA keeps the last failure, and torch would report it of the next kernel; here that is one of no use."""
     with contextlib.suppress(RuntimeError), without_modes():
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
 
 
 def _not_to_be_had(size_bytes: int, reason: str) -> OSError:

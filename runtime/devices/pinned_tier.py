@@ -5,13 +5,18 @@ plan, its pages lie there already, and are used as they are; so is the slab of a
 pinned. So nothing that a copy could still read or write is ever given back to make room for a plan.
 
 A value may lie on several pieces: it is copied in parts.
+
+Pinning a page takes longer than filling it. So a thread pins ahead of the first steps: as many pages as there are, at
+most :data:`MOST_AHEAD`. What nobody needed goes when pages are given back, or with the tier.
 """
 
 from __future__ import annotations
 
 import errno
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from poochplan.tensors.host_memory import available_bytes
@@ -20,6 +25,7 @@ from poochplan.units import format_bytes
 from .device import Interval
 
 PAGE_BYTES = 64 << 20
+MOST_AHEAD = 8
 SHARE_OF_AVAILABLE = 0.75
 """Of the host memory that is available when the first page is pinned, the pages take no more than this."""
 
@@ -53,22 +59,33 @@ class Piece(NamedTuple, Generic[M]):
 
 
 class PinnedTier(Generic[M]):
-    """Where each offset of the host tier lies. State: what is pinned, in order, and which bytes are ready for a plan.
+    """Where each offset of the host tier lies. State: what is pinned, in order, which bytes are ready for a plan, and
+    which pages are being pinned ahead.
 
     Parameters
     ----------
     pin: gives so many bytes of pinned memory; raises ``OSError`` where they are not to be had.
+    most_ahead: pages that a thread may pin ahead.
     limit_bytes: the most that all pages take; None for a share of what is available (``SHARE_OF_AVAILABLE``).
     """
 
     def __init__(
-        self, pin: Callable[[int], M], *, limit_bytes: int | None = None, page_bytes: int = PAGE_BYTES
+        self,
+        pin: Callable[[int], M],
+        *,
+        limit_bytes: int | None = None,
+        page_bytes: int = PAGE_BYTES,
+        most_ahead: int = 0,
     ) -> None:
         self._pin = pin
+        self._most_ahead = most_ahead
         self._limit_bytes = limit_bytes
         self._page_bytes = page_bytes
         self._pieces: list[Piece[M]] = []
         self._room: Interval = (0, 0)
+        self._pages_pinned = 0
+        self._ahead: deque[Future[M]] = deque()
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def pinned_bytes(self) -> int:
@@ -85,6 +102,7 @@ class PinnedTier(Generic[M]):
         """Pins what is missing of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
         for missing in list(self._missing(first, first + size_bytes)):
             self._add(missing)
+        self.forget_ahead()  # a plan has few steps that need more
         self._room = (first, first + size_bytes)
 
     def parts(self, offset: int, size_bytes: int) -> list[Part[M]]:
@@ -139,6 +157,8 @@ class PinnedTier(Generic[M]):
             )
         for page in pages:
             self._add(page)
+        self._pages_pinned += len(pages)
+        self._pin_ahead()
 
     def _pages(self, first: int, behind: int) -> Iterator[Interval]:
         """Those that missing bytes lie on: they lie one behind the other, from where the piece before ends on, and end
@@ -155,8 +175,30 @@ class PinnedTier(Generic[M]):
 
     def _add(self, interval: Interval) -> None:
         first, behind = interval
-        memory = self._pin(behind - first)
+        is_page = behind - first == self._page_bytes
+        memory = self._ahead.popleft().result() if is_page and self._ahead else self._pin(behind - first)
         self._pieces.insert(self._index(first) + 1, Piece(first, behind, memory))
+
+    def _pin_ahead(self) -> None:
+        """Has the thread pin pages that the limit allows."""
+        assert self._limit_bytes is not None
+        allowed = (self._limit_bytes - self.behind_bytes) // self._page_bytes
+        wanted = min(self._pages_pinned, self._most_ahead, allowed) - len(self._ahead)
+        if wanted > 0 and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="poochplan-pin")
+        for _ in range(wanted):
+            assert self._thread is not None
+            self._ahead.append(self._thread.submit(self._pin, self._page_bytes))
+
+    def forget_ahead(self) -> None:
+        """Gives back what was pinned ahead: nothing lies there. Waits for the page that is being pinned."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+        while self._ahead:
+            page = self._ahead.popleft()
+            if not page.cancelled() and page.exception() is None:
+                page.result().free()
 
     def idle(self, taken: Sequence[Interval]) -> list[Piece[M]]:
         """The pieces that none of these intervals lies on."""
@@ -174,6 +216,7 @@ class PinnedTier(Generic[M]):
 
     def free(self) -> None:
         """Gives everything back; no copy may be under way. Idempotent."""
+        self.forget_ahead()
         self.trim(())
         self._room = (0, 0)
 

@@ -5,12 +5,15 @@ Equality is exact: the bits of every tensor, so that -0.0 differs from 0.0 and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 
 import torch
 
+from poochplan.formats.certificate import StepDigests
+
 Tensors = dict[str, torch.Tensor]
-_KINDS = ("gradient", "buffer", "parameter")
+_KINDS = ("gradient", "buffer", "parameter", "generator")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,6 +27,23 @@ class StepRecord:
     buffers: Tensors
     parameters: Tensors
     """After the optimizer's step."""
+    generators: Tensors = field(default_factory=dict)
+    """States of torch's random number generators then, by kind of device."""
+
+    def digests(self) -> StepDigests:
+        """Of all of it."""
+        kinds = {f"{kind}s": getattr(self, f"{kind}s") for kind in _KINDS}
+        of_kinds = {kind: {name: _digest(one) for name, one in held.items()} for kind, held in kinds.items()}
+        return StepDigests(loss=_digest(self.loss), **of_kinds)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    plain = dense.resolve_conj().resolve_neg().contiguous()
+    total = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
+    if plain.numel():
+        total.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from poochplan.formats.certificate import Certificate
 from poochplan.formats.plan_set import PlanSet
+from poochplan.profiler.assembly.host import this_host, versions_here
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
@@ -266,6 +268,31 @@ def check(
     return Comparison(in_core, planned, difference, steps, _count(in_core.records))
 
 
+def certificate_of(compared: Comparison, seed: int) -> Certificate:
+    """What a comparison has compared; ``seed`` is that of its runs."""
+    plan = compared.planned.plan
+    assert plan is not None
+    return Certificate(
+        workload=plan.workload,
+        plan_fingerprint=plan.fingerprint,
+        seed=seed,
+        versions=versions_here(plan.device),
+        host=this_host(),
+        flags={
+            "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+            "threads": str(torch.get_num_threads()),
+            "float32 matmul precision": torch.get_float32_matmul_precision(),
+            "oneDNN": str(torch.backends.mkldnn.enabled),
+            "cuDNN": str(torch.backends.cudnn.enabled),
+            "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
+            "default dtype": str(torch.get_default_dtype()),
+        },
+        equal=compared.difference is None,
+        in_core=tuple(record.digests() for record in compared.in_core.records),
+        planned=tuple(record.digests() for record in compared.planned.records),
+    )
+
+
 class _Fresh:
     """Calls ``build`` and refuses a model it has seen before: the second run would not start where the first did."""
 
@@ -291,7 +318,12 @@ def _count(records: list[StepRecord]) -> int:
 def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepRecord:
     model = workload.model
     buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
-    return StepRecord(_copies(iter([("", loss)]))[""], gradients, buffers, parameters)
+    generators = {"cpu": torch.get_rng_state()}
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return StepRecord(
+        _copies(iter([("", loss)]))[""], gradients, buffers, parameters, _copies(iter(generators.items()))
+    )
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
@@ -309,5 +341,5 @@ def _drop_gradients(workload: Workload) -> None:
 
 
 def _wait_for_device(workload: Workload) -> None:
-    if any(parameter.is_cuda for parameter in workload.model.parameters()):
-        torch.cuda.synchronize()
+    for where in {parameter.device for parameter in workload.model.parameters() if parameter.is_cuda}:
+        torch.cuda.synchronize(where)

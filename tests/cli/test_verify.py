@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 import poochplan
 from poochplan.errors import StepError
+from poochplan.formats.certificate import Certificate
+from poochplan.formats.json_schema import json_schema
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.records import StepRecord, bitwise_equal, first_difference
 from poochplan.verify import check, run_in_core
+
+from .conftest import Pooch
 
 
 def record(**changes: dict[str, torch.Tensor]) -> StepRecord:
@@ -103,3 +110,43 @@ def test_copying_for_the_comparison_does_not_count_as_the_steps_memory() -> None
 def test_a_loss_that_is_none_is_refused(loss: object, message: str) -> None:
     with pytest.raises(StepError, match=message):
         checked_loss(loss, torch.nn.Linear(1, 1))
+
+
+def test_a_certificate_has_the_digests_of_every_step_of_both_runs(
+    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "certificate.json"
+    assert not pooch("run", f"{workloads}:small", "--plan", plan_path, "--check", "--certificate", path).code
+    found = Certificate.load(path)
+    jsonschema.validate(json.loads(path.read_bytes()), json.loads(json_schema(Certificate)))
+    assert found.equal
+    assert len(found.in_core) == 3
+    assert found.in_core == found.planned
+    first = found.in_core[0]
+    assert set(first.gradients) == set(first.parameters) > {"0.weight"}
+    assert set(first.generators) == {"cpu"}
+    assert first.parameters != found.in_core[1].parameters
+
+
+def test_a_certificate_of_another_seed_is_another(
+    pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    command = ["run", f"{workloads}:small", "--plan", plan_path, "--check", "--timed", "1", "--steps", "1"]
+    losses = set()
+    for seed in ("0", "0", "1"):
+        path = tmp_path / "certificate.json"
+        assert not pooch(*command, "--seed", seed, "--certificate", path, "--force").code
+        losses.add(Certificate.load(path).planned[0].loss)
+    assert len(losses) == 2
+
+
+def test_a_certificate_needs_a_check(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
+    refused = pooch("run", f"{workloads}:small", "--plan", plan_path, "--certificate", tmp_path / "a.json")
+    assert (refused.code, "--certificate: expected --check beside it" in refused.error) == (2, True)
+
+
+def test_a_digest_is_of_bits_dtype_and_shape() -> None:
+    zeros = [torch.zeros(2), -torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32)]
+    assert len({StepRecord(one, {}, {}, {}).digests().loss for one in zeros}) == 4
+    turned = torch.randn(3, 2).t()
+    assert StepRecord(turned, {}, {}, {}).digests() == StepRecord(turned.contiguous(), {}, {}, {}).digests()

@@ -25,14 +25,14 @@ class HostMemory:
     """Copies that have not run: where on the host, and how many bytes."""
 
     def is_pinned(self, address: int) -> bool:
-        return any(first <= address < first + size_bytes for first, size_bytes in self.pinned.items())
+        return any(first <= address < first + size_bytes for first, size_bytes in tuple(self.pinned.items()))
 
     def pin(self, address: int, size_bytes: int) -> int:
         if size_bytes == 0:
             return INVALID_VALUE
         if self.is_pinned(address):
             return ALREADY_REGISTERED
-        if sum(self.pinned.values()) + size_bytes > self.most_bytes:
+        if sum(tuple(self.pinned.values())) + size_bytes > self.most_bytes:
             return OUT_OF_MEMORY
         self.pinned[address] = size_bytes
         ctypes.memset(address, POISON, min(size_bytes, _POISONED_BYTES))

@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,18 +31,28 @@ FACTS = types.SimpleNamespace(
 
 
 class Machine:
-    """One GPU, its host memory, and what was seen to go wrong (``violations``)."""
+    """One GPU, its host memory, and what was seen to go wrong (``violations``).
 
-    def __init__(self) -> None:
+    ``index``: its number. There are ``index`` GPUs before it, on which nobody has anything to do, and the first of all
+    is current unless somebody says otherwise.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.where = torch.device("cuda", index)
         self.host = Host()
         self.violations = self.host.violations
         self.memory = DeviceMemory(self.host)
         self.host_memory = HostMemory(self.violations)
         self.default_stream = Stream(self.host)
+        self.elsewhere = Stream(self.host) if index else None
+        """Current on the other GPUs."""
         self.generator = torch.Generator()
         self.filled_bytes = 0
         """What deterministic mode has filled of new buffers."""
         self.blocking_copies = 0
+        self.counts: Counter[str] = Counter()
+        """Of calls of the driver's, by name: events made, recorded and waited for, and copies queued."""
         self.capturing = False
         self.loads_lazily = False
         """Whether the first launch of each kernel waits for all that is queued, as where modules are loaded lazily."""
@@ -62,6 +73,31 @@ class Machine:
     def runs_backward(self) -> bool:
         """Whether the calling thread is the one that runs backward."""
         return getattr(self._thread, "backward", False)
+
+    @property
+    def current_device(self) -> int:
+        """Of the calling thread: autograd's is its own device's."""
+        return getattr(self._thread, "device", self.index if self.runs_backward else 0)
+
+    @current_device.setter
+    def current_device(self, number: int) -> None:
+        self._thread.device = number
+
+    def number(self, device: Any) -> int:
+        """Which GPU that is."""
+        if device is None or isinstance(device, int):
+            return self.current_device if device is None else device
+        found = torch.device(device).index
+        return self.current_device if found is None else found
+
+    def is_asked(self, device: Any, what: str) -> None:
+        """Tells where another GPU than the one in use was asked for something."""
+        if self.number(device) != self.index:
+            self.violations.append(f"{what} of cuda:{self.number(device)}, where all is on cuda:{self.index}")
+
+    def stream_on(self, device: Any) -> Stream:
+        self.is_asked(device, "the current stream was asked for")
+        return self.current
 
     def make_current(self, stream: Stream) -> None:
         self._thread.stream = stream
@@ -100,6 +136,7 @@ class Machine:
         on_device, on_host = (source, to) if out else (to, source)
         if not self.host_memory.is_pinned(on_host):
             raise RuntimeError("the stand-in copies between the device and pinned memory")
+        self.counts["copies"] += 1
         what = f"a copy {'out' if out else 'in'} on stream {stream.number}"
         self.access(stream, stream.begins(), on_device, what, writes=not out)
         pending = self.host_memory.pending
@@ -132,15 +169,18 @@ class Event:
     """``torch.cuda.Event``."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        machine().counts["events"] += 1
         self._timed = enable_timing
         self._mark: Mark | None = None
 
     def record(self, stream: CudaStream | None = None) -> None:
-        self._mark = (stream._stream if stream is not None else machine().current).mark()
+        machine().counts["recorded"] += 1
+        self._mark = (stream._stream if stream is not None else machine().stream_on(None)).mark()
 
     def wait(self, stream: CudaStream | None = None) -> None:
+        machine().counts["waits"] += 1
         if self._mark is not None:
-            (stream._stream if stream is not None else machine().current).wait_for(self._mark)
+            (stream._stream if stream is not None else machine().stream_on(None)).wait_for(self._mark)
 
     def query(self) -> bool:
         return self._mark is None or machine().poll(self._mark)
@@ -163,7 +203,9 @@ class CudaStream:
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream: Stream | None = None) -> None:
         self._stream = Stream(machine().host) if stream is None else stream
-        self.device, self.device_index = WHERE, 0
+        if stream is None:
+            machine().is_asked(device, "a stream was made")
+        self.device, self.device_index = machine().where, machine().index
 
     @property
     def cuda_stream(self) -> int:
@@ -193,6 +235,19 @@ class CudaStream:
         return hash(self._stream)
 
 
+class DeviceBlock:
+    """``torch.cuda.device``."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = machine().number(device)
+
+    def __enter__(self) -> None:
+        self._before, machine().current_device = machine().current_device, self.idx
+
+    def __exit__(self, *_: object) -> None:
+        machine().current_device = self._before
+
+
 @contextlib.contextmanager
 def _stream_block(stream: CudaStream | None) -> Iterator[None]:
     before = machine().current
@@ -217,74 +272,66 @@ def _names(gpu: Machine, runtime: CudaRuntime) -> dict[str, Any]:
     memory = gpu.memory
 
     def set_fraction(fraction: float, device: Any = None) -> None:
-        index = device if isinstance(device, int) or device is None else torch.device(device).index
-        if isinstance(device, torch.device) and index is None:
+        if isinstance(device, torch.device) and device.index is None:
             raise ValueError("Expected a torch.device with a specified index or an integer, but got:cuda")
+        gpu.is_asked(device, "the limit")
         memory.limit_bytes = int(fraction * TOTAL_BYTES)
-
-    def start_peaks(device: Any = None) -> None:
-        memory.peak_allocated_bytes, memory.peak_reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
-
-    def stats(device: Any = None) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": memory.allocated_bytes,
-            "allocated_bytes.all.peak": memory.peak_allocated_bytes,
-        }
 
     return {
         "_initialized": True,
         "_lazy_init": lambda: None,
-        "_sleep": lambda cycles: gpu.current.put(cycles / CYCLES_PER_S),
+        "_sleep": lambda cycles: gpu.stream_on(None).put(cycles / CYCLES_PER_S),
         "Event": Event,
         "Stream": CudaStream,
         "CUDAGraph": object,
         "cudart": lambda: runtime,
-        "current_device": lambda: 0,
-        "current_stream": lambda device=None: CudaStream(stream=gpu.current),
-        "default_generators": (gpu.generator,),
-        "device": lambda where: contextlib.nullcontext(),
-        "device_count": lambda: 1,
+        "current_device": lambda: gpu.current_device,
+        "current_stream": lambda device=None: CudaStream(stream=gpu.stream_on(device)),
+        "default_generators": (*(torch.Generator() for _ in range(gpu.index)), gpu.generator),
+        "device": DeviceBlock,
+        "device_count": lambda: gpu.index + 1,
         "empty_cache": memory.empty_cache,
         "graph": _capture,
+        "get_allocator_backend": lambda: memory.backend,
         "get_device_name": lambda device=None: "stand-in",
         "get_device_properties": lambda device=None: FACTS,
         "get_per_process_memory_fraction": lambda device=None: memory.limit_bytes / TOTAL_BYTES,
-        "get_rng_state": lambda device=None: gpu.generator.get_state(),
+        "get_rng_state": lambda device=None: torch.cuda.default_generators[gpu.number(device)].get_state(),
         "host_memory_stats": lambda: {"allocated_bytes.current": 0},
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: gpu.capturing,
         "is_initialized": lambda: True,
         "manual_seed_all": gpu.generator.manual_seed,
-        "max_memory_allocated": lambda device=None: memory.peak_allocated_bytes,
-        "max_memory_reserved": lambda device=None: memory.peak_reserved_bytes,
         "mem_get_info": lambda device=None: (memory.limit_bytes - memory.reserved_bytes, TOTAL_BYTES),
-        "memory_allocated": lambda device=None: memory.allocated_bytes,
-        "memory_reserved": lambda device=None: memory.reserved_bytes,
-        "memory_stats": stats,
         "nvtx": types.SimpleNamespace(range_push=gpu.ranges.append, range_pop=gpu.ranges.pop),
-        "reset_peak_memory_stats": start_peaks,
         "set_per_process_memory_fraction": set_fraction,
-        "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
+        "set_rng_state": lambda state, device=None: torch.cuda.default_generators[gpu.number(device)].set_state(state),
         "stream": _stream_block,
         "synchronize": lambda device=None: gpu.synchronise(),
     }
 
 
-def _allocator_statistics(memory: DeviceMemory) -> dict[str, Any]:
-    """What ``torch.cuda`` itself asks for the allocator's statistics, by the number of a GPU."""
+def _allocator_statistics(gpu: Machine) -> dict[str, Any]:
+    """What ``torch.cuda`` and ``torch.accelerator`` ask for the allocator's statistics, by a GPU's number."""
 
     def stats(index: int) -> dict[str, Any]:
-        return {
-            "allocated_bytes": {"all": {"current": memory.allocated_bytes, "peak": memory.peak_allocated_bytes}},
-            "requested_bytes": {"all": {"current": memory.allocated_bytes, "peak": memory.peak_allocated_bytes}},
-            "reserved_bytes": {"all": {"current": memory.reserved_bytes, "peak": memory.peak_reserved_bytes}},
-            "num_ooms": 0,
-        }
+        gpu.is_asked(index, "statistics")
+        return gpu.memory.statistics()
 
     def reset(index: int) -> None:
-        memory.peak_allocated_bytes, memory.peak_reserved_bytes = memory.allocated_bytes, memory.reserved_bytes
+        gpu.is_asked(index, "a peak was begun anew")
+        gpu.memory.begin_peaks()
 
-    return {"_cuda_memoryStats": stats, "_cuda_resetPeakMemoryStats": reset}
+    return {
+        "_cuda_memoryStats": stats,
+        "_cuda_resetPeakMemoryStats": reset,
+        "_cuda_clearCublasWorkspaces": gpu.memory.empty_cache,
+        "_cuda_getCurrentRawStream": lambda index: gpu.stream_on(index).number,
+        "_accelerator_getDeviceIndex": lambda: gpu.current_device,
+        "_accelerator_getDeviceStats": stats,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_resetPeakStats": reset,
+    }
 
 
 def _hide_what_is_built_for_cuda(patch: pytest.MonkeyPatch) -> None:
@@ -310,9 +357,9 @@ def _survive_disabled_modes(patch: pytest.MonkeyPatch, rules: Rules) -> None:
 
 
 @contextlib.contextmanager
-def on_stand_in(*, cupy: bool = True) -> Iterator[Machine]:
-    """Within the block there is a GPU. Nothing that a test left on it outlives the block usefully."""
-    gpu = Machine()
+def on_stand_in(*, cupy: bool = True, index: int = 0) -> Iterator[Machine]:
+    """Within the block there is a GPU of that number. Nothing that a test left on it outlives the block usefully."""
+    gpu = Machine(index)
     rules = Rules(gpu)
     thread = DeviceThread(gpu)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
@@ -320,14 +367,12 @@ def on_stand_in(*, cupy: bool = True) -> Iterator[Machine]:
             patch.setattr(torch.cuda, name, thing)
         for name, thing in (("get_rng_state", torch.cuda.get_rng_state), ("set_rng_state", torch.cuda.set_rng_state)):
             patch.setattr(f"torch.cuda.random.{name}", thing)
-        for name, thing in _allocator_statistics(gpu.memory).items():
+        for name, thing in _allocator_statistics(gpu).items():
             patch.setattr(torch._C, name, thing, raising=False)
-        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", gpu.memory.empty_cache, raising=False)
         _hide_what_is_built_for_cuda(patch)
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
         for name in ("handle_cost", "cost_cache"):
             patch.setattr(f"poochplan.profiler.trials.{name}.measured_on", lambda where, threads: None)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.current.number, raising=False)
         if cupy:
             patch.setitem(sys.modules, "cupy", cupy_module(gpu.host_memory, gpu.copy_asynchronously))
         else:

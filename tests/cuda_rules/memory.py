@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
 _POISONED_BYTES = 8 << 20
 _UNIT_BYTES = 512
+_LEAST_SPLIT_BYTES, _ROUND_LARGE_BYTES, _LEAST_ROUNDED_BYTES = 1 << 20, 2 << 20, 10 << 20
+"""Of the native allocator: the least that is split off a large block, and to what large segments are rounded."""
 _ADDRESSES_BYTES = 256 << 30
 _NO_RESERVE = 0x4000  # ``MAP_NORESERVE``, which Python names from 3.13 on
 _MAP = mmap.mmap(-1, _ADDRESSES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -42,13 +45,20 @@ class Block:
     address: int
     room_bytes: int
     size_bytes: int = 0
+    """What was asked for, in whole units."""
+    counted_bytes: int = 0
+    """What is taken of the block: where no rest is split off, all of it."""
     stream: Stream | None = None
     recorded: set[Stream] = field(default_factory=set)
     accesses: Accesses = field(default_factory=Accesses)
 
 
 class DeviceMemory:
-    """The caching allocator. Freed blocks go back to the stream they were allocated on, and wait for those recorded."""
+    """The caching allocator. Freed blocks go back to the stream they were allocated on, and wait for those recorded.
+
+    As ``PYTORCH_ALLOC_CONF`` has it: ``expandable`` segments, ``backend`` (``cudaMallocAsync`` counts no requests),
+    ``max_split_bytes``.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -57,9 +67,10 @@ class DeviceMemory:
         self._cached: list[Block] = []
         self._deferred: list[tuple[Block, list[Mark]]] = []
         self.limit_bytes = TOTAL_BYTES
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.emptied = 0
+        self.expandable, self.backend, self.max_split_bytes = False, "native", TOTAL_BYTES
+        self.now = {"allocated_bytes": 0, "requested_bytes": 0, "reserved_bytes": 0}
+        self.peaks = dict(self.now)
+        self.retries = self.emptied = 0
 
     def allocate(self, size_bytes: int, stream: Stream) -> torch.UntypedStorage:
         """A storage on ``stream``; poisoned by a write of that stream's."""
@@ -68,14 +79,45 @@ class DeviceMemory:
         wanted_bytes = -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
         self._take_back()
         block = self._cached_block(wanted_bytes, stream) or self._new_block(wanted_bytes, stream)
-        block.size_bytes = wanted_bytes
-        self.allocated_bytes += wanted_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        block.size_bytes, block.counted_bytes = wanted_bytes, self._counted(block.room_bytes, wanted_bytes)
+        self._add(allocated_bytes=block.counted_bytes, requested_bytes=wanted_bytes)
         stream.catch_up()
         ctypes.memset(block.address, POISON, min(size_bytes, _POISONED_BYTES))
         memory = (ctypes.c_ubyte * size_bytes).from_address(block.address)
         weakref.finalize(memory, self._free, block).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.now["allocated_bytes"]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.now["reserved_bytes"]
+
+    def statistics(self) -> dict[str, Any]:
+        """As ``torch._C`` gives them."""
+        found: dict[str, Any] = {
+            name: {"all": {"current": self.now[name], "peak": self.peaks[name]}} for name in self.now
+        }
+        if self.backend != "native":
+            found["requested_bytes"] = {"all": {"current": 0, "peak": 0}}
+        return {**found, "num_ooms": 0, "num_alloc_retries": self.retries}
+
+    def begin_peaks(self) -> None:
+        self.peaks = dict(self.now)
+
+    def _add(self, **changes: int) -> None:
+        for name, change in changes.items():
+            self.now[name] += change
+            self.peaks[name] = max(self.peaks[name], self.now[name])
+
+    def _counted(self, room_bytes: int, wanted_bytes: int) -> int:
+        """What a request takes of a block: the rest is split off where it is large enough."""
+        if self.expandable or self.backend != "native" or wanted_bytes <= _LEAST_SPLIT_BYTES:
+            return wanted_bytes
+        splits = wanted_bytes < self.max_split_bytes and room_bytes - wanted_bytes > _LEAST_SPLIT_BYTES
+        return wanted_bytes if splits else room_bytes
 
     def block_at(self, address: int) -> Block | None:
         """The block of this allocator's that the address is in; None for one of an earlier machine."""
@@ -90,7 +132,7 @@ class DeviceMemory:
         self._take_back()
         self.emptied += 1
         for block in self._cached:
-            self.reserved_bytes -= block.room_bytes
+            self._add(reserved_bytes=-block.room_bytes)
             self._addresses.remove(block.address)
             del self._blocks[block.address]
             pages = -(-(block.address - _FIRST) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -108,7 +150,10 @@ class DeviceMemory:
 
     def _new_block(self, wanted_bytes: int, stream: Stream) -> Block:
         global _top
+        if wanted_bytes >= _LEAST_ROUNDED_BYTES and not self.expandable and self.backend == "native":
+            wanted_bytes = -(-wanted_bytes // _ROUND_LARGE_BYTES) * _ROUND_LARGE_BYTES
         if self.reserved_bytes + wanted_bytes > self.limit_bytes:
+            self.retries += 1
             self.empty_cache()
         if self.reserved_bytes + wanted_bytes > self.limit_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {wanted_bytes} bytes.")
@@ -117,12 +162,11 @@ class DeviceMemory:
         assert _top <= _ADDRESSES_BYTES, "the stand-in has run out of addresses"
         self._blocks[block.address] = block
         self._addresses.append(block.address)  # addresses only grow
-        self.reserved_bytes += wanted_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._add(reserved_bytes=wanted_bytes)
         return block
 
     def _free(self, block: Block) -> None:
-        self.allocated_bytes -= block.size_bytes
+        self._add(allocated_bytes=-block.counted_bytes, requested_bytes=-block.size_bytes)
         assert block.stream is not None
         known = block.recorded | {block.stream}
         for what in block.accesses.unknown_to(block.stream):

@@ -24,7 +24,6 @@ _READS_BACK = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonze
 _TAKES_HOST_TENSORS = {aten.set_, aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten.copy_}
 
 
-_CUDA = torch.device("cuda", 0)
 _BACKWARD: set[Any] = set()
 """Code of the Python functions that call autograd's engine."""
 _MOST_FRAMES = 7
@@ -46,6 +45,11 @@ def _asked_by_a_formula() -> bool:
         steps = 0 if frame.f_code.co_name == "__torch_dispatch__" else steps + 1
         frame = frame.f_back
     return False
+
+
+def _fills_bucket(kwargs: dict[str, Any]) -> bool:
+    """Whether it writes into a bucket of data-parallel training, which C++ has made in host memory here."""
+    return "out" in kwargs and not on_device(kwargs["out"])
 
 
 def on_device(tensor: Any) -> bool:
@@ -83,14 +87,16 @@ class Rules(TorchDispatchMode):
         asked = kwargs.get("device")
         packet = getattr(func, "_overloadpacket", func)
         if asked is not None and asked.type == "cpu" and len(there) == len(tensors) and _asked_by_a_formula():
-            asked = kwargs["device"] = _CUDA  # the device of a tensor, which torch takes for the host
+            asked = kwargs["device"] = self._machine.where  # the device of a tensor, which torch takes for the host
         if packet is aten.copy_ and self._is_transfer(args[0], args[1]):
             return self._transfer(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else 0)))
         if packet is aten._to_copy and there and asked is not None and asked.type == "cpu":
             self._reads_back()
-        elif there and packet not in _TAKES_HOST_TENSORS:
+        elif there and packet not in _TAKES_HOST_TENSORS and not _fills_bucket(kwargs):
             self._refuse_to_mix(tensors)
         if asked is not None:
+            if asked.type == "cuda":
+                self._machine.is_asked(asked, f"{func} made a tensor in the memory")
             kwargs["device"] = torch.device("cpu") if asked.type == "cuda" else asked
         pins = kwargs.pop("pin_memory", None)
         is_there = asked.type == "cuda" if asked is not None else bool(there)
@@ -113,7 +119,7 @@ class Rules(TorchDispatchMode):
         random = random and kwargs.get("generator") is None
         kernel = KERNELS.get(packet) or self._algorithm(func, packet)
         outputs = self._with_generator(kernel, args, kwargs) if random else kernel(*args, **kwargs)
-        if not is_there:
+        if not is_there or _fills_bucket(kwargs):
             return outputs
         placed = self._placed(outputs, stream, uninitialised=False)
         stays = ON_HOST.get(packet, ())
@@ -143,7 +149,8 @@ class Rules(TorchDispatchMode):
         for tensor in tensors:
             if not on_device(tensor) and tensor.ndim > 0 and tensor.numel() > 0:
                 raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{self._machine.where} and cpu!"
                 )
 
     def _note(self, func: Any, stream: Stream, there: list[torch.Tensor], written: list[Any]) -> None:

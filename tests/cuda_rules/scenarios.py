@@ -60,6 +60,20 @@ def swapped(gpu: Machine, device: CudaDevice) -> list[str]:
     return found
 
 
+def both_ways(gpu: Machine, device: CudaDevice) -> list[str]:
+    """A copy in is queued before the copy out is waited for: each has an end of its own."""
+    copy_out(device, filled(device, 3), SIZE).wait()
+    back = device.allocate(SIZE)
+    out = copy_out(device, filled(device, 1), 0)
+    into = copy_in(device, back, SIZE)
+    out.wait()
+    overwrite()
+    into.wait()
+    again = device.allocate(SIZE)
+    copy_in(device, again, 0).wait()
+    return [*wrong_if_not(3, back), *wrong_if_not(1, again)]
+
+
 def waited_for(gpu: Machine, device: CudaDevice) -> list[str]:
     """A copy that was waited for holds no memory."""
     copy = copy_out(device, filled(device, 1), 0)
@@ -155,6 +169,29 @@ def trimmed(gpu: Machine, device: CudaDevice) -> list[str]:
     return [*found, *wrong_if_not(2, back)]
 
 
+def pinned_ahead(gpu: Machine, device: CudaDevice) -> list[str]:
+    """Of what a thread has pinned ahead nothing is left where pages are given back, and none where a plan comes."""
+    found = []
+    for comes in (lambda: device.trim_host([(0, 4 * SIZE)]), lambda: device.reserve_host(SIZE, PAGE_BYTES)):
+        copy_out(device, filled(device, 1), 4 * SIZE).wait()
+        for page in device._host._ahead:
+            page.result()
+        found += [] if device._host._ahead else ["none was pinned ahead"]
+        comes()
+        still = sum(gpu.host_memory.pinned.values()) - device._host.pinned_bytes
+        found += [f"{still} bytes that were pinned ahead are still there"] if still else []
+    return found
+
+
+def closed_while_pinning(gpu: Machine, device: CudaDevice) -> list[str]:
+    copy_out(device, filled(device, 1), 4 * SIZE).wait()
+    return [] if device._host._ahead else ["none is pinned ahead"]
+
+
+def by_cupy(gpu: Machine, device: CudaDevice) -> list[str]:
+    return [] if cupy_or_none() is None or device._memcpy is not None else ["CuPy is there and is not used"]
+
+
 def grown(gpu: Machine, device: CudaDevice) -> list[str]:
     """A larger plan's bytes are pinned while values lie on the slab and on pages, and copies of others are queued."""
     torch.cuda._sleep(1000)
@@ -218,6 +255,7 @@ def capped(gpu: Machine, device: CudaDevice) -> list[str]:
 
 SCENARIOS: tuple[Scenario, ...] = (
     swapped,
+    both_ways,
     waited_for,
     dropped,
     let_go_on_another_stream,
@@ -226,6 +264,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     replayed_from_another_stream,
     replayed_in_vain,
     trimmed,
+    pinned_ahead,
+    closed_while_pinning,
+    by_cupy,
     grown,
     retired,
     left_open,

@@ -16,8 +16,6 @@ from .rules import on_device
 if TYPE_CHECKING:
     from .machine import CudaStream, Machine
 
-WHERE = torch.device("cuda", 0)
-
 
 class _Keys(NamedTuple):
     """A GPU's tensors have other dispatch keys than the host's."""
@@ -31,13 +29,14 @@ class _Keys(NamedTuple):
 
 def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Puts these in the place of the methods of ``torch.Tensor``."""
+    here = machine.where
     before = {name: getattr(torch.Tensor, name) for name in ("device", "is_cuda", "to", "tolist", "numpy")}
     storage_clone = torch.UntypedStorage.clone
     storage_device = torch.UntypedStorage.device
     autocast = torch.amp.autocast_mode.autocast.__init__
 
     def device(tensor: torch.Tensor) -> torch.device:
-        return WHERE if on_device(tensor) else before["device"].__get__(tensor)
+        return here if on_device(tensor) else before["device"].__get__(tensor)
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], torch.Tensor):
@@ -54,7 +53,9 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
             same = memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
             if same:
                 return tensor
-        where = WHERE if where.type == "cuda" else where
+        if where.type == "cuda":
+            machine.is_asked(where, "a tensor was moved to the memory")
+            where = here
         return torch.ops.aten._to_copy.default(
             tensor, dtype=dtype, device=where, non_blocking=non_blocking, memory_format=memory_format
         )
@@ -75,7 +76,7 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         if not is_on_device(storage):
             return storage_clone(storage)
-        return torch.empty(0, dtype=torch.uint8, device=WHERE).set_(storage).clone().untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=here).set_(storage).clone().untyped_storage()
 
     def enter_autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -84,9 +85,9 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
         "device": property(device),
         "is_cuda": property(on_device),
         "to": to,
-        "cuda": lambda tensor, device=None, **options: to(tensor, WHERE),
+        "cuda": lambda tensor, device=None, **options: to(tensor, torch.device("cuda") if device is None else device),
         "cpu": lambda tensor: to(tensor, "cpu"),
-        "get_device": lambda tensor: 0 if on_device(tensor) else -1,
+        "get_device": lambda tensor: machine.index if on_device(tensor) else -1,
         "tolist": tolist,
         "numpy": numpy,
         "record_stream": record_stream,
@@ -94,7 +95,7 @@ def patch(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     }
     for name, thing in found.items():
         patch.setattr(torch.Tensor, name, thing)
-    where = property(lambda storage: WHERE if is_on_device(storage) else storage_device.__get__(storage))
+    where = property(lambda storage: here if is_on_device(storage) else storage_device.__get__(storage))
     patch.setattr(torch.UntypedStorage, "device", where)
     patch.setattr(torch.UntypedStorage, "__repr__", lambda storage: f"<{storage.nbytes()} bytes on {storage.device}>")
     patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)

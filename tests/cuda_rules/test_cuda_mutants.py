@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poochplan.runtime.devices import cuda, pinned, pinned_tier, transfers
+from poochplan.runtime.devices.cuda import CudaStream
 from poochplan.runtime.devices.pinned_tier import PinnedTier
 from tests.cuda_rules.scenarios import complaints
 from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of, rewritten
@@ -14,8 +15,15 @@ MUTANTS = [
     rewritten(PinnedTier, "reserve", "for missing", "self.trim(())\n    for missing"),
     rewritten(PinnedTier, "reserve", "for missing", "self._pieces.clear()\n    for missing"),
     rewritten(PinnedTier, "idle", "if not any(", "if any("),
+    rewritten(transfers, "copy_out", "device.outward.record()", "device.inward.record()"),
+    rewritten(transfers, "copy_out", "device.compute.record()", "device.inward.record()"),
+    rewritten(transfers, "copy_in", "device.inward.record()", "device.outward.record()"),
+    rewritten(transfers, "copy_in", "device.compute.record()", "device.outward.record()"),
+    rewritten(CudaStream, "record", "return CudaEvent(", "self.spare.append(event)\n    return CudaEvent("),
 ]
-"""Also with pages and slab given back early, or forgotten, for a larger plan; and with the wrong ones given back."""
+"""Also with pages and slab given back early, or forgotten, for a larger plan; with the wrong ones given back; with
+events of the wrong stream; and with such as are used again too early.
+"""
 
 
 def test_nothing_is_wrong_with_the_device_as_it_is() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 from tests.gpu.cases import CASES
 from tests.gpu.test_cuda_device import test_compute_goes_on_beside_a_copy_that_nobody_waits_for as goes_on
+from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
 
 MIB = 1 << 20
@@ -70,6 +73,30 @@ def test_cupys_refusal_is_an_os_error_too() -> None:
         gpu.host_memory.most_bytes = MIB
         with pytest.raises(OSError, match="could not be pinned: cudaErrorMemoryAllocation: out of memory"):
             PinnedMemory(2 * MIB, cupy_or_none())
+
+
+@pytest.mark.parametrize("broken", ["PinnedMemory", "memcpyAsync"])
+def test_a_cupy_that_does_not_fit_the_driver_is_told_once_and_a_session_goes_on_without(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["residual"]
+    with on_stand_in() as gpu:
+        cupy: Any = cupy_or_none()
+
+        def fails(*_: object) -> None:
+            raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorInsufficientDriver: too old\nand more")
+
+        monkeypatch.setattr(cupy.cuda if broken == "PinnedMemory" else cupy.cuda.runtime, broken, fails)
+        with pytest.warns(RuntimeWarning, match=r"CuPy stand-in does not work .*\(CUDARuntimeError: .*: too old\)"):
+            plan = random_plan(case.new_profile(), 0, (0, 1, 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            in_core, (planned, report) = train(case, 1)[0], train(case, 1, plan)
+        assert equal(in_core, planned)
+        assert report is not None
+        assert report.total.fallbacks == 0
+        assert gpu.violations == []
+        assert gpu.host_memory.pinned == {}
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 LARGEST_PICTURE_BYTES, LARGEST_NOTEBOOK_BYTES = 250_000, 1_000_000
 FOLDER = re.compile(r"/(home|root|work|tmp|Users|opt|mnt)/")
+ON_A_GPU = Path(__file__).parents[2] / "notebooks" / "gpu_first_report.ipynb"
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -21,8 +22,15 @@ def outputs(path: Path) -> list[dict[str, Any]]:
     return [output for cell in cells for output in cell.get("outputs", ())]
 
 
-def test_there_are_four() -> None:
-    assert len(NOTEBOOKS) == 4
+def test_there_are_four_and_one_for_a_gpu() -> None:
+    assert len(NOTEBOOKS) == 5
+    assert ON_A_GPU in NOTEBOOKS
+
+
+def test_without_a_gpu_the_one_for_it_says_so_and_ends() -> None:
+    text = "".join("".join(output.get("text", "")) for output in outputs(ON_A_GPU))
+    assert text.startswith("There is no GPU that torch can use here, so this notebook ends")
+    assert text.endswith("there is nothing to report yet.\n")
 
 
 @notebooks
@@ -33,7 +41,7 @@ def test_every_cell_was_run_in_its_order_and_none_failed(path: Path) -> None:
     assert {output["output_type"] for output in outputs(path)} <= {"stream", "display_data", "execute_result"}
 
 
-@notebooks
+@pytest.mark.parametrize("path", [one for one in NOTEBOOKS if one != ON_A_GPU], ids=lambda path: path.stem)
 def test_it_shows_pictures_and_they_are_small(path: Path) -> None:
     shown = [output["data"]["image/png"] for output in outputs(path) if "image/png" in output.get("data", {})]
     pictures = [base64.b64decode(picture) for picture in shown]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 
@@ -123,6 +124,14 @@ def _words() -> Made:
     return Words().to(WHERE), lambda model: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+def _large() -> Made:
+    """Values of more than a MiB and of no round size: the large pool's."""
+    rows = torch.randn(2001, 257).to(WHERE)
+    widths = (257, 300, 257, 300, 257)
+    layers = [nn.Sequential(nn.Linear(*pair), nn.GELU()) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(*layers).to(WHERE), lambda model: model(rows).square().mean()
+
+
 def _heads(backend: SDPBackend, dtype: torch.dtype, dropout: float, layers: int = 2) -> Case:
     def make() -> Made:
         hidden = torch.randn(2, 60, 128).to(WHERE)  # no multiple of 32, to which the efficient kernel pads
@@ -137,6 +146,7 @@ CASES = {
     "channels_last": Case(_channels_last),
     "recurrent": Case(_recurrent),
     "embedding": Case(_words),
+    "large": Case(_large),
     "checkpointed": Case(lambda: _images(Checkpointed())),
     "two_streams": Case(lambda: _images(TwoStreams(depth=4))),
     "sdpa_math": _heads(SDPBackend.MATH, torch.float32, 0.1),

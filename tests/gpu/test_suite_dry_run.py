@@ -81,6 +81,15 @@ def test_tests_that_fail_or_ran_elsewhere_are_a_failure_of_the_suite(
     assert f"* **Failed**: GPU tests: RuntimeError: GPU tests: {reason}" in read
 
 
+def test_a_python_without_pytest_runs_the_rest_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_suite.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_suite, "run_net", lambda suite, name: None)
+    assert gpu_suite.main(["--device", WHERE.type, "--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 0
+    assert "* Tests, on nothing: left out, for pytest is not installed" in (tmp_path / "gpu-suite.md").read_text()
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_every_network_has_a_step_and_blocks_to_checkpoint(name: str) -> None:
     net = NETS[name](WHERE, True)

@@ -106,7 +106,7 @@ def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes
     assert run.session is not None
     assert run.session._source.lines == {}
     assert run.session.total.fallbacks == 2
-    assert run.session.report().steps_followed == 8
+    assert run.session.report().steps_followed == 8 - 2  # two have left the plan that they had begun under
     assert len(plans[0]) == 2
     assert len(plans[1]) == 4
     assert all(plans[1][path] == content for path, content in plans[0].items())

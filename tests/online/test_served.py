@@ -58,7 +58,7 @@ class Served:
         for number in range(first, last):
             before = total.served_bytes, total.unserved_bytes
             self.losses.append(list(self.training.turn(number)))
-            self.session._settle()
+            self.session._attachment.settle()
             self.served_bytes.append(total.served_bytes - before[0])
             self.unserved_bytes.append(total.unserved_bytes - before[1])
 

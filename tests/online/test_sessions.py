@@ -183,7 +183,7 @@ def planning(training: Training, cache: Path, **options: Any) -> Session:
         training.turn(number)
         if session._source.lines and all(line.next_watch is None for line in session._source.lines.values()):
             break
-    session._settle()
+    session._attachment.settle()
     return session
 
 

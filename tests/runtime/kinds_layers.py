@@ -128,9 +128,14 @@ def _orders(net: Net, x: Tensor) -> Tensor:
 
 def _statistics(net: Net, x: Tensor) -> Tensor:
     variance, mean = torch.var_mean(x * 2, dim=1, keepdim=True)
-    low, high = torch.aminmax(x * 3, dim=1, keepdim=True)
+    high = (x * 3).amax(dim=1, keepdim=True)
     deviation, _ = torch.std_mean(x.exp(), dim=0, keepdim=True)
-    return ((x - mean) / (variance + 1).sqrt() + (high - low).exp() * deviation) * torch.cummax(x.sin(), 1).values
+    return ((x - mean) / (variance + 1).sqrt() + high.exp() * deviation) * torch.cummax(x.sin(), 1).values
+
+
+def _extremes(net: Net, x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x * 3, dim=1, keepdim=True)
+    return (high - low).exp() * x.sin()
 
 
 def _decompositions(net: Net, x: Tensor) -> Tensor:
@@ -143,7 +148,8 @@ def _decompositions(net: Net, x: Tensor) -> Tensor:
 
 
 kind("topk, sort, max, median", _orders, least=8)
-kind("var_mean, aminmax, cummax", _statistics, least=8)
+kind("var_mean, amax, cummax", _statistics, least=8)
+kind("aminmax", _extremes, least=4)
 kind("cholesky, qr, svd, solve", _decompositions, least=8)
 
 

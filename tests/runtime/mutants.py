@@ -18,7 +18,7 @@ WAITS = ("wait", "arrived")
 """Calls of these names wait."""
 CUDA_WAITS = ("wait", "wait_event", "wait_stream", "record_stream", "synchronize")
 """The same, of CUDA's own streams; ``record_stream`` has the allocator wait."""
-GIVE_BACK = ("free", "trim", "cudaHostUnregister")
+GIVE_BACK = ("free", "trim", "forget_ahead", "cudaHostUnregister")
 """Calls of these names give host memory back."""
 HELD = ("storage", "recipe")
 """Attributes that hold memory; ``= None`` lets it go. (A copy that was waited for holds none.)"""

@@ -64,6 +64,8 @@ def test_what_torch_gives_the_user_goes_through_it(monkeypatch: pytest.MonkeyPat
     allocator = Allocator()
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", allocator.stats, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", allocator.reset, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", allocator.stats, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_resetPeakStats", allocator.reset, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda device, optional=False: 0)
     allocator.take(70)

@@ -93,6 +93,51 @@ def test_memory_that_cannot_be_pinned_is_an_error_and_the_rest_serves() -> None:
     assert [part[1:] for part in tier.parts(0, 200)] == [(0, 100), (0, 100)]
 
 
+def _ahead(taken: list[OrdinaryMemory], **options: int) -> PinnedTier[OrdinaryMemory]:
+    """One of which a thread pins up to four pages ahead."""
+    return PinnedTier(lambda size_bytes: OrdinaryMemory(size_bytes, taken), page_bytes=100, most_ahead=4, **options)
+
+
+def test_pages_are_pinned_ahead_as_many_as_there_are_and_the_next_values_take_them() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _ahead(taken)
+    for count, there in ((1, 2), (2, 4), (3, 6), (4, 8), (8, 12)):
+        tier.parts(0, 100 * count)
+        for page in tier._ahead:
+            page.result()
+        assert len(taken) == there
+        assert tier.pinned_bytes == 100 * count
+    tier.free()
+    assert taken == []
+
+
+def test_none_is_pinned_ahead_of_the_limit_and_a_plan_needs_none() -> None:
+    taken: list[OrdinaryMemory] = []
+    tier = _ahead(taken, limit_bytes=350)
+    tier.parts(0, 200)
+    tier.reserve(250)
+    assert sorted(memory.size_bytes for memory in taken) == [50, 100, 100]
+    tier.parts(250, 100)
+    assert len(taken) <= 4
+    tier.forget_ahead()
+    assert tier.pinned_bytes == sum(memory.size_bytes for memory in taken) == 350
+
+
+def test_what_cannot_be_pinned_ahead_is_an_error_of_the_value_that_needs_it() -> None:
+    def pin(size_bytes: int) -> OrdinaryMemory:
+        if taken:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return OrdinaryMemory(size_bytes, taken)
+
+    taken: list[OrdinaryMemory] = []
+    tier = PinnedTier(pin, page_bytes=100, most_ahead=4)
+    tier.parts(0, 100)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        tier.parts(100, 100)
+    tier.free()
+    assert taken == []
+
+
 def test_trimming_gives_back_the_pages_wholly_beyond_and_freeing_everything_once() -> None:
     taken: list[OrdinaryMemory] = []
     tier = _tier(taken)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from .certificate import Certificate
 from .passes.pass_profile import PassProfile
 from .plan import Plan
 from .profile import Profile
@@ -18,6 +19,7 @@ FILES: dict[str, type[msgspec.Struct]] = {
     "profile.schema.json": Profile,
     "plan.schema.json": Plan,
     "inference.schema.json": PassProfile,
+    "certificate.schema.json": Certificate,
 }
 
 

@@ -114,6 +114,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the peaks count."""
     first_step_peak_bytes: Bytes
     """The same in the first step, before the optimizer has state."""
+    allocated_peak_bytes: Bytes | None = None
+    """On a GPU, the most in blocks that torch's allocator hands out: one of more than 1 MiB may be larger by up to
+    that, unless segments are expandable. So ``torch.cuda.max_memory_allocated`` says no more. None on the CPU."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """By PyTorch alone, where that was timed; else the sum of the in-core step's ops. Without a session."""

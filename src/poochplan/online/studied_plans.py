@@ -230,10 +230,12 @@ class StudiedPlans(Observer):
         return self._known.is_under_way(line.key)
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """In the other process; segments swap until the plan is there."""
+        """In the other process; segments swap until the plan is there. Not where there are ranks, each of which has
+        measured its own: they go on as they do, together.
+        """
         key = self._key_of(plan)
         profile = self._known.profiles.get(key)
-        if profile is None:
+        if profile is None or self._ranks is not None:
             return REMEDY
         if self._times[key] == MOST_PLANS:
             return f"it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept"

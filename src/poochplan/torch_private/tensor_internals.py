@@ -430,10 +430,18 @@ def memory_stats_calls() -> tuple[MemoryStats, ResetPeaks]:
     return torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
 
 
-def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks) -> None:
-    """Has the public calls go through these two."""
+def accelerator_stats_call() -> MemoryStats | None:
+    """The same of ``torch.accelerator``; None where this torch has none."""
+    return getattr(torch._C, "_accelerator_getDeviceStats", None)
+
+
+def stand_before_memory_stats(stats: MemoryStats, reset: ResetPeaks, of_accelerator: MemoryStats | None) -> None:
+    """Has the public calls go through these."""
     torch._C._cuda_memoryStats = stats  # type: ignore[assignment]
     torch._C._cuda_resetPeakMemoryStats = reset  # type: ignore[assignment]
+    if of_accelerator is not None:
+        torch._C._accelerator_getDeviceStats = of_accelerator  # type: ignore[assignment]
+        torch._C._accelerator_resetPeakStats = reset  # type: ignore[assignment]
 
 
 def raw_stream(index: int) -> int:
@@ -441,6 +449,7 @@ def raw_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
-def gpu_sleep(cycles: int) -> None:
-    """Keeps the current stream busy, so that what is queued behind it is timed without the host's gaps."""
-    torch.cuda._sleep(cycles)
+def gpu_sleep(cycles: int, where: torch.device) -> None:
+    """Keeps its current stream busy, so that what is queued behind it is timed without the host's gaps."""
+    with torch.cuda.device(where):
+        torch.cuda._sleep(cycles)

@@ -50,6 +50,7 @@ class RunVerb(Verb):
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
   pooch run unet3d --plan plan.json --check
+  pooch run unet3d --plan plan.json --check --certificate certificate.json
   pooch run train.py:workload --plan plan.json --steps 10 --set batch_size=64 --on-divergence error
   pooch run unet3d --plan plan.json --profile profile.json --timeline run.png --picture memory.png
   pooch run gpt2 --plan gpu-plan.json --check --cap --margin 256MiB
@@ -78,6 +79,11 @@ class RunVerb(Verb):
             "--timed", type=at_least(1), default=3, metavar="N", help="further steps, for the step time (default: 3)"
         )
         parser.add_argument("--check", action="store_true", help="run in-core too, and compare bit by bit")
+        parser.add_argument(
+            "--certificate",
+            metavar="FILE.json",
+            help="with --check: write digests of what each step left in-core and under the plan, versions and flags",
+        )
         add_workload_arguments(parser)
         parser.add_argument(
             "--cap", action="store_true", help="on CUDA: let the allocator take no more than the budget"
@@ -138,6 +144,9 @@ class RunVerb(Verb):
         picture = self.output(options.picture, suffix=".png")
         record_path, trace_path = self.output(options.output), self.output(options.trace, suffix=".json")
         plan_path = self.output(options.save_plan, suffix=".json")
+        certificate_path = self.output(options.certificate, suffix=".json")
+        if certificate_path is not None and not options.check:
+            raise UsageError("--certificate: expected --check beside it, which compares the steps; add --check")
         plans = self._plans()
         every = plans.plans if isinstance(plans, PlanSet) else (plans,)
         if plan_path is not None:
@@ -146,7 +155,7 @@ class RunVerb(Verb):
         self._cap_bytes = self._cap(every)
         drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
         profile = self._profile(plans, drawn) if drawn else None
-        plan, summary = self._measure(plans, build, in_core)
+        plan, summary = self._measure(plans, build, in_core, certificate_path)
         self._show(plan, summary)
         if timeline is not None and profile is not None:
             measured = None if summary.in_core_step_s is None else summary.overhead(plan)
@@ -257,8 +266,10 @@ class RunVerb(Verb):
         found = f"{named} is of another step" if named else f"none of the profiles in {folder} is"
         raise UsageError(f"{drawn}: expected the profile that the plan was made from, {found}; name it with --profile")
 
-    def _measure(self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None) -> tuple[Plan, RunSummary]:
-        """What was measured, and the plan that the steps followed."""
+    def _measure(
+        self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None, certificate: Path | None
+    ) -> tuple[Plan, RunSummary]:
+        """What was measured, and the plan that the steps followed; what was compared is written to ``certificate``."""
         from poochplan import verify
         from poochplan.report.runs import RunSummary
 
@@ -281,6 +292,9 @@ class RunVerb(Verb):
                 in_core = compared.in_core
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
+        if compared is not None and certificate is not None:
+            found = verify.certificate_of(compared, options.seed)
+            self.wrote(found.save(certificate, force=options.force))
         assert planned.plan is not None
         why_not = why_not_served_text(options.arena, planned.plan)
         return planned.plan, RunSummary.of(planned, in_core=in_core, comparison=compared, why_not_served=why_not)

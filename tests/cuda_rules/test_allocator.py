@@ -1,0 +1,113 @@
+"""What the allocator tells: as ``PYTORCH_ALLOC_CONF`` has it, to the user and to a session, and where it is short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.errors import UsageError
+from poochplan.formats.plan import Plan
+from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.run_report import Report
+from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.gpu.cases import CASES
+from tests.runtime.nets import equal, train
+from tests.runtime.random_plans import random_plan
+
+MIB = 1 << 20
+CASE = CASES["large"]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Machine]:
+    with on_stand_in() as machine:
+        yield machine
+        assert machine.violations == []
+
+
+def _plan() -> Plan:
+    profile = CASE.profile()
+    smallest = smallest_budget(profile)
+    budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 4
+    return poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100)
+
+
+def _report(plan: Plan) -> Report:
+    """Of three steps that nothing lies beside."""
+    model, step, optimizer = CASE.fresh()
+    with poochplan.apply(plan, model) as session:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+    return session.report()
+
+
+@pytest.mark.parametrize("configured", ["native", "expandable_segments", "max_split_size_mb", "cudaMallocAsync"])
+def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predicted(
+    gpu: Machine, configured: str
+) -> None:
+    memory = gpu.memory
+    memory.expandable = configured == "expandable_segments"
+    memory.backend = configured if configured == "cudaMallocAsync" else "native"
+    memory.max_split_bytes = 20 * MIB if configured == "max_split_size_mb" else memory.max_split_bytes
+    plan = _plan()
+    assert equal(train(CASE, 3)[0], train(CASE, 3, plan)[0])
+    report = _report(plan)
+    assert report.last_step.out_bytes + report.last_step.replayed_values > 0
+    assert report.memory is not None
+    assert report.total.peak_bytes is not None
+    predicted = plan.prediction
+    assert 0 < report.total.peak_bytes <= max(predicted.peak_bytes, predicted.first_step_peak_bytes)
+    assert predicted.allocated_peak_bytes is not None
+    assert report.total.peak_bytes <= report.memory.allocated_bytes <= predicted.allocated_peak_bytes
+    if configured in ("expandable_segments", "cudaMallocAsync"):
+        assert report.memory.allocated_bytes <= max(predicted.peak_bytes, predicted.first_step_peak_bytes)
+    elif configured == "native":
+        assert report.memory.allocated_bytes > report.total.peak_bytes
+
+
+@pytest.mark.parametrize("backend", ["pluggable", "another"])
+def test_an_allocator_that_counts_nothing_is_refused(gpu: Machine, backend: str) -> None:
+    gpu.memory.backend = backend
+    with pytest.raises(UsageError, match=f"which tells what a step takes, found {backend}; run without"):
+        CudaDevice(WHERE)
+
+
+def test_a_report_says_how_often_the_allocator_had_to_give_back_its_cache(gpu: Machine) -> None:
+    plan = random_plan(CASE.profile(), 0, (0, 1, 0))
+    model, step, _ = CASE.fresh()
+    with poochplan.apply(plan, model) as session:
+        before = session.report().memory
+        step().backward()
+        gpu.memory.limit_bytes = gpu.memory.reserved_bytes
+        torch.full((3 * MIB,), 1, dtype=torch.uint8, device=WHERE)  # fits nothing that is cached
+        report = session.report()
+    assert before is not None
+    assert before.retries == 0
+    assert report.memory is not None
+    assert report.memory.retries == 1
+    assert "caches emptied" in str(report)
+
+
+@pytest.mark.parametrize("of", [torch.cuda, torch.accelerator], ids=["cuda", "accelerator"])
+def test_the_users_peaks_and_resets_are_theirs_by_either_name(gpu: Machine, of: object) -> None:
+    plan = random_plan(CASE.profile(), 0, (0, 1, 0))
+    model, step, _ = CASE.fresh()
+    large = torch.empty(256 * MIB, dtype=torch.uint8, device=WHERE)
+    del large
+    assert of.max_memory_allocated() >= 256 * MIB  # type: ignore[attr-defined]
+    with poochplan.apply(plan, model) as session:
+        step().backward()
+        assert of.max_memory_allocated() >= 256 * MIB  # type: ignore[attr-defined]
+        of.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        assert torch.cuda.max_memory_allocated() < 256 * MIB
+        assert torch.accelerator.max_memory_allocated() < 256 * MIB
+        step().backward()
+        memory = session.report().memory
+    assert memory is not None
+    assert memory.allocated_bytes < 256 * MIB

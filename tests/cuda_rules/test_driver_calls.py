@@ -1,0 +1,56 @@
+"""How often a swapped value asks something of the driver: each call holds the launching thread for microseconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.runtime.devices.cuda import CudaDevice
+from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.gpu.cases import CASES
+from tests.runtime.random_plans import random_plan
+
+
+@pytest.fixture
+def gpu() -> Iterator[Machine]:
+    with on_stand_in() as machine:
+        yield machine
+        assert machine.violations == []
+
+
+def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_makes_no_event(gpu: Machine) -> None:
+    case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 1, 0))
+    swapped = sum(value.host_offset >= 0 for value in plan.values)
+    model, step, optimizer = case.fresh()
+    found: list[Counter[str]] = []
+    with poochplan.apply(plan, model, meter="never"):
+        for _ in range(3):
+            before = Counter(gpu.counts)
+            step().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            found.append(gpu.counts - before)
+    assert swapped > 10
+    assert found[0]["events"] < 2 * swapped  # as many as are held at once
+    assert found[-1] == {"recorded": 4 * swapped, "waits": 4 * swapped, "copies": 2 * swapped}
+
+
+def test_an_event_is_used_again_only_when_nobody_can_ask_for_it(gpu: Machine) -> None:
+    device = CudaDevice(WHERE)
+    torch.cuda._sleep(1000)
+    held = device.compute.record()
+    addresses = {id(held.event)}
+    for _ in range(3):
+        other = device.inward.record()
+        assert id(other.event) not in addresses
+        device.compute.wait(other)
+    made = gpu.counts["events"]
+    del other, held
+    device.compute.record()
+    assert gpu.counts["events"] == made
+    device.close()

@@ -1,0 +1,90 @@
+"""A model on ``cuda:1`` while device 0 is current: nothing is asked of device 0, and nothing is put there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.profiler.link.measure import measure_link
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
+from poochplan.runtime.devices.transfers import copy_out
+from poochplan.verify import check
+from poochplan.workload import Workload
+from tests.cuda_rules.machine import Machine, on_stand_in
+from tests.gpu import cases
+from tests.gpu.conftest import small_measurements
+from tests.online.caches import empty_cache
+from tests.runtime.nets import LINK, equal, snapshot, train
+from tests.runtime.random_plans import random_plan
+
+SECOND = torch.device("cuda", 1)
+PLANNED_BY = 16
+"""Behind this step planning is waited for."""
+
+
+@pytest.fixture(params=[True, False], ids=["cupy", "registered"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr(cases, "WHERE", SECOND)
+    with on_stand_in(cupy=request.param, index=1) as machine:
+        yield machine
+        assert machine.violations == []
+
+
+def test_a_step_is_profiled_and_its_plans_are_followed_there(gpu: Machine) -> None:
+    case = cases.CASES["residual"]
+    profile = case.new_profile()
+    assert torch.cuda.current_device() == 0
+    assert all(op.duration_s >= 0 for op in profile.ops)
+    plan = random_plan(profile, 1)
+    in_core, (planned, report) = train(case, 2)[0], train(case, 2, plan)
+    assert equal(in_core, planned)
+    assert report is not None
+    assert report.total.fallbacks == 0
+    assert report.memory is not None
+    assert report.memory.allocated_bytes > 0
+
+
+def test_a_plan_is_checked_beside_in_core_steps_there(gpu: Machine) -> None:
+    case = cases.CASES["embedding"]
+    plan = random_plan(case.new_profile(), 0)
+    assert check(lambda: Workload(*case.fresh()), plan, steps=1, timed_steps=1).difference is None
+
+
+def test_auto_studies_plans_and_follows_there(gpu: Machine, tmp_path: Path) -> None:
+    case = cases.CASES["embedding"]
+    (tmp_path / "user").mkdir()
+    with empty_cache(tmp_path / "user"):
+        in_core = train(case, PLANNED_BY + 4)[0]
+        model, step, optimizer = case.fresh()
+        torch.manual_seed(1)
+        seen = []
+        options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
+        with poochplan.auto(model, optimizer, budget="80%", cache=tmp_path, **options) as session:
+            for number in range(PLANNED_BY + 4):
+                optimizer.zero_grad(set_to_none=True)
+                loss = step()
+                loss.backward()
+                seen.append(snapshot(model, loss))
+                optimizer.step()
+                if number == PLANNED_BY:
+                    session.wait_until_planned(240)
+    assert equal(in_core, seen)
+    assert session.followed > 0
+
+
+def test_its_link_is_measured_and_pages_are_pinned_for_it(gpu: Machine) -> None:
+    with small_measurements():
+        assert measure_link(SECOND).outward.bandwidth_bytes_per_s > 0
+    device = CudaDevice(SECOND)
+    copy_out(device, device.allocate(4096), 0).wait()
+    device.trim_host([])
+    copy_out(device, device.allocate(4096), PAGE_BYTES).wait()
+    device.close()
+    assert gpu.host_memory.pinned == {}
+    assert torch.cuda.current_device() == 0
