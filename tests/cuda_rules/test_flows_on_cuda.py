@@ -19,10 +19,10 @@ from poochplan.integrations.hf import PlanCallback
 from poochplan.planner.planning import smallest_budget
 from poochplan.units import format_bytes
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
-from tests.gpu.cases import CASES
+from tests.gpu.cases import CASES, Made
 from tests.gpu.conftest import small_measurements
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, equal, snapshot, train
+from tests.runtime.nets import LINK, Case, equal, snapshot, train
 from tests.runtime.random_plans import random_plan
 
 PLANNED_BY = 16
@@ -157,6 +157,30 @@ def test_a_trainers_callback_trains_with_the_bits_of_plain_training(tmp_path: Pa
     callback.on_train_end(nobody, nobody, nobody)
     assert equal(in_core, seen)
     assert session.followed > 0
+
+
+def _compiled_in_part(backend: str) -> Case:
+    def make() -> Made:
+        layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+        model, rows = torch.nn.Sequential(*layers).to(WHERE), torch.randn(256, 64).to(WHERE)
+        layers[1].compile(backend=backend)
+        return model, lambda model: model(rows).square().mean()
+
+    return Case(make)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.deep)])
+def test_a_compiled_region_is_one_op_and_its_values_are_swapped_and_recomputed(backend: str) -> None:
+    """By what the compiler makes of it before it makes code, which it makes for no stand-in."""
+    case = _compiled_in_part(backend)
+    profile = case.new_profile()
+    assert [op.name for op in profile.ops if "compiled" in op.name][:1] == ["compiled_region"]
+    planned, report = train(case, 2, random_plan(profile, 0))
+    assert equal(train(case, 2)[0], planned)
+    assert report is not None
+    assert report.total.fallbacks == 0
+    assert report.last_step.out_bytes > 0
 
 
 @pytest.fixture
