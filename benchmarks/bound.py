@@ -21,16 +21,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.facts import facts_of_run, write_results
-from poochplan.planner.judge.candidate import Candidate, try_decisions
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.model.bound import integral_bound, lower_bound
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.model.solvers import SolverLimits
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.candidate import Candidate, try_decisions
+from poochplan.planner.simulator.simulate import simulate
 from tests.planner.random_schedules import interfering_profile, random_schedule
 
 ROUNDING = 1e-9
-SOLVER, LIMITS = "highs", Limits(60)
+SOLVER, LIMITS = "highs", SolverLimits(60)
 EVERY = 10
 
 

@@ -25,16 +25,14 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import ratio_of_pairs
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.plan import Decision
-from poochplan.planner.evaluator.codes import STYLE_OF, codes_of
-from poochplan.planner.evaluator.evaluate import Evaluator
-from poochplan.planner.evaluator.evaluator_library import library
-from poochplan.planner.judge.candidate import swap_all, try_style
 from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.candidate import swap_all, try_style
+from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator, codes_of, library
 
 KEPT = (0.5, 0.2)
 START_UP = """
 import time
-from poochplan.planner.evaluator.evaluator_library import library
+from poochplan.planner.simulator.evaluator import library
 began_s = time.perf_counter()
 assert library(None) is not None
 print(time.perf_counter() - began_s)

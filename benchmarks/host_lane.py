@@ -24,9 +24,9 @@ from torch import nn
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, compared, one_step, profiled
-from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.profiler.trials.handle_cost import measured_on
 from poochplan.tensors.malloc import freed_memory_given_back
 from poochplan.workload import Workload

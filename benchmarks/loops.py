@@ -1,10 +1,13 @@
 """Whole training loops as they are and under ``poochplan.auto``: seconds in all, and when the plan came.
 
     python -m benchmarks.loops -o benchmarks/results/loops.json
+    python -m benchmarks.stacks --seconds 20 -o benchmarks/results/stack-loops.json   # those of stack_loops.py
 
 Each loop in a process of its own: plain, with ``auto`` and empty caches, and with ``auto`` again. Seconds are from
 before the ``with`` block to behind it, without imports and the making of the model, which all three share. ``bitwise``:
 whether the parameters are those of the plain loop. ``memory_mib``: the most that was resident, less the plain loop's.
+``most``: the share of the budget that steps under a plan took, by a meter from outside
+(``tests/allocated_bytes.py``); None where nothing was planned.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.facts import facts_of_run, write_results
+from benchmarks.stack_loops import STACKS, Around, GoesOn, looped
+from tests.allocated_bytes import allocated_bytes
 
 LOOPS: dict[str, tuple[str, dict[str, str]]] = {
     "gpt2": ("gpt2", {}),
@@ -36,66 +43,137 @@ LAST = 20
 """Steps at the end of which the median is told."""
 
 
+class Watched:
+    """State: what the steps of a loop took, and when it was planned. ``seconds`` of 0: it ends behind so many steps."""
+
+    def __init__(self, budget: str, seconds: float, steps: int) -> None:
+        self.took, self.most = list[float](), 0.0
+        self.planned: dict[str, Any] | None = None
+        self._counted, self._model = (0, 0), None
+        self._budget, self._seconds, self._steps = budget, seconds, steps
+        self._meter = allocated_bytes()
+        self._before_bytes = self._meter.live
+        self.start_s = self._last_s = 0.0
+        self.session: Any = None
+
+    @contextlib.contextmanager
+    def around(self, model: Any, optimizer: Any) -> Iterator[Any]:
+        import torch
+
+        import poochplan
+
+        torch.manual_seed(0)
+        self._model = model
+        self.start_s = self.start_s or time.perf_counter()
+        self._last_s = time.perf_counter()
+        auto = poochplan.auto(model, optimizer, budget=self._budget) if self._budget else contextlib.nullcontext()
+        with auto as session:
+            self.session = session
+            yield session
+        self.total_s = time.perf_counter() - self.start_s
+
+    def goes_on(self, session: Any) -> bool:
+        """A step is over; whether another is to come."""
+        now_s = time.perf_counter()
+        self.took.append(now_s - self._last_s)
+        if session is not None and session.plan is not None:
+            self._look(session, now_s)
+        self._meter.restart()
+        self._last_s = time.perf_counter()
+        return len(self.took) < self._steps or (not self._steps and now_s - self.start_s < self._seconds)
+
+    def _look(self, session: Any, now_s: float) -> None:
+        """A step is over, and there is a plan; whether it has followed it throughout."""
+        report = session.report()
+        counted = report.steps_followed, report.total.steps
+        followed, steps = (now - then for now, then in zip(counted, self._counted, strict=True))
+        self._counted = counted
+        if not followed:
+            return
+        self.planned = self.planned or {"step": len(self.took), "s": round(now_s - self.start_s, 1)}
+        if followed == steps:
+            arena_bytes = report.arena.size_bytes if report.arena is not None else 0
+            peak_bytes = self._meter.peak - self._before_bytes + arena_bytes
+            self.most = max(self.most, peak_bytes / session.plan.budget_bytes)
+
+    def digest(self) -> str:
+        """Of the parameters."""
+        digest = hashlib.sha256()
+        for model in self._model.values() if isinstance(self._model, dict) else [self._model]:
+            for parameter in model.parameters():
+                digest.update(parameter.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
 def trained(name: str, budget: str, seconds: float, steps: int) -> dict[str, Any]:
     """The loop in this process: so many ``steps``, or as many as ``seconds`` have room for; plain without a budget."""
     import torch
 
-    import poochplan
+    torch.manual_seed(0)
+    watched = Watched(budget, seconds, steps)
+    (STACKS[name] if name in STACKS else partial(of_workload, name))(watched.around, watched.goes_on)
+    session = watched.session
+    return {
+        "total_s": round(watched.total_s, 2),
+        "steps": len(watched.took),
+        "last_s": round(median(watched.took[-LAST:]), 4),
+        "planned": watched.planned,
+        "served": session is not None and session.arena is not None,
+        "most": round(watched.most, 4) or None,
+        "promised_s": None if session is None or session.plan is None else session.plan.prediction.step_s,
+        "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "digest": watched.digest(),
+    }
+
+
+def of_workload(name: str, around: Around, goes_on: GoesOn) -> None:
+    """The loop of one of the package's own workloads."""
     from benchmarks.pairs import load, one_step
 
     workload = load(*LOOPS[name])
-    digest, took, planned = hashlib.sha256(), list[float](), None
-    auto = poochplan.auto(workload.model, workload.optimizer, budget=budget) if budget else contextlib.nullcontext()
-    torch.manual_seed(0)
-    start_s = time.perf_counter()
-    with auto as session:
-        while len(took) < steps or (not steps and time.perf_counter() - start_s < seconds):
-            took.append(one_step(workload)[0])
-            if session is not None and planned is None and session.report().steps_followed:
-                planned = {"step": len(took), "s": round(time.perf_counter() - start_s, 1)}
-    total_s = time.perf_counter() - start_s
-    for parameter in workload.model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return {
-        "total_s": round(total_s, 2),
-        "steps": len(took),
-        "last_s": round(median(took[-LAST:]), 4),
-        "planned": planned,
-        "served": session is not None and session.arena is not None,
-        "promised_s": None if session is None or session.plan is None else session.plan.prediction.step_s,
-        "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "digest": digest.hexdigest()[:16],
-    }
+    looped(workload.model, around, goes_on, lambda _: void(one_step(workload)), workload.optimizer)
+
+
+def void(_: Any) -> None:
+    """Nothing of it is wanted."""
 
 
 def in_a_process(cache: str, *words: str) -> dict[str, Any]:
     """The same in another one, with that cache folder."""
     command = [sys.executable, "-m", "benchmarks.loops", "--one", *words]
-    done = subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    environment = {**os.environ, "XDG_CACHE_HOME": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["it says nothing"])[-1]}
+    said = [line for line in done.stderr.splitlines() if "poochplan:" in line]
+    return {**json.loads(done.stdout.splitlines()[-1]), "said": said[1:]}
 
 
-def row_of(name: str, budget: str, seconds: float) -> dict[str, Any]:
-    """Plain, first and second run of one loop."""
+def row_of(name: str, budget: str, seconds: float, runs: int = 2) -> dict[str, Any]:
+    """Plain, and so many runs under ``auto`` that share a cache, of one loop."""
     with tempfile.TemporaryDirectory() as cache:
         plain = in_a_process(cache, name, "", str(seconds), "0")
-        runs = [in_a_process(cache, name, budget, "0", str(plain["steps"])) for _ in range(2)]
+        if "failed" in plain:
+            return {"loop": name, **plain}
+        under = [in_a_process(cache, name, budget, "0", str(plain["steps"])) for _ in range(runs)]
     told = {
-        key: {
-            **{part: run[part] for part in ("total_s", "last_s", "planned", "served", "promised_s")},
+        key: run
+        if "failed" in run
+        else {
+            **{part: run[part] for part in ("total_s", "last_s", "planned", "served", "most", "promised_s", "said")},
             "ratio": round(run["total_s"] / plain["total_s"], 3),
             "last_ratio": round(run["last_s"] / plain["last_s"], 3),
             "memory_mib": run["resident_mib"] - plain["resident_mib"],
             "bitwise": run["digest"] == plain["digest"],
         }
-        for key, run in zip(("first", "second"), runs, strict=True)
+        for key, run in zip(("first", "second"), under, strict=False)
     }
     return {"loop": name, "steps": plain["steps"], "plain_s": plain["total_s"], "plain_step_s": plain["last_s"], **told}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
+    parser.add_argument("--loops", nargs="+", choices=(*LOOPS, *STACKS), default=list(LOOPS))
     parser.add_argument("--seconds", type=float, default=60.0, help="of the plain loop (default: 60)")
     parser.add_argument("--budget", default="70%")
     parser.add_argument("--one", nargs=4, metavar=("LOOP", "BUDGET", "SECONDS", "STEPS"), help=argparse.SUPPRESS)

@@ -20,17 +20,17 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.planner.allowance import CountAllowance, TimeAllowance
-from poochplan.planner.evaluator.codes import STYLE_OF, codes_of
-from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.judge.candidate import movable, swap_all
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.model.decide import solve_fluid
 from poochplan.planner.model.fluid import Request
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.model.solvers import SolverLimits
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.walks.annealing import Walker
-from poochplan.planner.walks.incumbents import Found, Incumbents
+from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
+from poochplan.planner.simulator.candidate import movable, swap_all
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
+from poochplan.planner.simulator.flat_problem import flat_problem_of
 
 LINK = "pcie4"
 KEPT = (0.5, 0.1)
@@ -46,14 +46,14 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
     budget_bytes = budget_of(profile, kept)
     problem = build_problem(profile)
     values = tuple(movable(problem))
-    walker = Walker(problem, layout_of(problem), values, Incumbents(problem, budget_bytes, None))
+    walker = Walker(problem, flat_problem_of(problem), values, Incumbents(problem, budget_bytes, None))
     largest = max(int(problem.rounded_bytes[value]) for value in values)
 
-    def overhead(found: Found) -> float | None:
+    def overhead(found: EvaluatedPlan) -> float | None:
         return found.step_s / problem.in_core_s - 1 if found.peak_bytes <= budget_bytes else None
 
-    def proposed(budget: int, is_relaxed: bool) -> Found | None:
-        limits = Limits(limit_s, gap=0.005, absolute_gap=5e-4 * problem.step_s)
+    def proposed(budget: int, is_relaxed: bool) -> EvaluatedPlan | None:
+        limits = SolverLimits(limit_s, gap=0.005, absolute_gap=5e-4 * problem.step_s)
         found = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
         return None if found.decisions is None else walker.try_styles(codes_of(found.decisions), "ilp")
 
@@ -62,16 +62,16 @@ def one(network: str, kept: float, limit_s: float, searched: dict[tuple[str, str
     steps = [c.simulation.step_s for c in candidates if c.peak_bytes <= budget_bytes]
     rounded, integral = proposed(budget_bytes - largest, True), proposed(budget_bytes, False)
     start = walker.try_styles(codes_of(swap_all(problem)), "swap-all", range(len(STYLE_OF)))
-    walked = walker.anneal(start, CountAllowance(EVALUATIONS_PER_VALUE * len(values)), temperature=0.02, seed=0)
+    walked = walker.anneal(start, Allowance(evaluations=EVALUATIONS_PER_VALUE * len(values)), temperature=0.02, seed=0)
     return {
         "network": network,
         "link": LINK,
         "kept": kept,
         "policy": min(steps, default=inf) / problem.in_core_s - 1,
         "rounded": rounded and overhead(rounded),
-        "rounded_descended": rounded and overhead(walker.descend(rounded, TimeAllowance(DESCENT_S))),
-        "integral_descended": integral and overhead(walker.descend(integral, TimeAllowance(DESCENT_S))),
-        "walk": overhead(walker.descend(walked, TimeAllowance(DESCENT_S))),
+        "rounded_descended": rounded and overhead(walker.descend(rounded, Allowance(DESCENT_S))),
+        "integral_descended": integral and overhead(walker.descend(integral, Allowance(DESCENT_S))),
+        "walk": overhead(walker.descend(walked, Allowance(DESCENT_S))),
         "search": searched.get((network, LINK, kept)),
     }
 

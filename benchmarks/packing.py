@@ -30,9 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.profile import Phase, Profile
-from poochplan.planner.arena.blocks import blocks_of, taken_by
 from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack
+from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.policies import PolicyInput, run_policy
 
 LINKS = ("pcie3", "nvlink2")

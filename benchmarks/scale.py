@@ -26,12 +26,12 @@ from benchmarks.instances import gpt_blocks
 from benchmarks.planning import budget_of
 from poochplan.formats.profile import Profile
 from poochplan.planner import for_machine, plan
-from poochplan.planner.judge.candidate import movable
+from poochplan.planner.model.bound import bound_model, bound_seconds
+from poochplan.planner.model.decide import build_fluid_model
 from poochplan.planner.model.fluid import FluidModel, Request
-from poochplan.planner.model.relaxation import bound_model, bound_seconds
-from poochplan.planner.model.solvers import Limits, solve_linear
+from poochplan.planner.model.solvers import SolverLimits, solve_linear
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.rows.fluid_rows import build_fluid_model
+from poochplan.planner.simulator.candidate import movable
 
 LAYERS = (25, 112, 280)
 """460, 2,026 and 5,050 values."""
@@ -69,7 +69,7 @@ def solved(model: FluidModel) -> dict[str, Any]:
     """Seconds of the linear program, its size, and what it proves."""
     arrays = model.linear.arrays()
     started_s = time.perf_counter()
-    found = solve_linear(arrays, "highs", Limits(LIMIT_S), relaxed=True)
+    found = solve_linear(arrays, "highs", SolverLimits(LIMIT_S), relaxed=True)
     return {
         "solve_s": time.perf_counter() - started_s,
         "columns": len(arrays.cost),

@@ -21,10 +21,10 @@ import msgspec
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import swap_all_on_demand
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.schedule.schedule import fit
+from poochplan.planner.simulator.candidate import swap_all_on_demand
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = 0.3

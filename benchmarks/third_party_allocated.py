@@ -29,10 +29,11 @@ from benchmarks.resident import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import Candidate
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.writing import BY_HAND, Outcome, write_plan
+from poochplan.planner.search.optimise import Optimum
+from poochplan.planner.simulator.candidate import Candidate
+from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.writing import BY_HAND, write_plan
 from tests.allocated_bytes import allocated_bytes
 from tests.runtime.nets import Case
 from tests.runtime.third_party_networks import NETWORKS, random_schedule
@@ -46,7 +47,7 @@ def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Pl
     """A plan for a random schedule, whose budget is what it promises."""
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
-    plan = write_plan(profile, problem, Outcome(best, BY_HAND), 0, None, 0.0, is_laid_out=True)
+    plan = write_plan(profile, problem, Optimum(best, BY_HAND), 0, None, 0.0, is_laid_out=True)
     found = plan.prediction
     least = found.arena_peak_bytes if arena == "on" else max(found.peak_bytes, found.first_step_peak_bytes)
     assert least is not None

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import Candidate
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.candidate import Candidate
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import simulate
 
 from .planning import ILP, plan
 

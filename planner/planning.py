@@ -12,20 +12,20 @@ from poochplan.formats.facts.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.allowance import SearchLimits, Watch
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
-from poochplan.planner.evaluator.evaluator_library import begin_build, library
-from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import keep_all
-from poochplan.planner.search.optimise import optimise
+from poochplan.planner.search.optimise import Optimum, optimise
+from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.evaluator import begin_build, library
+from poochplan.planner.simulator.schedule import keep_all
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .allowance import Allowance
-from .effort import Effort, Watch
 from .whatif import as_unserved
-from .writing import KEEP_ALL, Outcome, write_plan
+from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
 """The policy that plans unless another is asked for."""
@@ -97,10 +97,12 @@ def plan(
         host_bytes = None if host_budget is None else parse_bytes(host_budget, "host_budget", least=0)
         if threads is None:
             threads = 2 if evaluations is None else 1
-        effort = Effort(solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted)
+        search = SearchLimits(
+            solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
+        )
         if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
             _check_feasible(profile, problem, budget_bytes, smallest_budget(profile, arena=arena))
-        found = _optimal(profile, problem, budget_bytes, effort, watch, has_arena=has_arena)
+        found = _optimal(profile, problem, budget_bytes, search, watch, has_arena=has_arena)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
     wall_s = time.perf_counter() - started_s
@@ -160,8 +162,8 @@ def _also(profile: Profile) -> str:
 
 
 def _optimal(
-    profile: Profile, problem: Problem, budget_bytes: int, effort: Effort, watch: Watch | None, *, has_arena: bool
-) -> Outcome:
+    profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
+) -> Optimum:
     """The plan that keeps everything where that fits, in an arena or not; else the best that was found."""
     started_s = time.perf_counter()
     schedule = keep_all(problem)
@@ -171,27 +173,25 @@ def _optimal(
             f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of "
             f"{format_bytes(in_core.peak_bytes)}: everything is kept"
         )
-        return Outcome(in_core, KEEP_ALL, (note,))
+        return Optimum(in_core, KEEP_ALL, (note,))
     _check_feasible(profile, problem, budget_bytes)
     given = PolicyInput(profile, problem, budget_bytes)
     proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
-    library(None if effort.evaluations is not None else BUILD_SHARE * effort.time_limit_s)
+    library(None if search.evaluations is not None else BUILD_SHARE * search.time_limit_s)
     fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
     spent_s = time.perf_counter() - started_s
-    optimum = optimise(problem, budget_bytes, effort, proposals, watch, spent_s, fitting)
+    optimum = optimise(problem, budget_bytes, search, proposals, watch, spent_s, fitting)
     best = optimum.best
     if best.peak_bytes > budget_bytes:
         raise InfeasibleError(
             f"no plan was found within {format_bytes(budget_bytes)} that swaps at most "
-            f"{format_bytes(effort.host_bytes or 0)}; pass a larger host budget, or a larger budget",
+            f"{format_bytes(search.host_bytes or 0)}; pass a larger host budget, or a larger budget",
             smallest_budget_bytes=best.peak_bytes,
         )
-    notes: tuple[str, ...] = ()
-    if best.policy != ILP:
-        notes = (f"its decisions were found by annealing that began at the plan of {best.policy!r}",)
-    notes += (optimum.note,) if optimum.note else ()
-    policy = ILP if best.policy == ILP else "annealing"
-    return Outcome(best, policy, notes, optimum, effort.evaluations, effort.seed)
+    if best.policy == ILP:
+        return optimum
+    note = f"its decisions were found by annealing that began at the plan of {best.policy!r}"
+    return replace(optimum, policy="annealing", notes=(note, *optimum.notes))
 
 
 def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:
@@ -199,7 +199,7 @@ def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:
     return run_policy(name, replace(given, allowance=allowance))
 
 
-def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Outcome:
+def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Optimum:
     """The plan of one policy, as it is."""
     best = run_policy(policy, PolicyInput(profile, problem, budget_bytes))
     if best.peak_bytes > budget_bytes:
@@ -213,7 +213,7 @@ def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -
             f"{share_that_holds(smallest_bytes, profile.in_core_peak_bytes)} on",
             smallest_budget_bytes=smallest_bytes,
         )
-    return Outcome(best, policy)
+    return Optimum(best, policy)
 
 
 def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:

@@ -6,20 +6,242 @@ own, with one solver thread each, and a cell that fails loses no other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
+import multiprocessing.connection
 import os
-from collections.abc import Callable, Sequence
-from typing import Literal
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal, TypeAlias
 
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Prediction, SolveStatus
 from poochplan.formats.profile import Profile
+from poochplan.planner.comparison import all_policies
 from poochplan.planner.model.solvers import choose_solver
+from poochplan.planner.planning import ILP, plan, smallest_budget
+from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.policies.registry import unknown_policy
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.simulate import Simulation
 
-from .comparison import all_policies
-from .planning import ILP, smallest_budget
-from .sweep_cells import Solving, SweepPoint, solve_cell
-from .sweep_processes import solve_in_processes
+Cell = tuple[str, int]
+"""A policy and a budget in bytes."""
+
+
+class CellStatus(StrEnum):
+    """How a cell ended, where no search says so."""
+
+    FITS = "fits"  # the policy's plan is within the budget
+    INFEASIBLE = "infeasible"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """What one policy's plan does within one budget; all figures are the simulator's."""
+
+    policy: str
+    budget_bytes: int
+    feasible: bool
+    """Whether the policy found a plan within the budget."""
+    peak_bytes: int | None = None
+    """Most live bytes; the least that the policy needs where it found no plan. None for a cell that failed."""
+    step_s: float | None = None
+    """This and all below: None where there is no plan."""
+    overhead: float | None = None
+    stall_s: float | None = None
+    replay_s: float | None = None
+    out_bytes: int | None = None
+    in_bytes: int | None = None
+    bound_overhead: float | None = None
+    """Proven: no plan within this budget has a smaller overhead. None where nothing is proven."""
+    gap: float | None = None
+    """(step time - proven bound) / bound."""
+    wall_s: float = 0.0
+    """Seconds it took to decide."""
+    status: SolveStatus | CellStatus
+    """How the search ended, of a cell with a plan of the ILP's."""
+    failure: str = ""
+    """What went wrong in a cell that failed."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no answer for this cell."""
+        return self.status is CellStatus.FAILED
+
+    @property
+    def outcome(self) -> str:
+        """The status in words, with what went wrong."""
+        return f"{self.status}: {self.failure}" if self.failed else str(self.status)
+
+    def columns(self) -> dict[str, Any]:
+        """The point as files and tables show it: its figures by name, and the outcome as ``status``."""
+        shown = asdict(self) | {"status": self.outcome}
+        del shown["failure"]
+        return shown
+
+
+@dataclass(frozen=True)
+class Solving:
+    """How each cell is solved."""
+
+    solver: str | None = None
+    time_limit_s: float = 20.0
+    gap: float = 0.005
+    arena: Literal["auto", "on", "off"] = "auto"
+    """Of the ILP's budgets; see ``plan``. Policies that decide alone know none."""
+
+
+def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
+    """The cell's point; whatever goes wrong becomes part of it."""
+    started_s = time.perf_counter()
+    try:
+        found = _plan_of(profile, solving, cell)
+    except InfeasibleError as error:
+        found = _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=error.smallest_budget_bytes)
+    except Exception as error:
+        found = _without_plan(cell, failure=f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return replace(found, wall_s=time.perf_counter() - started_s)
+
+
+def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
+    policy, budget_bytes = cell
+    if policy != ILP:
+        given = PolicyInput.of(profile, budget_bytes)
+        candidate = run_policy(policy, given)
+        if candidate.peak_bytes > budget_bytes:
+            return _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=candidate.peak_bytes)
+        overhead = given.problem.overhead(candidate.simulation.step_s)
+        return _with_plan(cell, candidate.simulation, overhead, CellStatus.FITS)
+    limit_s, arena = solving.time_limit_s, solving.arena
+    made = plan(
+        profile, budget_bytes, solver=solving.solver, time_limit_s=limit_s, gap=solving.gap, threads=1, arena=arena
+    )
+    found = _with_plan(cell, made.prediction, made.prediction.overhead, made.solve.status)
+    bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
+    bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
+    return replace(found, bound_overhead=bound, gap=made.solve.gap)
+
+
+def _with_plan(
+    cell: Cell, does: Prediction | Simulation, overhead: float, status: SolveStatus | CellStatus
+) -> SweepPoint:
+    return SweepPoint(
+        policy=cell[0],
+        budget_bytes=cell[1],
+        feasible=True,
+        peak_bytes=max(does.peak_bytes, does.first_step_peak_bytes),
+        step_s=does.step_s,
+        overhead=overhead,
+        stall_s=does.stall_s,
+        replay_s=does.replay_s,
+        out_bytes=does.out_bytes,
+        in_bytes=does.in_bytes,
+        status=status,
+    )
+
+
+def _without_plan(
+    cell: Cell, status: CellStatus = CellStatus.FAILED, peak_bytes: int | None = None, failure: str = ""
+) -> SweepPoint:
+    policy, budget_bytes = cell
+    return SweepPoint(
+        policy=policy, budget_bytes=budget_bytes, feasible=False, peak_bytes=peak_bytes, status=status, failure=failure
+    )
+
+
+Tell: TypeAlias = Callable[[SweepPoint], None]
+"""Called with each cell that is done."""
+GRACE_S = 2.0
+"""How long a process that was told to end may take."""
+_given: tuple[Profile, Solving]
+"""What every cell of a worker process needs, sent once."""
+
+
+def _begin(profile: Profile, solving: Solving) -> None:
+    global _given
+    _given = profile, solving
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for cells for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _solve_given(cell: Cell) -> SweepPoint:
+    return solve_cell(*_given, cell)
+
+
+def solve_in_processes(
+    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
+) -> dict[Cell, SweepPoint]:
+    """All cells; those that were lost with a process that died are tried again, each in a process of its own."""
+    slow_first = sorted(cells, key=lambda cell: cell[0] != ILP)
+    found = _in_pool(profile, solving, slow_first, processes, tell)
+    for cell in cells:
+        if cell not in found:
+            found |= _in_pool(profile, solving, [cell], 1, tell)
+        if cell not in found:
+            found[cell] = _without_plan(cell, failure="its process died, perhaps of too little memory")
+            tell(found[cell])
+    return found
+
+
+def _in_pool(
+    profile: Profile, solving: Solving, cells: Sequence[Cell], processes: int, tell: Tell
+) -> dict[Cell, SweepPoint]:
+    """The cells whose process lived; an interrupt ends the processes and is raised again."""
+    found: dict[Cell, SweepPoint] = {}
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(profile, solving)
+    )
+    try:
+        with _interrupts_held():
+            futures = {pool.submit(_solve_given, cell): cell for cell in cells}
+        for future in as_completed(futures):
+            with contextlib.suppress(BrokenProcessPool):
+                found[futures[future]] = future.result()
+                tell(found[futures[future]])
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        _end([child for child in multiprocessing.active_children() if child not in before])
+        raise
+    pool.shutdown()
+    return found
+
+
+def _end(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        # Not ``is_alive``: while the pool's own thread collects the exit code, it says yes of a process that has ended.
+        if not multiprocessing.connection.wait([worker.sentinel], timeout=GRACE_S):
+            worker.kill()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started inside never see the terminal's interrupt: it comes to the one that ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 DEFAULT_POINTS = 9
 Finished = Callable[[SweepPoint, int, int], None]
@@ -64,7 +286,12 @@ def sweep(
     build_problem(profile)
     cells = list(dict.fromkeys(itertools.product(names, budgets)))
     processes = min(processes or _usable_processors(), len(cells))
-    tell = _Counted(finished, len(cells))
+    done = itertools.count(1)
+
+    def tell(point: SweepPoint) -> None:
+        if finished is not None:
+            finished(point, next(done), len(cells))
+
     if processes <= 1:
         found = {}
         for cell in cells:
@@ -92,15 +319,3 @@ def default_budgets(
 def _usable_processors() -> int:
     """Those that this process may use, where the system tells (Linux); else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _Counted:
-    """Tells the caller of each cell that is done, and how many are."""
-
-    def __init__(self, finished: Finished | None, total: int) -> None:
-        self._finished, self._total, self._done = finished, total, 0
-
-    def __call__(self, point: SweepPoint) -> None:
-        self._done += 1
-        if self._finished is not None:
-            self._finished(point, self._done, self._total)

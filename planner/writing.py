@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
-from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus, host_aligned
+from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, host_aligned
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
-from poochplan.planner.judge.candidate import Candidate, try_decisions
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
+from poochplan.planner.simulator.candidate import Candidate, try_decisions
+from poochplan.planner.simulator.simulate import simulate
 
 from .whatif import as_unserved
 
@@ -29,41 +29,27 @@ BY_HAND = "by hand"
 """The policy of a plan that somebody has changed."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a plan is written from."""
-
-    best: Candidate
-    policy: str
-    notes: tuple[str, ...] = ()
-    optimum: Optimum | None = None
-    """None where nothing was searched for."""
-    evaluations: int | None = None
-    seed: int = 0
-
-
 def write_plan(
     profile: Profile,
     problem: Problem,
-    found: Outcome,
+    found: Optimum,
     budget_bytes: int,
     workload: str | None,
     wall_s: float,
     *,
     is_laid_out: bool,
 ) -> Plan:
-    """The Plan of an outcome; ``wall_s`` is how long it took to find, ``is_laid_out`` whether it says where its blocks
-    lie in an arena.
+    """The Plan of what was found; ``wall_s`` is how long that took, ``is_laid_out`` whether it says where its
+    blocks lie in an arena.
     """
-    best, tiny = found.best, found.optimum.tiny if found.optimum else frozenset[int]()
-    laid = found.optimum.laid if found.optimum else None
+    best, laid = found.best, found.laid
     if laid is None and is_laid_out:
         laid = layout_of(profile, problem, best.schedule)
     if laid is None or laid.peak_bytes > budget_bytes:  # then no arena serves it
         profile, problem, found = _unserved(profile, problem, found)
         best = found.best
     solve = _solve_record(problem, found, wall_s)
-    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, tiny)
+    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -92,7 +78,7 @@ def write_plan(
     )
 
 
-def _unserved(profile: Profile, problem: Problem, found: Outcome) -> tuple[Profile, Problem, Outcome]:
+def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
     """The same plan where no arena serves its steps, simulated by their seconds. What bounds the shorter step bounds
     the longer one too, and so does keeping everything.
     """
@@ -101,10 +87,8 @@ def _unserved(profile: Profile, problem: Problem, found: Outcome) -> tuple[Profi
         return profile, problem, found
     problem = build_problem(slower)
     best = replace(found.best, simulation=simulate(problem, found.best.schedule))
-    optimum = found.optimum
-    if optimum is not None:
-        optimum = replace(optimum, bound_s=max(optimum.bound_s, problem.keep_all_s))
-    return slower, problem, replace(found, best=best, optimum=optimum)
+    bound_s = None if found.bound_s is None else max(found.bound_s, problem.keep_all_s)
+    return slower, problem, replace(found, best=best, bound_s=bound_s)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -128,42 +112,39 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
     for name, decision in changes.items():
         if name not in place:
             raise UsageError(f"changes: expected names of the plan's values, found {name!r}; Plan.values has them")
-        wish[place[name]] = _possible(profile, problem, place[name], decision)
+        wish[place[name]] = _possible(problem, place[name], decision)
     best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
     wall_s = time.perf_counter() - started_s
-    found, is_laid_out = Outcome(best, BY_HAND), plan.layout is not None
+    found, is_laid_out = Optimum(best, BY_HAND), plan.layout is not None
     return write_plan(profile, problem, found, plan.budget_bytes, plan.workload, wall_s, is_laid_out=is_laid_out)
 
 
-def _possible(profile: Profile, problem: Problem, value: int, decision: Decision | str) -> Decision:
+def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
     """The decision, where the value may have it."""
     name = problem.names[value]
     if decision not in tuple(Decision):
         raise UsageError(f'{name}: expected "keep", "swap" or "recompute", found {str(decision)!r}')
     reason = problem.must_keep[value] if decision != Decision.KEEP else ""
     if decision == Decision.RECOMPUTE and not reason and problem.replay.replays[value] is None:
-        reasons = {one.name: one.unreplayable for one in profile.values}
-        reason = reasons[name] or "what its ops read is gone by then"
+        reason = problem.replay.reasons[value]
     if reason:
         raise UsageError(f"{name}: cannot be decided {str(decision)!r}: {reason}; choose another value")
     return Decision(decision)
 
 
-def _solve_record(problem: Problem, found: Outcome, wall_s: float) -> Solve:
-    optimum = found.optimum
-    solution = optimum.solution if optimum else None
-    bound_s = optimum.bound_s if optimum else problem.keep_all_s if found.policy == KEEP_ALL else None
+def _solve_record(problem: Problem, found: Optimum, wall_s: float) -> Solve:
+    bound_s = problem.keep_all_s if found.bound_s is None and found.policy == KEEP_ALL else found.bound_s
     # The simulator adds in another order than the bound: a step cannot be shorter than the bound by more than rounding.
     gap = max(0.0, found.best.simulation.step_s / bound_s - 1) if bound_s else None
     return Solve(
         policy=found.policy,
-        solver=optimum.solver if optimum else "none",
-        status=optimum.status if optimum else SolveStatus.NOT_NEEDED,
-        objective_s=solution.objective_s if solution else None,
+        solver=found.solver,
+        status=found.status,
+        objective_s=found.objective_s,
         bound_s=bound_s,
         gap=gap,
         wall_s=wall_s,
-        rounds=optimum.rounds if optimum else 0,
+        rounds=found.rounds,
         evaluations=found.evaluations,
         seed=found.seed,
     )

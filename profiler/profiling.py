@@ -15,7 +15,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.formats.profile import Kind, Link, Phase, Profile
-from poochplan.planner.evaluator.evaluator_library import begin_build, library
+from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import (
     EVAL_MODE,

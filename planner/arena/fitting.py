@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import keep_all
+from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.schedule import keep_all
 
 from .step_layout import Laid, layout_of
 
@@ -39,6 +39,11 @@ class Packed:
     """None where it has too many blocks to be laid out."""
     note: str = ""
 
+    @property
+    def step_s(self) -> float:
+        """Of the simulated step."""
+        return self.candidate.simulation.step_s
+
 
 class Fitting:
     """State: the best plans that were packed, and what the last one says of the next; any thread may ask."""
@@ -49,25 +54,25 @@ class Fitting:
         self.within_bytes = max(self._least_bytes, int(budget_bytes / (1 + ROOM)))
         """Live bytes with which an arena is thought to fit."""
         self._lock = threading.Lock()
-        self._with_room: Packed | None = None
-        self._tight: Packed | None = None
+        self._shortest: dict[str, Packed] = {}
+        """By its note: of those whose arena has room, and of those whose has none."""
         self._failed = 0
 
     @property
     def is_hopeless(self) -> bool:
         """Whether no arena fits, as it seems."""
-        return self._failed >= 2 * HOPELESS and self._with_room is None and self._tight is None
+        return self._failed >= 2 * HOPELESS and not self._shortest
 
     def pack(self, candidate: Candidate) -> int:
         """Bytes of a budget that holds the plan's arena, what lies outside it, and room; remembers a plan that fits."""
         laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
         taken_bytes = candidate.peak_bytes if laid is None else laid.peak_bytes
-        with_room_bytes = taken_bytes + (room_of(laid) if laid is not None else 0)
+        with_room_bytes = taken_bytes + (int(ROOM * laid.layout.arena_bytes) if laid is not None else 0)
+        packed = Packed(candidate, laid, "" if with_room_bytes <= self._budget_bytes else NO_ROOM)
         with self._lock:
-            if with_room_bytes <= self._budget_bytes:
-                self._with_room = _shorter(Packed(candidate, laid), self._with_room)
-            elif taken_bytes <= self._budget_bytes:
-                self._tight = _shorter(Packed(candidate, laid, NO_ROOM), self._tight)
+            shortest = self._shortest.get(packed.note)
+            if taken_bytes <= self._budget_bytes and (shortest is None or packed.step_s < shortest.step_s):
+                self._shortest[packed.note] = packed
             needed_bytes = with_room_bytes if self._failed < HOPELESS else taken_bytes
             self._learn(candidate.peak_bytes, needed_bytes)
         return needed_bytes
@@ -84,23 +89,10 @@ class Fitting:
 
     def chosen(self) -> Packed | None:
         """The shortest step of those whose arena has room; of those without, where there is none, or it is dear."""
-        best, tight = self._with_room, self._tight
+        best, tight = self._shortest.get(""), self._shortest.get(NO_ROOM)
         if best is None or tight is None:
             return best or tight
-        return tight if _step_s(best) > (1 + DEAREST) * _step_s(tight) else best
-
-
-def _shorter(found: Packed, best: Packed | None) -> Packed:
-    return found if best is None or _step_s(found) < _step_s(best) else best
-
-
-def _step_s(packed: Packed) -> float:
-    return packed.candidate.simulation.step_s
-
-
-def room_of(laid: Laid) -> int:
-    """Bytes that a budget should hold beside the arena."""
-    return int(ROOM * laid.layout.arena_bytes)
+        return tight if best.step_s > (1 + DEAREST) * tight.step_s else best
 
 
 def smallest_arena(profile: Profile, problem: Problem) -> int:

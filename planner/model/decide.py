@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from poochplan.formats.plan import Decision
-from poochplan.planner.problem.arrays import Floats
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.rows.fluid_rows import build_fluid_model
+import numpy as np
 
-from .fluid import FluidModel, Request
-from .solver_status import SolverStatus
-from .solvers import Limits, solve_linear
+from poochplan.formats.occupancy import Floats
+from poochplan.formats.plan import Decision
+from poochplan.planner.model.decision_constraints import add_decisions, add_early_returns, add_link
+from poochplan.planner.model.fluid import FluidModel, Request, slots_of
+from poochplan.planner.model.linear import SolverStatus
+from poochplan.planner.model.memory_constraints import add_memory
+from poochplan.planner.model.solvers import SolverLimits, solve_linear
+from poochplan.planner.model.time_constraints import add_time
+from poochplan.planner.problem.problem import Problem
+
+
+def build_fluid_model(problem: Problem, request: Request) -> FluidModel:
+    """The model that ``request`` asks for, complete."""
+    sizes = problem.rounded_bytes[list(request.candidates)]
+    unit = max(1.0, float(np.mean(sizes)) / 10) if len(sizes) else 1.0
+    model = FluidModel(problem, request, slots_of(problem), unit, problem.step_s / 1000 or 1.0)
+    add_decisions(model)
+    add_early_returns(model)
+    add_link(model)
+    add_time(model)
+    add_memory(model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -28,24 +43,17 @@ class Solution:
 
 
 def solve_fluid(
-    problem: Problem,
-    request: Request,
-    solver: str,
-    limits: Limits,
-    *,
-    relaxed: bool = False,
-    start: Sequence[Decision] | None = None,
+    problem: Problem, request: Request, solver: str, limits: SolverLimits, *, relaxed: bool = False
 ) -> Solution:
     """Decisions that PLAN finds best; values outside ``request.candidates`` are kept.
 
     ``relaxed`` solves without integrality and takes for each value the decision with the largest share.
-    ``limits.absolute_gap`` is in seconds. ``start`` are decisions to begin from, where the solver takes some.
+    ``limits.absolute_gap`` is in seconds.
     """
     started_s = time.perf_counter()
     model = build_fluid_model(problem, request)
     scaled = replace(limits.since(started_s), absolute_gap=limits.absolute_gap / model.time_unit_s)
-    first = None if start is None or relaxed else _columns_of(model, start)
-    found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed, start=first)
+    found = solve_linear(model.linear.arrays(), solver, scaled, relaxed=relaxed)
     return Solution(
         decisions=None if found.values is None else _decisions(model, found.values),
         objective_s=None if found.objective is None else found.objective * model.time_unit_s,
@@ -64,10 +72,3 @@ def _decisions(model: FluidModel, values: Floats) -> tuple[Decision, ...]:
         else:
             decisions.append(Decision.SWAP if swap >= keep else Decision.KEEP)
     return tuple(decisions)
-
-
-def _columns_of(model: FluidModel, decisions: Sequence[Decision]) -> dict[int, float]:
-    columns = {column: float(decisions[value] is Decision.SWAP) for value, column in model.swap.items()}
-    for value, column in model.recompute.items():
-        columns[column] = float(decisions[value] is Decision.RECOMPUTE)
-    return columns

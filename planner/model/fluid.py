@@ -1,20 +1,73 @@
 """The fluid models' data: what to build a model for, and its columns by their meaning.
 
 Decisions are chosen, copies flow. PLAN decides and may restrict; BOUND only relaxes, so that no plan is faster than its
-optimum. They are one model with a few rows apart, which ``planner/rows/`` adds; docs/planner.md lists the rows and
+optimum. They are one model with a few rows apart, which the constraints beside add; docs/planner.md lists the rows and
 argues for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+
+from poochplan.formats.occupancy import Floats, Ints
+from poochplan.planner.model.linear import LinearModel, Term
 from poochplan.planner.problem.problem import Problem
 
-from .linear import LinearModel
-from .slots import Slots
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Stretches of compute between clock points that do not coincide in time."""
+
+    first_point: tuple[int, ...]
+    """First point of each slot."""
+    seconds: Floats
+    of_point: tuple[int, ...]
+    start_tick: Ints
+    first_backward: int
+    """First slot that begins with, or contains, a use point."""
+
+    last_point_tick: Ints
+    """Tick of the last point of each slot: what the slot's points do is done after it."""
+
+    @property
+    def count(self) -> int:
+        return len(self.first_point)
+
+    def at_tick(self, tick: int) -> int:
+        """The slot that holds a tick; 0 for a tick before the first point."""
+        return max(0, bisect_right(self._starts, tick) - 1)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(map(int, self.start_tick))
+
+
+def slots_of(problem: Problem) -> Slots:
+    """Aggregates the clock points to slots."""
+    first: list[int] = []
+    of_point: list[int] = []
+    for index, work_s in enumerate(problem.point_work_s):
+        if not first or work_s > problem.point_work_s[first[-1]]:
+            first.append(index)
+        of_point.append(len(first) - 1)
+    starts = problem.point_work_s[first]
+    backward = [of_point[point] for point in problem.use_points]
+    return Slots(
+        first_point=tuple(first),
+        seconds=np.diff(np.append(starts, problem.step_s)),
+        of_point=tuple(of_point),
+        start_tick=problem.point_ticks[first],
+        first_backward=min(backward, default=len(first)),
+        last_point_tick=problem.point_ticks[[*(point - 1 for point in first[1:]), len(of_point) - 1]],
+    )
+
 
 WINDOW_NEEDS = 30
 """How many of the last points that replay something a value may be brought back at before its own use."""
@@ -49,12 +102,10 @@ class Request:
     candidates: tuple[int, ...]
     """Values that may be something else than kept."""
     purpose: Purpose = Purpose.PLAN
-    tightened: Mapping[int, int] = field(default_factory=dict)
-    """Tick -> bytes taken off the budget there; each such tick has its own row."""
     host_bytes: int | None = None
     window: int = WINDOW_NEEDS
     whole: tuple[int, ...] = ()
-    """Values, all of them candidates, that PLAN moves in one piece; see ``whole_rows.py``."""
+    """Values, all of them candidates, that PLAN moves in one piece; see ``whole_buffers.py``."""
     free: tuple[int, ...] = ()
     """Values, none of them candidates, that BOUND lets leave and come back for nothing."""
     grid: int = 30
@@ -98,12 +149,12 @@ class FluidModel:
         """Per value: scaled bytes that a copy of it is counted with."""
         self.use_slot = [slots.of_point[p] if p >= 0 else slots.count for p in problem.first_use_point]
         self.save_slot = [slots.of_point[p] for p in problem.save_points]
-        lane = problem.lane if problem.lane is not None and problem.lane.is_compute else None
-        self.replay_op_s = 0.0 if lane is None else lane.replay_s
+        cost = problem.launch_cost if problem.launch_cost is not None and problem.launch_cost.is_compute else None
+        self.replay_op_s = 0.0 if cost is None else cost.replay_s
         """Seconds of the compute stream for each replayed op beside the op itself."""
-        self.out_s, self.fetch_s = (0.0, 0.0) if lane is None else (lane.out_s, lane.fetch_s)
+        self.out_s, self.fetch_s = (0.0, 0.0) if cost is None else (cost.out_s, cost.fetch_s)
         """The same for each copy out, and for each copy back."""
-        self.record_s = 0.0 if lane is None else lane.record_s
+        self.record_s = 0.0 if cost is None else cost.record_s
         self.replay_time = [
             0.0 if replay is None else problem.replay_seconds(value) / self.time_unit_s
             for value, replay in enumerate(problem.replay.replays)
@@ -160,3 +211,59 @@ def _rates(model: FluidModel) -> tuple[float, float]:
     out_s = sum(problem.out_seconds(value) for value in candidates) or 1.0
     in_s = sum(problem.in_seconds(value) for value in candidates) or 1.0
     return total / (out_s / model.time_unit_s), total / (in_s / model.time_unit_s)
+
+
+class Stretch(NamedTuple):
+    """A term of the sums from ``start`` to before ``stop``; nothing where that is no later."""
+
+    start: int
+    stop: int
+    column: int
+    coefficient: float
+
+
+WRITTEN_OUT = 1000
+"""PLAN of fewer values has its sums written out: its relaxation is rounded, and reads better without middlemen."""
+
+
+def is_written_out(model: FluidModel) -> bool:
+    """Whether each sum stands in full in its row."""
+    return not model.is_bound and len(model.request.candidates) < WRITTEN_OUT
+
+
+def running_sums(model: FluidModel, count: int, spans: Iterable[Stretch]) -> list[list[Term]]:
+    """For each of ``count`` places the sum of its terms, mostly as one column; empty where no term has come yet.
+
+    A sum is between 0 and twice the bytes of all candidates.
+    """
+    entering: list[list[int]] = [[] for _ in range(count + 1)]
+    leaving: list[list[int]] = [[] for _ in range(count + 1)]
+    spans = [span for span in spans if span.start < span.stop]
+    for index, span in enumerate(spans):
+        entering[span.start].append(index)
+        leaving[span.stop].append(index)
+    if is_written_out(model):
+        return _written_out(spans, entering, leaving)
+    sums: list[list[Term]] = []
+    before: int | None = None
+    for enters, leaves in zip(entering[:count], leaving[:count], strict=True):
+        if enters or leaves:
+            now = model.linear.column(2 * model.all_bytes)
+            terms: list[Term] = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
+            terms += [(spans[index].column, -spans[index].coefficient) for index in enters]
+            terms += [(spans[index].column, spans[index].coefficient) for index in leaves]
+            model.linear.row(terms, low=0, high=0)
+            before = now
+        sums.append([] if before is None else [(before, 1.0)])
+    return sums
+
+
+def _written_out(spans: list[Stretch], entering: list[list[int]], leaving: list[list[int]]) -> list[list[Term]]:
+    """The sums in the order of ``spans``."""
+    active: set[int] = set()
+    sums: list[list[Term]] = []
+    for enters, leaves in zip(entering[:-1], leaving[:-1], strict=True):
+        active.update(enters)
+        active.difference_update(leaves)
+        sums.append([(spans[index].column, spans[index].coefficient) for index in sorted(active)])
+    return sums

@@ -6,19 +6,18 @@ another process.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Mapping
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from poochplan.errors import SolverError, UsageError
-from poochplan.planner.problem.arrays import Floats
-
-from .linear import Arrays, proven_bound
-from .solver_status import Result, SolverStatus
+from poochplan.formats.occupancy import Floats
+from poochplan.planner.model.linear import Arrays, Result, SolverStatus, proven_bound
 
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _LONGEST_SOLVE_S = 300.0
@@ -28,7 +27,7 @@ not known to end on every program.
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolverLimits:
     """When a solver may stop."""
 
     time_s: float = 60.0
@@ -41,7 +40,7 @@ class Limits:
     most_columns: int | None = None
     """A larger model is not solved with integrality at all."""
 
-    def since(self, started_s: float) -> Limits:
+    def since(self, started_s: float) -> SolverLimits:
         """What is left of these when the model took from ``started_s`` until now to build."""
         return replace(self, time_s=max(0.5, self.time_s - (time.perf_counter() - started_s)))
 
@@ -66,8 +65,6 @@ def choose_solver(name: str | None = None) -> str:
     UsageError
         The solver asked for is unknown to PuLP or not installed, or none is there.
     """
-    from .pulp_solvers import solver_names
-
     available = solver_names(only_installed=True)
     if name is None:
         for default in _SHORT:
@@ -105,19 +102,12 @@ class Cancel:
 
 
 def solve_linear(
-    model: Arrays,
-    solver: str,
-    limits: Limits,
-    *,
-    relaxed: bool = False,
-    start: Mapping[int, float] | None = None,
-    cancel: Cancel | None = None,
+    model: Arrays, solver: str, limits: SolverLimits, *, relaxed: bool = False, cancel: Cancel | None = None
 ) -> LinearSolution:
     """Solves ``model`` with ``solver`` (a name of :func:`choose_solver`).
 
     ``relaxed`` lets integer columns take any value between their bounds; the bound is then :func:`proven_bound` of
-    the solver's duals. ``start`` holds values of some integer columns to begin from, where the solver takes them (HiGHS
-    does).
+    the solver's duals.
 
     Raises
     ------
@@ -126,10 +116,8 @@ def solve_linear(
     """
     try:
         if solver == "highs":
-            status, values, objective, bound = _solve_highs(model, limits, relaxed, start, cancel)
+            status, values, objective, bound = _solve_highs(model, limits, relaxed, cancel)
         else:
-            from .pulp_solvers import solve_with_pulp
-
             name = _SHORT.get(solver, solver)
             status, values, objective, bound = solve_with_pulp(model, name, limits.time_s, limits.gap, relaxed)
     except (OSError, RuntimeError) as error:
@@ -137,9 +125,7 @@ def solve_linear(
     return LinearSolution(status, values, objective, bound)
 
 
-def _solve_highs(
-    model: Arrays, limits: Limits, relaxed: bool, start: Mapping[int, float] | None, cancel: Cancel | None
-) -> Result:
+def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> Result:
     import highspy
 
     highs = _highs(limits)
@@ -152,8 +138,6 @@ def _solve_highs(
     if limits.most_checks is not None:
         highs.cbMipInterrupt += checks
     highs.passModel(_highs_model(model, is_integral))
-    if is_integral and start:
-        highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
     if not is_integral:
         highs.setOptionValue("solver", "ipm")
         highs.setOptionValue("run_crossover", "off")
@@ -194,7 +178,7 @@ class Warm:
     """
 
     def __init__(self, model: Arrays, cancel: Cancel | None = None, *, is_solved_again: bool = True) -> None:
-        self._highs = _highs(Limits())
+        self._highs = _highs(SolverLimits())
         if cancel is not None:
             cancel.attach(self._highs)
         self._highs.passModel(_highs_model(model, is_integral=False))
@@ -205,7 +189,7 @@ class Warm:
         """Other bounds for one column."""
         self._highs.changeColBounds(column, low, high)
 
-    def solve(self, limits: Limits) -> tuple[SolverStatus, Floats | None, Floats | None]:
+    def solve(self, limits: SolverLimits) -> tuple[SolverStatus, Floats | None, Floats | None]:
         """How the run ended, the columns' values (None without a solution) and the rows' duals (None without any)."""
         import highspy
 
@@ -245,11 +229,11 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _seconds(limits: Limits) -> float:
+def _seconds(limits: SolverLimits) -> float:
     return _LONGEST_SOLVE_S if limits.time_s == math.inf else max(0.1, limits.time_s)
 
 
-def _highs(limits: Limits) -> Any:
+def _highs(limits: SolverLimits) -> Any:
     import highspy
 
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -291,3 +275,86 @@ def _highs_status(highs: Any) -> SolverStatus:
         highspy.HighsModelStatus.kUnbounded: SolverStatus.UNBOUNDED,
     }
     return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
+
+
+@functools.cache
+def _pulp() -> Any:
+    """PuLP, loaded. It keeps the error of a solver that is not installed, and with it all frames down to who planned
+    first: a model and its batch in there would live on for good.
+    """
+    import pulp
+
+    for solver in vars(pulp).values():
+        error = getattr(solver, "err", None)
+        while isinstance(error, BaseException):
+            error.__traceback__, error = None, error.__context__
+    return pulp
+
+
+def solver_names(*, only_installed: bool = False) -> dict[str, str]:
+    """PuLP's names of the solvers that it knows, by the same in lower case."""
+    return {name.lower(): name for name in _pulp().listSolvers(onlyAvailable=only_installed)}
+
+
+def solve_with_pulp(model: Arrays, solver: str, time_s: float, gap: float, relaxed: bool) -> Result:
+    """What the solver of that name, PuLP's in any case, says within so many seconds or that relative gap.
+
+    Raises
+    ------
+    RuntimeError
+        The solver died.
+    """
+    pulp = _pulp()
+    problem, variables, rows = _pulp_model(model, relaxed)
+    options = {"timeLimit": time_s, "gapRel": gap, "threads": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            problem.solve(pulp.getSolver(solver_names()[solver.lower()], msg=False, **options))
+        except pulp.PulpSolverError as error:
+            raise RuntimeError(str(error)) from error
+    statuses = {
+        pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,
+        pulp.LpSolutionIntegerFeasible: SolverStatus.TIME_LIMIT,
+        pulp.LpSolutionNoSolutionFound: SolverStatus.NO_SOLUTION,
+        pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
+        pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
+    }
+    status = statuses.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
+    found = [variable.varValue for variable in variables]
+    if not status.has_solution or all(value is None for value in found):
+        return status.without_solution(), None, None, None
+    # A variable that stands in no row is unknown to the solver: any value will do.
+    values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
+    bound = None
+    if relaxed and all(row.pi is not None for row in rows):
+        bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
+    return status, values, float(model.cost @ values), bound
+
+
+def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:
+    """The model as PuLP wants it, its variables and its rows, which are equations or bounded on one side."""
+    pulp = _pulp()
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"x{index}", low, high, cat="Integer" if integer and not relaxed else "Continuous")
+        for index, (low, high, integer) in enumerate(zip(model.low, model.high, model.is_integer, strict=True))
+    ]
+    problem.setObjective(
+        pulp.LpAffineExpression([(v, float(c)) for v, c in zip(variables, model.cost, strict=True) if c])
+    )
+    rows = []
+    for row, (low, high) in enumerate(zip(model.row_low, model.row_high, strict=True)):
+        span = slice(model.start[row], model.start[row + 1])
+        terms = zip(model.column[span].tolist(), model.coefficient[span].tolist(), strict=True)
+        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms])
+        if low == high:
+            sense, side = pulp.LpConstraintEQ, float(low)
+        elif np.isneginf(low):
+            sense, side = pulp.LpConstraintLE, float(high)
+        else:
+            assert np.isposinf(high), "rows are equations or bounded on one side"
+            sense, side = pulp.LpConstraintGE, float(low)
+        rows.append(pulp.LpConstraint(expression, sense, rhs=side, name=f"r{row}"))
+        problem.addConstraint(rows[-1])
+    return problem, variables, rows

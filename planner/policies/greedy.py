@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.candidate import ON_DEMAND, Candidate
-from poochplan.planner.problem.arrays import Ints
-from poochplan.planner.schedule.style import Style
+from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate
+from poochplan.planner.simulator.schedule import Style
 
 from .registry import PolicyInput, policy
 

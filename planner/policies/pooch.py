@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 
+from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
-from poochplan.planner.evaluator.evaluate import Evaluation
-from poochplan.planner.judge.candidate import Candidate, swap_all, swap_all_on_demand, try_style
-from poochplan.planner.judge.simulate import simulate
-from poochplan.planner.judge.streams import Lane, Span
-from poochplan.planner.problem.arrays import Ints
-from poochplan.planner.schedule.style import Style
+from poochplan.planner.simulator.candidate import Candidate, swap_all, swap_all_on_demand, try_style
+from poochplan.planner.simulator.evaluator import Evaluation
+from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.streams import Lane, Span
 
 from .registry import PolicyInput, policy
 

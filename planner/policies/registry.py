@@ -10,11 +10,11 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.allowance import Allowance
-from poochplan.planner.evaluator.evaluate import Evaluator
-from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
+from poochplan.planner.simulator.evaluator import Evaluator
+from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.simulate import simulate
 
 FITTING_STYLES = (*STYLES, ON_DEMAND)
 """All ways to schedule decisions; the last one fits whenever any schedule of these decisions does."""

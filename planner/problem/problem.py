@@ -5,18 +5,104 @@ Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
-from poochplan.formats.occupancy import born_ticks, live_bytes
+from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
+from poochplan.planner.problem.replays import ReplayGraph, build_replay_graph
+from poochplan.planner.problem.validate import check_profile
 
-from .arrays import Floats, Ints
-from .lane import HostLane, build_lane
-from .replays import ReplayGraph, build_replay_graph
-from .validate import check_profile
+
+@dataclass(frozen=True, eq=False)
+class LaunchCost:
+    """What the launching thread takes in a step, whatever is decided, and what each decision adds to it."""
+
+    is_compute: bool
+    """Whether the thread is the compute stream itself, as on the CPU; else the device works behind it."""
+    out_s: float
+    """For each copy out, the release of its value included."""
+    fetch_s: float
+    """For each copy back."""
+    record_s: float
+    """For each recorded op, beside the op itself."""
+    replay_s: float
+    """For each replayed op, beside the op itself."""
+    handles_s: Floats
+    """Per op: packs and unpacks since the op before; one entry more than ops, for those behind the last."""
+    launch_s: Floats
+    """Per op: seconds of its launch in-core; 0 where the thread is the compute stream."""
+    last_save_op: int
+    """Ops completed at the last save point, where recording ends."""
+    _replays: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def before_op_s(self) -> Floats:
+        """Per op: what the thread has done before its points and its launch; one entry more than ops.
+
+        An op's own launch is not in it: the clock starts when the first one is launched.
+        """
+        launched: Floats = np.concatenate(([0.0], np.cumsum(self.launch_s)))
+        return launched + np.cumsum(self.handles_s)
+
+    def keep_all_s(self, work_before_op_s: Floats) -> float:
+        """Seconds of the step that keeps everything."""
+        step_s = float(work_before_op_s[-1])
+        if self.is_compute or not len(self.launch_s):
+            return step_s
+        lead_s = float((self.before_op_s[:-1] - work_before_op_s[:-1]).max())
+        return max(step_s + max(0.0, lead_s), float(self.before_op_s[-1]))
+
+    def replay_of(
+        self, targets: tuple[int, ...], ops: tuple[int, ...], op_seconds: tuple[float, ...]
+    ) -> tuple[float, float]:
+        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the most by which it comes
+        to one of them later than a device would that never waits.
+        """
+        found = self._replays.get(targets)
+        if found is None:
+            launches = [float(self.launch_s[op]) for op in ops]
+            before = [0.0, *accumulate(launches)]
+            work = [0.0, *accumulate(op_seconds[op] for op in ops)]
+            own = [self.replay_s * (position + 1) for position in range(len(ops))]
+            behind = max((before[i] + own[i] - work[i] for i in range(len(ops))), default=0.0)
+            found = self._replays[targets] = before[-1] + self.replay_s * len(ops), behind
+        return found
+
+
+def launch_cost_of(profile: Profile) -> LaunchCost | None:
+    """The launch cost of a profile; None where it does not say what the thread takes."""
+    measured = profile.runtime
+    if measured is None:
+        return None
+    is_compute = profile.device.kind == "cpu"
+    durations = np.array([op.duration_s for op in profile.ops])
+    saves = [point.op for point in profile.points if point.kind is PointKind.SAVE]
+    return LaunchCost(
+        is_compute=is_compute,
+        out_s=measured.swap_s - measured.fetch_s,
+        fetch_s=measured.fetch_s,
+        record_s=measured.record_s,
+        replay_s=measured.replay_s,
+        handles_s=_handle_seconds(profile, measured.handle_s - measured.unpack_s, measured.unpack_s),
+        launch_s=np.zeros(len(durations)) if is_compute else np.minimum(durations, measured.launch_s),
+        last_save_op=max(saves, default=0),
+    )
+
+
+def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
+    """Per op: the packs of all handles of the values that are saved before it, and the unpacks of those used there."""
+    handles_of: dict[int, int] = {}
+    for handle in profile.handles:
+        handles_of[handle.value] = handles_of.get(handle.value, 0) + 1
+    seconds = np.zeros(len(profile.ops) + 1)
+    for point in profile.points:
+        is_save = point.kind is PointKind.SAVE
+        seconds[point.op] += pack_s * handles_of[profile.handles[point.handle].value] if is_save else unpack_s
+    return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +114,7 @@ class Problem:
     op_layers: tuple[str, ...]
     work_before_op_s: Floats
     """Seconds of the compute stream before each op when everything is kept; one entry more than ops, the last is the
-    whole step. On the CPU the handles' seconds are in them (``lane``)."""
+    whole step. On the CPU the handles' seconds are in them (``launch_cost``)."""
     point_ticks: Ints
     point_work_s: Floats
     """The same before each point."""
@@ -69,7 +155,7 @@ class Problem:
     """Seconds of the in-core step: without a session, and so without handles."""
     plain_s: float
     """Of the step by PyTorch alone, where that was timed, else ``in_core_s``: what overheads are beside."""
-    lane: HostLane | None = None
+    launch_cost: LaunchCost | None = None
     """The launching thread; None where the profile does not say what it takes."""
 
     @cached_property
@@ -125,7 +211,7 @@ class Problem:
     @cached_property
     def keep_all_s(self) -> float:
         """Seconds of the step that keeps everything; no plan's step is shorter."""
-        return self.step_s if self.lane is None else self.lane.keep_all_s(self.work_before_op_s)
+        return self.step_s if self.launch_cost is None else self.launch_cost.keep_all_s(self.work_before_op_s)
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
@@ -143,7 +229,9 @@ class Problem:
         """Seconds of the compute stream for a value's own replay; it has one."""
         replay = self.replay.replays[value]
         assert replay is not None
-        on_compute_s = self.lane.replay_s if self.lane is not None and self.lane.is_compute else 0.0
+        on_compute_s = (
+            self.launch_cost.replay_s if self.launch_cost is not None and self.launch_cost.is_compute else 0.0
+        )
         return replay.seconds + on_compute_s * len(replay.ops)
 
     def layer_at(self, tick: int) -> str:
@@ -177,9 +265,9 @@ def build_problem(profile: Profile) -> Problem:
     first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
     values = [profile.values[value] for value in value_of]
     work = np.concatenate(([0.0], np.cumsum([op.duration_s for op in profile.ops])))
-    in_core_s, lane = float(work[-1]), build_lane(profile)
-    if lane is not None and lane.is_compute:
-        work = work + lane.before_op_s
+    in_core_s, cost = float(work[-1]), launch_cost_of(profile)
+    if cost is not None and cost.is_compute:
+        work = work + cost.before_op_s
     point_ops = tuple(point.op for point in profile.points)
     save_tick = point_ticks[list(save_points)]
     return Problem(
@@ -214,7 +302,7 @@ def build_problem(profile: Profile) -> Problem:
         link=profile.link,
         in_core_s=in_core_s,
         plain_s=in_core_s if profile.times.plain_step_s is None else profile.times.plain_step_s,
-        lane=lane,
+        launch_cost=cost,
     )
 
 

@@ -228,11 +228,7 @@ def _temporaries(versions: _Versions, op: int) -> tuple[int, ...]:
 
 
 def _replay_of(
-    versions: _Versions,
-    saved: int,
-    value_of: Sequence[int],
-    save_tick: Sequence[int],
-    first_use_tick: Sequence[int],
+    versions: _Versions, saved: int, value_of: Sequence[int], save_tick: Sequence[int], first_use_tick: Sequence[int]
 ) -> tuple[Replay | None, str]:
     profile, writers = versions.profile, versions.writers
     target = value_of[saved]

@@ -11,32 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, SolveStatus
-from poochplan.planner.allowance import Allowance, Budget
+from poochplan.planner.allowance import Allowance, Progress, SearchLimits, Watch
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting
 from poochplan.planner.arena.step_layout import Laid
-from poochplan.planner.effort import Effort, Progress, Watch
-from poochplan.planner.evaluator.codes import KEEP, STYLE_OF, codes_of
-from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.judge.candidate import Candidate, least_step_s, movable, swap_all_on_demand
 from poochplan.planner.model.bound import Proof
-from poochplan.planner.model.decide import Solution, solve_fluid
+from poochplan.planner.model.decide import solve_fluid
 from poochplan.planner.model.fluid import Request
 from poochplan.planner.model.solvers import choose_solver
+from poochplan.planner.model.whole_buffers import large_values
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.rows.whole_rows import large_values
-from poochplan.planner.schedule.schedule import with_recording
-from poochplan.planner.walks.annealing import Walker
-from poochplan.planner.walks.incumbents import Incumbents
-
-from .polish import polish, worth_polishing
-from .starts import all_decisions, simple_decisions, tiny_values
-from .walking import Walking
+from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.incumbents import Incumbents
+from poochplan.planner.search.polish import polish, worth_polishing
+from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
+from poochplan.planner.simulator.candidate import Candidate, least_step_s, movable, swap_all_on_demand
+from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of
+from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.schedule import with_recording
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -72,30 +70,32 @@ WATCHED_S = 0.2
 
 @dataclass(frozen=True)
 class Optimum:
-    """What came out of the search for one budget."""
+    """The plan that was decided for, and what is known of it."""
 
     best: Candidate
     """Over the budget only where no plan within the host's memory was found."""
-    solution: Solution | None
+    policy: str
+    notes: tuple[str, ...] = ()
+    status: SolveStatus = SolveStatus.NOT_NEEDED
+    bound_s: float | None = None
+    """No plan within the budget has a shorter step; None where nothing was searched for."""
+    objective_s: float | None = None
     """Of PLAN, the last one that has decisions: with integrality for the budget, else relaxed and for less memory."""
-    bound_s: float
-    """No plan within the budget has a shorter step."""
-    status: SolveStatus
-    rounds: int
+    rounds: int = 0
     """How many linear or integer programs were solved."""
-    solver: str
+    solver: str = "none"
     """What proved the bound."""
-    tiny: frozenset[int]
+    evaluations: int | None = None
+    seed: int = 0
+    tiny: frozenset[int] = frozenset()
     laid: Laid | None = None
     """Where the blocks of the best plan lie, if it was packed."""
-    note: str = ""
-    """What is to be said of its arena."""
 
 
 def optimise(
     problem: Problem,
     budget_bytes: int,
-    effort: Effort,
+    effort: SearchLimits,
     proposals: Sequence[Callable[[Allowance], Candidate]] = (),
     watch: Watch | None = None,
     spent_s: float = 0.0,
@@ -106,19 +106,19 @@ def optimise(
     With ``fitting`` its arena fits the budget too, or a note says that none was found.
     An interrupt ends the search; where ``effort.keeps_interrupted``, with the best plan so far.
     """
-    search = _Search(problem, budget_bytes, effort, proposals, spent_s, fitting)
+    search = _PlanSearch(problem, budget_bytes, effort, proposals, spent_s, fitting)
     search.run(watch)
     return search.optimum()
 
 
-class _Search:
+class _PlanSearch:
     """State: what was found and proven so far, and where to look next. Its threads share it."""
 
     def __init__(
         self,
         problem: Problem,
         budget_bytes: int,
-        effort: Effort,
+        effort: SearchLimits,
         proposals: Sequence[Callable[[Allowance], Candidate]],
         spent_s: float,
         fitting: Fitting | None,
@@ -127,7 +127,7 @@ class _Search:
         self.solver = _solver_for(effort)
         self.whole = effort.allowance(spent_s)
         self.allowance = self.whole.part(1.0 - POLISH_SHARE)
-        self.layout = layout_of(problem)
+        self.flat = flat_problem_of(problem)
         self._fitting = fitting
         self.incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
         least = swap_all_on_demand(problem)
@@ -135,7 +135,7 @@ class _Search:
         self.values = tuple(value for value in movable(problem) if value not in self.tiny)
         self.proof = Proof(problem, budget_bytes, self.solver)
         self.walking = Walking(problem, self.values, self.tiny, self.incumbents, self.allowance, effort.seed)
-        self.solution: Solution | None = None
+        self.objective_s: float | None = None
         self.rounds = 0
         self.is_exhausted = False
         self.polished: list[Candidate] = []
@@ -145,8 +145,6 @@ class _Search:
 
     def run(self, watch: Watch | None) -> None:
         """The search, in threads of its own, so that an interrupt reaches this one at once."""
-        jobs = [self._alone] if self.effort.threads == 1 else [self._prove_and_walk, self._propose_and_walk]
-        jobs += [self._walk] * (self.effort.threads - len(jobs))
         try:
             self._begin()
         except KeyboardInterrupt:
@@ -154,11 +152,10 @@ class _Search:
                 raise
             self._stop()
             return
-        if self.is_exhausted:
-            jobs = [self._prove]
+        jobs = self._jobs()
         with ThreadPoolExecutor(len(jobs), "search") as pool:
             try:
-                self._watch([pool.submit(job) for job in jobs], watch)
+                self._watch([pool.submit(self._work, job) for job in jobs], watch)
                 self._watch([pool.submit(self._polish)], watch)
             except KeyboardInterrupt:
                 self._stop()
@@ -184,50 +181,37 @@ class _Search:
         self.whole.stop()
         self.proof.end()
 
-    def _alone(self) -> None:
-        """One thread does everything, in an order that no clock decides where simulations are counted."""
-        walker = self._walker()
-        self._propose(walker)
-        stages: tuple[Callable[[], None], ...] = (
-            self._relax,
-            lambda: self.walking.once(walker),
-            self._branch,
-            lambda: self._round(walker),
-            lambda: self._walk_on(walker),
-        )
+    def _work(self, stages: Sequence[Callable[[], None]]) -> None:
+        """What one thread does: its stages, until the search is over."""
         for stage in stages:
-            if self.is_over:
+            if self.is_over and not self.is_exhausted:
                 return
             stage()
+
+    def _jobs(self) -> list[list[Callable[[], None]]]:
+        """The stages of each thread. One alone does all, in an order that no clock decides where simulations are
+        counted; of several one proves first, and one walks first. Where every way was tried it is left to prove.
+        """
+        if self.is_exhausted:
+            return [[self._prove]]
+        walkers = [self._walker() for _ in range(self.effort.threads)]
+        first, round_ = walkers[0], partial(self._round, walkers[0])
+        walks: list[Callable[[], None]] = [partial(self._walk_on, walker) for walker in walkers]
+        if len(walkers) == 1:
+            once = partial(self.walking.once, first)
+            return [[partial(self._propose, first), self._relax, once, self._branch, round_, *walks]]
+        prove: list[Callable[[], None]] = [self._relax, self._branch, round_]
+        walk: list[Callable[[], None]] = [partial(self._propose, walkers[1])]
+        if self.is_small:
+            prove.append(self._integrate)
+            walk.append(partial(self._integrate_whole, walkers[1]))
+        return [[*prove, walks[0]], [*walk, walks[1]], *([more] for more in walks[2:])]
 
     def _prove(self) -> None:
         """Where all ways to decide were tried."""
         self._relax()
-        if self.effort.threads > 1 and not self.is_good_enough and not self.allowance.is_spent:
+        if self.effort.threads > 1 and not self.is_over:
             self._integrate()
-
-    def _prove_and_walk(self) -> None:
-        walker = self._walker()
-        stages: list[Callable[[], None]] = [self._relax, self._branch, lambda: self._round(walker)]
-        if self.is_small:
-            stages.append(self._integrate)
-        for stage in stages:
-            if self.is_over:
-                return
-            stage()
-        self._walk_on(walker)
-
-    def _propose_and_walk(self) -> None:
-        walker = self._walker()
-        self._propose(walker)
-        while self.is_small and not self.is_over and not self.walking.has_walked(WALKS_FIRST):
-            self.walking.once(walker)
-        if self.is_small and not self.is_over:
-            self._integrate(is_whole=True)
-        self._walk_on(walker)
-
-    def _walk(self) -> None:
-        self._walk_on(self._walker())
 
     @property
     def is_small(self) -> bool:
@@ -255,7 +239,7 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self.is_exhausted or self.is_good_enough or self.allowance.is_spent
+        return self.is_good_enough or self.allowance.is_spent
 
     def progress(self) -> Progress:
         """For whoever watches."""
@@ -277,14 +261,21 @@ class _Search:
 
     def _branch(self) -> None:
         """BOUND again, with the largest values decided; walks begin with each way that may lead to a better plan."""
-        places = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
+        basins = self.proof.branch(self.allowance.part(BRANCH_SHARE), SOLVES, self.incumbents.step_s)
         self.rounds += 1
-        self.walking.look_in(places)
+        self.walking.look_in(basins)
 
     def _integrate(self, *, is_whole: bool = False) -> None:
         """BOUND with its integrality; ``is_whole``: large values in one piece."""
         self.proof.integral(self.allowance, is_whole=is_whole)
         self.rounds += 1
+
+    def _integrate_whole(self, walker: Walker) -> None:
+        """After some walks."""
+        while not self.is_over and not self.walking.has_walked(WALKS_FIRST):
+            self.walking.once(walker)
+        if not self.is_over:
+            self._integrate(is_whole=True)
 
     def _round(self, walker: Walker) -> None:
         """PLAN: its relaxation rounded, for less memory too; on small steps with its integrality."""
@@ -303,8 +294,8 @@ class _Search:
         )
         solution = solve_fluid(self.problem, request, self.solver, limits, relaxed=is_relaxed)
         self.rounds += 1
-        if self.solution is None or solution.decisions is not None:
-            self.solution = solution
+        if self.objective_s is None or solution.decisions is not None:
+            self.objective_s = solution.objective_s
         if solution.decisions is None:
             return
         codes = codes_of(solution.decisions)
@@ -314,7 +305,7 @@ class _Search:
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def _walker(self) -> Walker:
-        return Walker(self.problem, self.layout, self.values, self.incumbents, self.is_enough)
+        return Walker(self.problem, self.flat, self.values, self.incumbents, self.is_enough)
 
     def _begin(self) -> None:
         """Every way to decide where there are few, else plans that are simple: there is a plan from here on."""
@@ -360,9 +351,9 @@ class _Search:
         for found in worth_polishing(self.problem, self.incumbents.ranked(), self.budget_bytes, count, over):
             if self.is_good_enough or self.whole.is_spent:
                 return
-            start = self.incumbents.judged(found)
+            start = self.incumbents.simulated(found)
             if least_step_s(self.problem, start.wish) < self.incumbents.step_s:
-                self._offer(polish(self.problem, start, found.within_bytes, Budget(POLISH_EVALUATIONS, self.whole)))
+                self._offer(polish(self.problem, start, found.within_bytes, self.whole.part(1.0, POLISH_EVALUATIONS)))
         self.is_polished = not self.whole.is_spent
 
     def _offer(self, candidate: Candidate) -> None:
@@ -380,21 +371,25 @@ class _Search:
         if packed is not None:
             best = packed.candidate
         else:
-            found = self.incumbents.judged(self.incumbents.best(is_live=True))
+            found = self.incumbents.simulated(self.incumbents.best(is_live=True))
             best = min([found, *self.polished], key=self._rank)
         best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
+        note = packed.note if packed is not None else "" if self._fitting is None else NO_ARENA
         return Optimum(
             best=best,
-            solution=self.solution,
-            bound_s=bound_s,
+            policy=best.policy,
+            notes=(note,) if note else (),
             status=SolveStatus.WITHIN_GAP if is_near else self._status(),
+            bound_s=bound_s,
+            objective_s=self.objective_s,
             rounds=self.rounds,
             solver=self.solver,
+            evaluations=self.effort.evaluations,
+            seed=self.effort.seed,
             tiny=self.tiny,
             laid=packed.laid if packed is not None else None,
-            note=packed.note if packed is not None else "" if self._fitting is None else NO_ARENA,
         )
 
     def _status(self) -> SolveStatus:
@@ -408,7 +403,7 @@ class _Search:
         return candidate.rank(self.budget_bytes)
 
 
-def _solver_for(effort: Effort) -> str:
+def _solver_for(effort: SearchLimits) -> str:
     """The solver asked for; where simulations are counted, one whose work can be counted too."""
     solver = choose_solver(effort.solver)
     if effort.evaluations is not None and solver != "highs":

@@ -1,35 +1,179 @@
 """Local search over the schedule of given decisions: the simulator says where the step waits, and what it helps.
 
-``moves.py`` says what may change. After each move the schedule is fitted again, so that memory stays within the budget.
+A move changes one thing of a :class:`Tuning`: a replay runs earlier, a value leaves later, a queue goes in another
+order. After each move the schedule is fitted again, so that memory stays within the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
 
 import numpy as np
 
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Budget
-from poochplan.planner.evaluator.codes import decisions_of
-from poochplan.planner.judge.candidate import STYLES, Candidate, least_step_s, try_style
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import with_recording
-from poochplan.planner.schedule.style import AS_STYLED, Style, Tuning
-from poochplan.planner.walks.incumbents import Found
+from poochplan.planner.search.incumbents import EvaluatedPlan
+from poochplan.planner.simulator.candidate import STYLES, Candidate, least_step_s, try_style
+from poochplan.planner.simulator.construct import may_replay_at
+from poochplan.planner.simulator.evaluator import decisions_of
+from poochplan.planner.simulator.schedule import AS_STYLED, Style, Tuning, lists_of, with_recording
 
-from .moves import Moves
+ALL_MOVES = 8
+"""Up to so many values that move, every move is tried."""
+WAITS = 12
+"""On large steps, the longest waits near which moves are tried."""
+NEAR = 4
+"""On large steps, how many values or points before and after a wait are tried."""
+
+
+class Moves:
+    """What may be changed about a schedule."""
+
+    def __init__(self, problem: Problem, tuning: Tuning, candidate: Candidate) -> None:
+        self.problem, self.tuning, self.candidate = problem, tuning, candidate
+        lists = lists_of(problem, candidate.schedule)
+
+        def points_of(action: str) -> dict[int, int]:
+            return {value: point for point in sorted(lists) for value in lists[point][action]}
+
+        self.out, self.release = points_of("swap_out"), points_of("release")
+        self.prefetch, self.replay = points_of("prefetch"), points_of("replay")
+        """Value -> its point, in the order in which they happen."""
+        wished = (value for value, decision in enumerate(candidate.wish) if decision is Decision.SWAP)
+        self.swapped = (*self.release, *(value for value in wished if value not in self.release))
+        """In the order of releases, and then those that need none."""
+        self.use_points = problem.use_points
+
+    @property
+    def are_few(self) -> bool:
+        """Whether every move can be tried."""
+        return len(self.candidate.wish) - sum(d is Decision.KEEP for d in self.candidate.wish) <= ALL_MOVES
+
+    def all(self) -> Iterator[Tuning]:
+        """Every move."""
+        problem = self.problem
+        link = problem.link
+        yield from self._by_rule()
+        for value, decision in enumerate(self.candidate.wish):
+            if decision is Decision.RECOMPUTE:
+                yield from self._replays_earlier(value, self.use_points)
+        for value in self.release:
+            yield from self._stays(value, range(self.release[value] + 1, problem.first_use_point[value] + 1))
+        for value in self.tuning.stay_until:
+            yield replace(self.tuning, stay_until=_without(self.tuning.stay_until, value))
+        yield from (replace(self.tuning, out_order=order) for order in _exchanges(tuple(self.out)))
+        yield from (replace(self.tuning, release_order=order) for order in _exchanges(self.swapped))
+        yield from (replace(self.tuning, fetch_order=order) for order in _exchanges(tuple(self.prefetch)))
+        is_ahead = problem.launch_cost is not None and not problem.launch_cost.is_compute
+        if link.duplex < 1.0 or link.interference_out > 0.0 or link.interference_in > 0.0 or is_ahead:
+            yield from self._copies_later()
+
+    def near_waits(self) -> Iterator[Tuning]:
+        """Moves that could shorten one of the longest waits."""
+        yield from self._by_rule()
+        waits = sorted(self.candidate.simulation.waits, key=lambda wait: (-wait.seconds, wait.point))
+        for wait in waits[:WAITS]:
+            if wait.is_out:
+                yield from self._around_release(wait.value)
+            else:
+                yield from self._around_fetch(wait.value, wait.point)
+
+    # -- moves of each kind -------------------------------------------------------------------------------------------
+
+    def _by_rule(self) -> Iterator[Tuning]:
+        """The queue outwards in the order of releases; releases in the order in which bytes can be given up."""
+        order = tuple(sorted(self.out, key=lambda v: self.release[v]))
+        if order != tuple(self.out):
+            yield replace(self.tuning, out_order=order)
+        problem = self.problem
+        frees = {v: max(int(problem.save_tick[v]), int(problem.forward_death[v]) + 1) for v in self.swapped}
+        yield replace(self.tuning, release_order=tuple(sorted(self.swapped, key=lambda v: (frees[v], v))))
+
+    def _replays_earlier(self, value: int, points: tuple[int, ...]) -> Iterator[Tuning]:
+        """A replay at each of ``points`` up to its value's use, behind the others there or before them."""
+        others = _without(self.tuning.replay_at, value)
+        if value in self.tuning.replay_at:
+            yield replace(self.tuning, replay_at=others)
+        for point in points:
+            if may_replay_at(self.problem, value, point):
+                yield replace(self.tuning, replay_at={**others, value: point})
+                if point in others.values():
+                    yield replace(self.tuning, replay_at={value: point, **others})
+
+    def _stays(self, value: int, points: range) -> Iterator[Tuning]:
+        for point in points:
+            yield replace(self.tuning, stay_until={**self.tuning.stay_until, value: point})
+
+    def _copies_later(self) -> Iterator[Tuning]:
+        """Copies queued later: where they slow something, or where queueing them delays launches."""
+        tuning = self.tuning
+        for value, first in self.out.items():
+            for point in range(first + 1, self.release[value] + 1):
+                yield replace(tuning, out_from={**tuning.out_from, value: point})
+        for value, first in self.prefetch.items():
+            for point in self.use_points:
+                if first < point <= self.problem.first_use_point[value]:
+                    yield replace(tuning, fetch_from={**tuning.fetch_from, value: point})
+
+    def _around_release(self, value: int) -> Iterator[Tuning]:
+        """For a wait for a copy out: it goes ahead in the queue, or another value leaves in its place."""
+        tuning = self.tuning
+        for order in _ahead(tuple(self.out), value):
+            yield replace(tuning, out_order=order)
+        yield from self._leaves_later(value)
+
+    def _around_fetch(self, value: int, point: int) -> Iterator[Tuning]:
+        """For a wait for a copy back: a replay beside it, its copy ahead in the queue, or less time away."""
+        tuning = self.tuning
+        here = self.problem.point_index[point]
+        beside = self.use_points[max(0, here - 1) : here + 1]
+        for other in [other for other, at in self.replay.items() if at > point][:NEAR]:
+            yield from self._replays_earlier(other, beside)
+        for order in _ahead(tuple(self.prefetch), value):
+            yield replace(tuning, fetch_order=order)
+        yield from self._leaves_later(value)
+
+    def _leaves_later(self, value: int) -> Iterator[Tuning]:
+        """Released last of all, or not before one of the next points."""
+        if value in self.release:
+            first = self.release[value]
+            yield replace(self.tuning, release_order=(*(v for v in self.swapped if v != value), value))
+            yield from self._stays(value, range(first + 1, first + 1 + NEAR))
+
+
+def _without(points: Mapping[int, int], value: int) -> dict[int, int]:
+    return {other: point for other, point in points.items() if other != value}
+
+
+def _exchanges(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every order that exchanges two."""
+    for first, second in combinations(range(len(order)), 2):
+        changed = list(order)
+        changed[first], changed[second] = changed[second], changed[first]
+        yield tuple(changed)
+
+
+def _ahead(order: tuple[int, ...], value: int) -> Iterator[tuple[int, ...]]:
+    """``value`` moved ahead by one place, two, four and so on."""
+    place = order.index(value) if value in order else 0
+    rest = [other for other in order if other != value]
+    step = 1
+    while step <= place:
+        yield (*rest[: place - step], value, *rest[place - step :])
+        step *= 2
+
 
 MIN_GAIN = 1e-7
 """Smallest relative gain in step time that counts."""
 
 
-def polish(problem: Problem, candidate: Candidate, budget_bytes: int, budget: Budget) -> Candidate:
+def polish(problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> Candidate:
     """The best schedule met of the candidate's decisions, never worse than the one it has; with recording."""
-    search = _Search(problem, candidate, budget_bytes, budget)
+    search = _Polish(problem, candidate, budget_bytes, allowance)
     search.run()
     best = search.best
     return replace(best, schedule=with_recording(problem, best.schedule))
@@ -44,11 +188,11 @@ class _State:
     candidate: Candidate
 
 
-class _Search:
+class _Polish:
     """State: where the search is, the best schedule so far, and what was tried."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, budget_bytes: int, budget: Budget) -> None:
-        self.problem, self.budget_bytes, self.budget = problem, budget_bytes, budget
+    def __init__(self, problem: Problem, candidate: Candidate, budget_bytes: int, allowance: Allowance) -> None:
+        self.problem, self.budget_bytes, self.allowance = problem, budget_bytes, allowance
         self.start = self.best = candidate
         self.seen: set[object] = set()
         self.here: _State | None = None
@@ -68,7 +212,7 @@ class _Search:
     def _is_done(self) -> bool:
         best = self.best
         is_fast = best.simulation.step_s <= self.floor_s * (1 + MIN_GAIN)
-        return self.budget.left <= 0 or (is_fast and best.peak_bytes <= self.budget_bytes)
+        return self.allowance.is_spent or (is_fast and best.peak_bytes <= self.budget_bytes)
 
     def _moves(self, here: _State) -> Iterator[tuple[Style, Tuning]]:
         moves = Moves(self.problem, here.tuning, here.candidate)
@@ -79,7 +223,7 @@ class _Search:
     def _try(self, style: Style, tuning: Tuning) -> bool:
         """Fits and simulates; whether it is better than where the search is."""
         key = style, _key(tuning)
-        if key in self.seen or not self.budget.spend():
+        if key in self.seen or not self.allowance.spend():
             return False
         self.seen.add(key)
         start = self.start
@@ -97,12 +241,14 @@ class _Search:
         return found_over < over or (found_over == over and found_s < step_s * (1 - MIN_GAIN))
 
 
-def worth_polishing(problem: Problem, ranked: Sequence[Found], budget_bytes: int, count: int, over: int) -> list[Found]:
+def worth_polishing(
+    problem: Problem, ranked: Sequence[EvaluatedPlan], budget_bytes: int, count: int, over: int
+) -> list[EvaluatedPlan]:
     """Of plans, best first: up to ``count`` within the budget and ``over`` that only another schedule can bring there.
 
     Of those that ended with the same decisions, the one that was free to swap the most.
     """
-    kept: dict[bytes, Found] = {}
+    kept: dict[bytes, EvaluatedPlan] = {}
     for found in ranked:
         key = found.decisions.tobytes()
         if key not in kept or found.swapped > kept[key].swapped:

@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
+from poochplan.formats.occupancy import Bytes
+from poochplan.formats.plan import Decision
 from poochplan.planner.allowance import Allowance
-from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of
-from poochplan.planner.judge.candidate import swap_all
-from poochplan.planner.model.branching import Place, values_to_branch_on
-from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.model.bound import values_to_branch_on
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.walks.annealing import Walker
-from poochplan.planner.walks.incumbents import Found, Incumbents
+from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
+from poochplan.planner.simulator.candidate import movable, swap_all
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
 
-PLACES = 4
+RECOMPUTE_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def simple_decisions(problem: Problem) -> Iterator[tuple[str, tuple[Decision, ...]]]:
+    """By name: swap-all, recompute-all, and mixes: the cheapest replays, the rest swapped."""
+    yield "swap-all", swap_all(problem)
+    replayable = sorted(
+        (value for value in movable(problem) if problem.replay.replays[value] is not None),
+        key=lambda value: (_replay_seconds_per_byte(problem, value), value),
+    )
+    for share in RECOMPUTE_SHARES:
+        wish = list(swap_all(problem))
+        for value in replayable[: round(len(replayable) * share)]:
+            wish[value] = Decision.RECOMPUTE
+        name = "recompute-all" if share == 1.0 else f"recompute {share:.0%}, swap the rest"
+        yield name, tuple(wish)
+
+
+def all_decisions(problem: Problem, most: int) -> list[tuple[Decision, ...]] | None:
+    """Every way to decide; None where there are more than ``most``."""
+    choices = [_choices(problem, value) for value in range(problem.value_count)]
+    if prod(len(choice) for choice in choices) > most:
+        return None
+    return list(product(*choices))
+
+
+def _choices(problem: Problem, value: int) -> tuple[Decision, ...]:
+    if problem.must_keep[value]:
+        return (Decision.KEEP,)
+    if problem.replay.replays[value] is None:
+        return Decision.KEEP, Decision.SWAP
+    return tuple(Decision)
+
+
+def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[int]:
+    """Values that together hold less than a share of the saved bytes; none where ``room_bytes`` do not hold them."""
+    total = int(problem.rounded_bytes.sum())
+    tiny: set[int] = set()
+    held = 0
+    for value in sorted(movable(problem), key=lambda v: (int(problem.rounded_bytes[v]), v)):
+        held += int(problem.rounded_bytes[value])
+        if held > total * share:
+            break
+        tiny.add(value)
+    return frozenset(tiny) if held <= room_bytes else frozenset()
+
+
+def _replay_seconds_per_byte(problem: Problem, value: int) -> float:
+    return problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value]))
+
+
+BASINS = 4
 """In how many ways to decide the largest values walks begin."""
 EVALUATIONS_PER_VALUE = 250
 """Simulations that one walk takes at most, at first."""
@@ -62,7 +116,7 @@ class Walking:
         self.problem, self.values, self.tiny, self.incumbents = problem, tuple(values), tiny, incumbents
         self._allowance, self._seed = allowance, seed
         self._starts: list[Start] = []
-        self._ends: list[Found] = []
+        self._ends: list[EvaluatedPlan] = []
         self._walks = self._again = self._last_gain = 0
         self._lock = threading.Lock()
 
@@ -83,9 +137,9 @@ class Walking:
             ways = (SWAP, KEEP, RECOMPUTE) if has_replay else (SWAP, KEEP)
             self._starts += [self._pinned({value: code}) for code in ways]
 
-    def look_in(self, places: Iterable[Place]) -> None:
+    def look_in(self, basins: Sequence[dict[int, int]]) -> None:
         """Starts with the large values decided as branching has them, before all others."""
-        starts = [self._pinned({v: int(place.codes[v]) for v in place.pinned}) for place in list(places)[:PLACES]]
+        starts = [self._pinned(decided) for decided in basins[:BASINS]]
         with self._lock:
             self._starts = starts + [start for start in self._starts if not start.pinned]
 
@@ -122,11 +176,11 @@ class Walking:
                 self._last_gain = self._again
             self._ends = sorted([*self._ends, end], key=self.incumbents.rank)[:ENDS]
 
-    def descend(self, walker: Walker, found: Found) -> Found:
+    def descend(self, walker: Walker, found: EvaluatedPlan) -> EvaluatedPlan:
         """Down to a local optimum, in the share that a descent may take."""
         return walker.descend(found, self._allowance.part(DESCENT_SHARE, EVALUATIONS_PER_VALUE * len(self.values)))
 
-    def _start_again(self, again: int, ends: Sequence[Found]) -> tuple[Start, Found | None]:
+    def _start_again(self, again: int, ends: Sequence[EvaluatedPlan]) -> tuple[Start, EvaluatedPlan | None]:
         """Where to walk when every start has had its walk, and a plan to take decisions from."""
         best = self.incumbents.best()
         if again % 4 == 0 or not ends:

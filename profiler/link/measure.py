@@ -252,7 +252,7 @@ def _probes(device: Device) -> list[Callable[[], object]]:
 
 
 def _per_call_s(
-    device: Device, op: Callable[[], object], between: Callable[[], object], duration_s: float = 0.04
+    device: Device, op: Callable[[], object], between: Callable[[], object], duration_s: float = 0.02
 ) -> float:
     device.synchronize()
     start_s = time.perf_counter()

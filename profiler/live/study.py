@@ -78,10 +78,13 @@ def study(
         """What lives beside the step by now, or will one day, and did not when it was captured."""
         return max(seen.foreseen_bytes, census_bytes(scene.where.type) - (seen.base_bytes or 0))
 
+    keeps, twice = keeping(in_core), with_bytes_beside(in_core, in_core.in_core_peak_bytes)
+
     def keep_all() -> Instructions | None:
+        if fits(twice):  # whatever has grown meanwhile: a census takes as long as some steps
+            return keeps
         more_bytes = grown_bytes()
-        fitting = fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core)
-        return keeping(in_core) if fitting else None
+        return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
 
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
     notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]

@@ -4,6 +4,7 @@ so that a training loop does not stand still while it is measured.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,9 +52,15 @@ def completed(profile: Profile, spill_dir: str | Path | None) -> Profile:
     """The same with the link and the costs of this machine. Raises ``SpillError``."""
     where, throttle = torch.device(profile.device.kind), profile.link.throttle_bytes_per_s
     if profile.link.name == UNMEASURED.name:
-        link = known_link(where, spill_dir, throttle) or measure_link(where, spill_dir, throttle)
+        link = known_link(where, spill_dir, throttle) or _measured_link(where, spill_dir, throttle)
         profile = msgspec.structs.replace(profile, link=link)
     return _with_costs(profile, where) if _lacks_costs(profile) else profile
+
+
+@functools.cache
+def _measured_link(where: torch.device, spill_dir: str | Path | None, throttle_bytes_per_s: float | None) -> Link:
+    """Once in a process, whatever it profiles."""
+    return measure_link(where, spill_dir, throttle_bytes_per_s)
 
 
 def _lacks_costs(profile: Profile) -> bool:
@@ -62,7 +69,8 @@ def _lacks_costs(profile: Profile) -> bool:
 
 def _with_costs(profile: Profile, where: torch.device) -> Profile:
     """Handles as they were measured on the model itself, all else as on the small network."""
-    torch.set_num_threads(profile.device.threads or torch.get_num_threads())
+    if profile.device.threads not in (None, torch.get_num_threads()):
+        torch.set_num_threads(profile.device.threads)
     measured, own = cached_cost(where), profile.runtime
     cost = None if measured is None else measured.cost
     if measured is not None and cost is not None and own is not None and own.handle_s:

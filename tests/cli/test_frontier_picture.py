@@ -12,7 +12,7 @@ from rich.console import Console
 from poochplan.errors import OutputExistsError
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP
-from poochplan.planner.sweep_cells import CellStatus, SweepPoint
+from poochplan.planner.sweep import CellStatus, SweepPoint
 from poochplan.report.frontier import Frontier, frontier_frame, frontier_table
 from poochplan.report.frontier_picture import draw_frontier, write_frontier_picture
 

@@ -17,7 +17,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.sweep_cells import CellStatus, SweepPoint
+from poochplan.planner.sweep import CellStatus, SweepPoint
 
 Pooch = Any
 COLUMNS = [

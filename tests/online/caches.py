@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from poochplan.errors import NativeError
-from poochplan.planner.evaluator.evaluator_library import EVALUATOR, library
+from poochplan.planner.simulator.evaluator import EVALUATOR, library
 from poochplan.runtime.allocator.building import ALLOCATOR
 
 

@@ -17,7 +17,7 @@ from tests.packaging.folders import ROOT, listed_packages, package_folders
 HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 
 NATIVE = {
-    "poochplan/planner/evaluator/native/evaluator.cpp",
+    "poochplan/planner/simulator/native/evaluator.cpp",
     "poochplan/runtime/allocator/native/allocator.cpp",
 }
 

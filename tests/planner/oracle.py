@@ -39,10 +39,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.candidate import Candidate, movable, try_decisions
-from poochplan.planner.judge.simulate import Simulation, simulate
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import Schedule, assemble
+from poochplan.planner.simulator.candidate import Candidate, movable, try_decisions
+from poochplan.planner.simulator.schedule import Schedule, assemble
+from poochplan.planner.simulator.simulate import Simulation, simulate
 from tests.planner.oracle_clock import is_plain
 from tests.planner.oracle_search import Actions, Freedom, Search, State, subsets
 
@@ -87,7 +87,7 @@ def best_schedule(
     values = movable(problem)
     if len(values) > MAX_VALUES:
         raise ValueError(f"expected at most {MAX_VALUES} movable values, found {len(values)}")
-    is_ahead = problem.lane is not None and not problem.lane.is_compute
+    is_ahead = problem.launch_cost is not None and not problem.launch_cost.is_compute
     plain_rules = is_plain(problem.link) and not is_ahead and not every_choice
     best_s, best, states = at_most_s * (1 + SAME), None, 0
     for recomputed in _recomputed_sets(problem, freedom):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from poochplan.formats.profile import Link
-from poochplan.planner.problem.lane import HostLane
+from poochplan.planner.problem.problem import LaunchCost
 
 Queue: TypeAlias = tuple[tuple[int, float], ...]
 """(value, seconds alone on the link that are left), first in, first out."""
@@ -55,11 +55,11 @@ def run(link: Link, clock: Clock, work_s: float) -> Clock:
     return clock
 
 
-def take(link: Link, lane: HostLane | None, clock: Clock, seconds: float) -> Clock:
+def take(link: Link, cost: LaunchCost | None, clock: Clock, seconds: float) -> Clock:
     """The launching thread works: the compute stream itself does, or has nothing more to do before it is done."""
-    if lane is None:
+    if cost is None:
         return clock
-    if lane.is_compute:
+    if cost.is_compute:
         return run(link, clock, seconds)
     clock = clock._replace(thread_s=clock.thread_s + seconds)
     while clock.now_s < clock.thread_s:
@@ -67,10 +67,10 @@ def take(link: Link, lane: HostLane | None, clock: Clock, seconds: float) -> Clo
     return clock
 
 
-def launch(link: Link, lane: HostLane, clock: Clock, op: int, seconds: float, own_s: float) -> Clock:
+def launch(link: Link, cost: LaunchCost, clock: Clock, op: int, seconds: float, own_s: float) -> Clock:
     """Computes one op, for which the runtime takes ``own_s`` besides."""
-    clock = run(link, take(link, lane, clock, own_s), seconds)
-    return clock._replace(thread_s=clock.thread_s + float(lane.launch_s[op]))
+    clock = run(link, take(link, cost, clock, own_s), seconds)
+    return clock._replace(thread_s=clock.thread_s + float(cost.launch_s[op]))
 
 
 def wait_out(link: Link, clock: Clock, value: int) -> Clock:

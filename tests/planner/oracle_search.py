@@ -8,9 +8,9 @@ from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.candidate import movable
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import assemble
+from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.schedule import assemble
 from tests.planner.oracle_clock import Clock, is_plain, launch, run, take, wait_in, wait_out
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)
@@ -131,8 +131,8 @@ class Search:
 
     def _work(self) -> list[float]:
         """Seconds of the compute stream before each point, and in all."""
-        problem, lane = self.problem, self.problem.lane
-        record_s = lane.record_s if lane is not None and lane.is_compute else 0.0
+        problem, cost = self.problem, self.problem.launch_cost
+        record_s = cost.record_s if cost is not None and cost.is_compute else 0.0
         before = [*problem.point_work_s.tolist(), problem.step_s]
         return [work_s + record_s * sum(self.recorded[:op]) for work_s, op in zip(before, self.op_at, strict=True)]
 
@@ -163,17 +163,17 @@ class Search:
 
     def _advance(self, clock: Clock, point: int) -> Clock:
         """To the next point after ``point``."""
-        problem, link, lane = self.problem, self.problem.link, self.problem.lane
-        if lane is None or lane.is_compute:
+        problem, link, cost = self.problem, self.problem.link, self.problem.launch_cost
+        if cost is None or cost.is_compute:
             before_s = self.work[point] if point >= 0 else 0.0
             return run(link, clock, self.work[point + 1] - before_s)
         if point < 0:
-            clock = take(link, lane, clock, float(lane.handles_s[0]))
+            clock = take(link, cost, clock, float(cost.handles_s[0]))
         for op in range(self.op_at[point] if point >= 0 else 0, self.op_at[point + 1]):
-            own_s = lane.record_s if self.recorded[op] else 0.0
-            clock = launch(link, lane, clock, op, problem.replay.op_seconds[op], own_s)
-            clock = take(link, lane, clock, float(lane.handles_s[op + 1]))
-        return take(link, lane, clock, 0.0)
+            own_s = cost.record_s if self.recorded[op] else 0.0
+            clock = launch(link, cost, clock, op, problem.replay.op_seconds[op], own_s)
+            clock = take(link, cost, clock, float(cost.handles_s[op + 1]))
+        return take(link, cost, clock, 0.0)
 
     def _add(self, kept: dict[object, list[tuple[tuple[float, ...], State]]], state: State, point: int) -> None:
         waiting = tuple(v for v in sorted(self.recomputed) if state.places[v] == DROPPED and self.is_replayed[v])
@@ -188,7 +188,7 @@ class Search:
             key = (state.places, state.clock.rounded())
             vector = (state.clock.now_s, state.clock.thread_s)
         else:  # later may be better, unless everything is later by the same
-            ahead_s = state.clock.now_s - state.clock.thread_s if self.problem.lane is not None else 0.0
+            ahead_s = state.clock.now_s - state.clock.thread_s if self.problem.launch_cost is not None else 0.0
             key = (state.places, state.clock.rounded(), round(ahead_s, 13))
             vector = (state.clock.now_s,)
         entries = kept.setdefault(key, [])
@@ -341,15 +341,15 @@ class Search:
 
     def _timed(self, clock: Clock, actions: Actions, runs: tuple[Run, ...], used: int, away: set[int]) -> Clock:
         """The clock at the end of a point; ``away`` are the values fetched there on demand."""
-        problem, link, lane = self.problem, self.problem.link, self.problem.lane
+        problem, link, cost = self.problem, self.problem.link, self.problem.launch_cost
         for value in actions.swap_out:
-            clock = take(link, lane, clock, lane.out_s if lane else 0.0)
+            clock = take(link, cost, clock, cost.out_s if cost else 0.0)
             clock = clock._replace(out=(*clock.out, (value, problem.out_seconds(value))))
         for value in actions.release:
             clock = wait_out(link, clock, value)
 
         def fetch(clock: Clock, value: int) -> Clock:
-            clock = take(link, lane, clock, lane.fetch_s if lane else 0.0)
+            clock = take(link, cost, clock, cost.fetch_s if cost else 0.0)
             return clock._replace(inward=(*clock.inward, (value, problem.in_seconds(value))))
 
         def needed(clock: Clock, value: int) -> Clock:
@@ -365,10 +365,10 @@ class Search:
                 clock = needed(clock, source)
             for op in one.ops:
                 seconds = problem.replay.op_seconds[op]
-                if lane is None:
+                if cost is None:
                     clock = run(link, clock, seconds)
                 else:
-                    clock = launch(link, lane, clock, op, seconds, lane.replay_s)
+                    clock = launch(link, cost, clock, op, seconds, cost.replay_s)
         return needed(clock, used)
 
     # -- bytes ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import Schedule
-from poochplan.planner.schedule.style import Tuning
+from poochplan.planner.simulator.schedule import Schedule, Tuning
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:

@@ -10,7 +10,7 @@ import msgspec
 from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import Profile
 from poochplan.planner.problem.problem import Problem
-from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.simulator.schedule import Schedule
 from tests.planner.random_profiles import link, random_profile, with_random_thread
 
 

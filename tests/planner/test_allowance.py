@@ -8,9 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from poochplan.formats.plan import SolveStatus
-from poochplan.planner.allowance import Allowance, Budget, CountAllowance, TimeAllowance
+from poochplan.planner.allowance import Allowance
 
-NEW: dict[str, Callable[[], Allowance]] = {"time": lambda: TimeAllowance(100.0), "count": lambda: CountAllowance(1000)}
+NEW: dict[str, Callable[[], Allowance]] = {
+    "time": lambda: Allowance(100.0),
+    "count": lambda: Allowance(evaluations=1000),
+}
 
 
 class Clock:
@@ -66,7 +69,7 @@ def test_of_what_is_stopped_nothing_is_left_however_deep(new: Callable[[], Allow
 
 
 def test_a_part_has_its_share_of_the_seconds_and_no_more_than_the_whole(clock: Clock) -> None:
-    whole = TimeAllowance(100.0)
+    whole = Allowance(100.0)
     clock.now_s = 20.0
     part = whole.part(0.5)
     late = whole.part(1.0)
@@ -85,15 +88,16 @@ def test_a_part_has_its_share_of_the_seconds_and_no_more_than_the_whole(clock: C
 
 
 def test_a_part_in_time_may_be_limited_in_simulations_too(clock: Clock) -> None:
-    part = TimeAllowance(100.0).part(0.5, 10)
+    part = Allowance(100.0).part(0.5, 10)
     assert part.spend(5)
     assert part.progress == 0.5
-    assert not part.spend(5)
+    assert part.spend(5)
     assert part.is_spent
+    assert not part.spend()
 
 
 def test_where_a_part_has_spent_its_simulations_its_own_parts_are_spent_too(clock: Clock) -> None:
-    part = TimeAllowance(100.0).part(0.5, 10)
+    part = Allowance(100.0).part(0.5, 10)
     deep = part.part(0.5)
     assert not deep.is_spent
     part.spend(10)
@@ -101,7 +105,7 @@ def test_where_a_part_has_spent_its_simulations_its_own_parts_are_spent_too(cloc
 
 
 def test_what_a_part_counts_is_taken_from_every_whole() -> None:
-    whole = CountAllowance(1000)
+    whole = Allowance(evaluations=1000)
     part = whole.part(0.5)
     deep = part.part(0.5, 20)
     assert (part.left, deep.left) == (500, 20)
@@ -113,7 +117,7 @@ def test_what_a_part_counts_is_taken_from_every_whole() -> None:
 
 
 def test_a_part_ends_with_a_whole_that_others_have_spent() -> None:
-    whole = CountAllowance(100)
+    whole = Allowance(evaluations=100)
     one, other = whole.part(0.8), whole.part(0.8)
     assert one.spend(60)
     assert not other.spend(60)
@@ -123,7 +127,7 @@ def test_a_part_ends_with_a_whole_that_others_have_spent() -> None:
 
 @pytest.mark.parametrize("evaluations", [1, 7, 64, 65, 1000])
 def test_asking_before_each_batch_never_takes_more_than_was_asked(evaluations: int) -> None:
-    allowance, taken = CountAllowance(evaluations), 0
+    allowance, taken = Allowance(evaluations=evaluations), 0
     while not allowance.is_spent:
         steps = allowance.at_once()
         assert steps >= 1
@@ -133,10 +137,8 @@ def test_asking_before_each_batch_never_takes_more_than_was_asked(evaluations: i
     assert allowance.progress == 1.0
 
 
-def test_a_budget_ends_with_the_allowance_that_it_is_taken_from() -> None:
-    whole = CountAllowance(5)
-    assert [Budget(3, whole).spend() for _ in range(2)] == [True, True]
-    budget = Budget(10, whole)
-    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
-    few = Budget(2)
-    assert [few.spend() for _ in range(3)] == [True, True, False]
+def test_a_stage_of_counted_simulations_ends_with_the_allowance_that_it_is_taken_from() -> None:
+    whole = Allowance(evaluations=5)
+    assert [whole.part(1.0, 3).spend() for _ in range(2)] == [True, True]
+    stage = whole.part(1.0, 10)
+    assert [stage.spend() for _ in range(4)] == [True, True, True, False]

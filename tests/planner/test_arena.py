@@ -19,14 +19,13 @@ from poochplan.formats.occupancy import live_bytes
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Op, OpBlock, Phase, Profile
 from poochplan.planner.arena import step_layout as arena
-from poochplan.planner.arena.blocks import blocks_of
 from poochplan.planner.arena.packing import Block, live_peak
-from poochplan.planner.arena.step_layout import layout_of
-from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.arena.step_layout import blocks_of, layout_of
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import fit, keep_all, schedule_of
-from poochplan.planner.schedule.style import Style
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Style, keep_all, schedule_of
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.report.tables import plan_rows
 from tests.depth import tries
 from tests.planner.checker import check

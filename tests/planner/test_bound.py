@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.model.bound import lower_bound
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.model.solvers import SolverLimits
+from poochplan.planner.model.time_constraints import seconds_lost
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.rows.time_rows import seconds_lost
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.random_profiles import link
@@ -82,7 +82,7 @@ def test_the_linear_program_proves_what_copies_that_hide_behind_compute_take_fro
     optimum_s = 5 + 0.5 * out / (1 + out) + 0.5 * back / (1 + back)
     smallest = smallest_budget(profile)
     assert_the_optimum_is(profile, smallest, optimum_s)
-    lost_s = lower_bound(build_problem(profile), smallest, "highs", Limits(60)) - 5
+    lost_s = lower_bound(build_problem(profile), smallest, "highs", SolverLimits(60)) - 5
     lost_out, lost_in = seconds_lost(line)
     assert lost_s == pytest.approx(0.5 * (lost_out + lost_in))
     assert lost_s <= optimum_s - 5 + 1e-9
@@ -116,4 +116,4 @@ def test_no_plan_whatever_is_faster_than_the_bound_for_a_budget_of_its_own_peak(
     problem = build_problem(interfering_profile(seed))
     found = simulate(problem, random_schedule(problem, seed))
     peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
-    assert lower_bound(problem, peak_bytes, "highs", Limits(60)) <= found.step_s * (1 + 1e-9)
+    assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Branching: its bound is below every plan at every moment, and its places are ways to decide the largest values."""
+"""Branching: its bound is below every plan at every moment, and its basins are ways to decide the largest values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ import pytest
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance, CountAllowance, TimeAllowance
-from poochplan.planner.evaluator.codes import DECISIONS, RECOMPUTE
-from poochplan.planner.judge.candidate import movable
-from poochplan.planner.model.bound import Proof
-from poochplan.planner.model.branching import FEW, LARGE_SHARE, PINNED, Branching, Node, values_to_branch_on
-from poochplan.planner.model.relaxation import Relaxation, Relaxed
-from poochplan.planner.model.solver_status import SolverStatus
-from poochplan.planner.model.solvers import Limits
+from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance
+from poochplan.planner.model.bound import (
+    LARGE_SHARE,
+    MOST_BRANCHED,
+    PINNED,
+    Branching,
+    BranchNode,
+    Proof,
+    Relaxation,
+    Relaxed,
+    values_to_branch_on,
+)
+from poochplan.planner.model.linear import SolverStatus
+from poochplan.planner.model.solvers import SolverLimits
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.search.starts import all_decisions
+from poochplan.planner.search.walking import all_decisions
+from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.evaluator import DECISIONS, RECOMPUTE
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.oracle_search import Freedom
@@ -47,20 +55,20 @@ def optimum_s(problem: Problem, budget_bytes: int, freedom: Freedom | None = Non
 
 def started(problem: Problem, budget_bytes: int) -> Branching:
     made = Branching(Relaxation(problem, budget_bytes), values_to_branch_on(problem, movable(problem)))
-    made.begin(CountAllowance(PLENTY))
+    made.begin(Allowance(evaluations=PLENTY))
     return made
 
 
-def take_all(made: Branching, enough_s: float = inf, most: int = 3 ** (FEW + 1)) -> list[float]:
+def take_all(made: Branching, enough_s: float = inf, most: int = 3 ** (MOST_BRANCHED + 1)) -> list[float]:
     """Branches until there is nothing to do; the bound after each step."""
     bounds = [made.bound_s]
-    while made.step(CountAllowance(PLENTY), enough_s):
+    while made.step(Allowance(evaluations=PLENTY), enough_s):
         bounds.append(made.bound_s)
         assert len(bounds) < most
     return [*bounds, made.bound_s]
 
 
-def open_nodes(made: Branching) -> list[Node]:
+def open_nodes(made: Branching) -> list[BranchNode]:
     return [*(node for _, _, node in made._open), *made._leaves]
 
 
@@ -123,44 +131,41 @@ def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
     best_s = optimum_s(problem, budget_bytes)
     for found_s in (best_s, best_s * 1.001, best_s * 1.5, inf):
         proof = Proof(problem, budget_bytes, "highs")
-        proof.begin(CountAllowance(PLENTY))
+        proof.begin(Allowance(evaluations=PLENTY))
         before_s = proof.bound_s
         for solves in (1, 2, 7, 100):
-            proof.branch(CountAllowance(PLENTY), solves, found_s)
+            proof.branch(Allowance(evaluations=PLENTY), solves, found_s)
             assert before_s <= proof.bound_s <= best_s * ABOVE
             before_s = proof.bound_s
 
 
 def test_a_node_that_is_no_better_than_the_plan_found_is_not_looked_into() -> None:
     made, said = scripted({(): 2.0, (K,): 3.0, (S,): 4.0, (R,): 5.0})
-    assert not made.step(CountAllowance(PLENTY), 2.0)
+    assert not made.step(Allowance(evaluations=PLENTY), 2.0)
     assert said.asked == [()]
-    assert made.step(CountAllowance(PLENTY), 3.0)
-    assert not made.step(CountAllowance(PLENTY), 3.0)
+    assert made.step(Allowance(evaluations=PLENTY), 3.0)
+    assert not made.step(Allowance(evaluations=PLENTY), 3.0)
     assert said.asked == [(), (K,), (S,), (R,)]
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
+# -- basins -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "profile", [unet_like(3), resnet_like(3), transformer_like(2)], ids=["unet", "resnet", "transformer"]
 )
-def test_places_decide_the_largest_values_each_in_another_way(profile: Profile) -> None:
+def test_basins_decide_the_largest_values_each_in_another_way(profile: Profile) -> None:
     problem = build_problem(profile)
     smallest = smallest_budget(profile)
     proof = Proof(problem, smallest + (profile.in_core_peak_bytes - smallest) // 10, "highs")
-    proof.begin(CountAllowance(PLENTY))
-    places = proof.branch(CountAllowance(PLENTY), 40, inf)
+    proof.begin(Allowance(evaluations=PLENTY))
+    basins = proof.branch(Allowance(evaluations=PLENTY), 40, inf)
     pinned = values_to_branch_on(problem, movable(problem))[:PINNED]
-    assert len(places) > 1
-    assert len({tuple(place.codes[list(pinned)].tolist()) for place in places}) == len(places)
-    bounds = [place.bound_s for place in places]
-    assert bounds == sorted(bounds)
-    for place in places:
-        assert place.pinned == pinned
-        for value, code in enumerate(place.codes.tolist()):
-            assert code == 0 or not problem.must_keep[value]
+    assert len(basins) > 1
+    assert len({tuple(basin.values()) for basin in basins}) == len(basins)
+    for basin in basins:
+        assert tuple(basin) == pinned
+        for value, code in basin.items():
             assert code != RECOMPUTE or problem.replay.replays[value] is not None
 
 
@@ -172,10 +177,10 @@ def test_values_to_branch_on_are_the_few_largest_that_may_move() -> None:
         sizes = [int(problem.rounded_bytes[value]) for value in large]
         least = LARGE_SHARE * float(problem.rounded_bytes.sum())
         assert set(large) <= set(free)
-        assert len(large) <= FEW
+        assert len(large) <= MOST_BRANCHED
         assert sizes == sorted(sizes, reverse=True)
         left = [int(problem.rounded_bytes[value]) for value in free if value not in large]
-        assert all(size < least or (len(large) == FEW and size <= sizes[-1]) for size in left)
+        assert all(size < least or (len(large) == MOST_BRANCHED and size <= sizes[-1]) for size in left)
         assert all(size >= least for size in sizes)
 
 
@@ -193,17 +198,17 @@ class Scripted:
     """Whether no solution comes with any bound but the first."""
     asked: list[tuple[Decision, ...]] = field(default_factory=list)
 
-    def solve(self, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:
+    def solve(self, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
         key = tuple(fixed.values())
         self.asked.append(key)
         bound_s = self.bounds.get(key, 1.0)
         if bound_s == inf or (self.is_unsolved and fixed):
-            return Relaxed(bound_s, SolverStatus.TIME_LIMIT, None, None, None)
-        shares = [np.full(self.problem.value_count, share) for share in (0.4, 0.3, 0.3)]
+            return Relaxed(bound_s, SolverStatus.TIME_LIMIT, None)
+        shares = np.full((3, self.problem.value_count), [[0.4], [0.3], [0.3]])
         for value, decision in fixed.items():
             for row, each in enumerate(DECISIONS):
-                shares[row][value] = float(each is decision)
-        return Relaxed(bound_s, SolverStatus.OPTIMAL, *shares)
+                shares[row, value] = float(each is decision)
+        return Relaxed(bound_s, SolverStatus.OPTIMAL, shares)
 
 
 def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool = False) -> tuple[Branching, Scripted]:
@@ -211,7 +216,7 @@ def scripted(bounds: Mapping[tuple[Decision, ...], float], *, is_unsolved: bool 
     said = Scripted(problem, bounds, is_unsolved)
     replayable = [v for v in movable(problem) if problem.replay.replays[v] is not None]
     made = Branching(said, tuple(replayable[:2]))  # type: ignore[arg-type]
-    made.begin(CountAllowance(PLENTY))
+    made.begin(Allowance(evaluations=PLENTY))
     return made, said
 
 
@@ -220,23 +225,23 @@ K, S, R = DECISIONS
 
 def test_children_without_a_plan_are_dropped() -> None:
     made, _ = scripted({(): 1.0, (K,): inf, (S,): 3.0, (R,): inf})
-    assert made.step(CountAllowance(PLENTY), inf)
+    assert made.step(Allowance(evaluations=PLENTY), inf)
     assert [dict(node.fixed) for node in open_nodes(made)] == [{made.large[0]: S}]
     assert made.bound_s == 3.0
 
 
 def test_the_least_node_is_branched_on_first_and_the_bound_is_that_of_all_that_is_left() -> None:
     made, said = scripted({(): 1.0, (K,): 5.0, (S,): 2.0, (R,): 4.0, (S, K): 6.0, (S, S): 7.0, (S, R): inf})
-    assert made.step(CountAllowance(PLENTY), inf)
+    assert made.step(Allowance(evaluations=PLENTY), inf)
     assert made.bound_s == 2.0
-    assert made.step(CountAllowance(PLENTY), inf)
+    assert made.step(Allowance(evaluations=PLENTY), inf)
     assert said.asked[-3:] == [(S, K), (S, S), (S, R)]
     assert made.bound_s == 4.0
 
 
 def test_a_child_is_never_below_its_parent() -> None:
     made, _ = scripted({(): 2.0, (K,): 1.0, (S,): 1.0, (R,): 1.0})
-    made.step(CountAllowance(PLENTY), inf)
+    made.step(Allowance(evaluations=PLENTY), inf)
     assert {node.bound_s for node in open_nodes(made)} == {2.0}
 
 
@@ -244,16 +249,16 @@ def test_a_value_without_a_replay_is_not_recomputed() -> None:
     problem = build_problem(one_value(1, opaque=True))
     said = Scripted(problem, {})
     made = Branching(said, (0,))  # type: ignore[arg-type]
-    made.begin(CountAllowance(PLENTY))
-    made.step(CountAllowance(PLENTY), inf)
+    made.begin(Allowance(evaluations=PLENTY))
+    made.step(Allowance(evaluations=PLENTY), inf)
     assert said.asked == [(), (K,), (S,)]
 
 
 def test_where_no_child_has_a_plan_it_ends_and_proves_no_more_than_before() -> None:
     made, _ = scripted({(): 1.0, (K,): inf, (S,): inf, (R,): inf})
-    assert not made.step(CountAllowance(PLENTY), inf)
+    assert not made.step(Allowance(evaluations=PLENTY), inf)
     assert made.bound_s == 1.0
-    assert made.places() == []
+    assert made.basins() == []
 
 
 def test_a_decided_node_stays_in_the_bound() -> None:
@@ -272,12 +277,11 @@ def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent()
     assert {node.bound_s for node in open_nodes(made)} == {1.0}
 
 
-def test_a_place_decides_as_its_node_does_even_where_its_program_was_not_solved_in_time() -> None:
+def test_a_node_decides_as_its_values_are_fixed_even_where_its_program_was_not_solved_in_time() -> None:
     made, _ = scripted({(): 1.0}, is_unsolved=True)
-    made.step(CountAllowance(PLENTY), inf)
+    made.step(Allowance(evaluations=PLENTY), inf)
     for node in open_nodes(made):
-        codes = node.rounded(made.relaxation.problem)
-        assert all(DECISIONS[codes[value]] is decision for value, decision in node.fixed.items())
+        assert all(DECISIONS[node.code_of(value)] is decision for value, decision in node.fixed.items())
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -289,18 +293,18 @@ def test_it_ends(seed: int) -> None:
     made = started(problem, budget_bytes)
     take_all(made)
     assert made.solved <= (3 ** (len(made.large) + 1) - 1) // 2
-    assert not made.step(CountAllowance(PLENTY), inf) or not made._open
+    assert not made.step(Allowance(evaluations=PLENTY), inf) or not made._open
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Decision]]]:
     """A proof whose root is solved, and the decisions of each program that it solves from then on."""
     profile = transformer_like(2)
     proof = Proof(build_problem(profile), int(profile.in_core_peak_bytes * 0.6), "highs")
-    proof.begin(CountAllowance(PLENTY))
+    proof.begin(Allowance(evaluations=PLENTY))
     solved: list[Mapping[int, Decision]] = []
     solve = Relaxation.solve
 
-    def told(self: Relaxation, fixed: Mapping[int, Decision], limits: Limits) -> Relaxed:
+    def told(self: Relaxation, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
         solved.append(fixed)
         return solve(self, fixed, limits)
 
@@ -309,11 +313,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Dec
 
 
 def spent() -> list[Allowance]:
-    stopped, whole, grand = CountAllowance(PLENTY), CountAllowance(PLENTY), CountAllowance(PLENTY)
+    stopped, whole, grand = Allowance(evaluations=PLENTY), Allowance(evaluations=PLENTY), Allowance(evaluations=PLENTY)
     part, part_of_part = whole.part(0.5), grand.part(0.5).part(0.5)
     for each in (stopped, whole, grand):
         each.stop()
-    return [TimeAllowance(0.0), CountAllowance(0), stopped, part, part_of_part]
+    return [Allowance(0.0), Allowance(evaluations=0), stopped, part, part_of_part]
 
 
 @pytest.mark.parametrize("which", range(5))
@@ -327,13 +331,13 @@ def test_a_spent_allowance_ends_it(monkeypatch: pytest.MonkeyPatch, which: int) 
 
 def test_programs_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     proof, solved = begun(monkeypatch)
-    proof.branch(CountAllowance(3 * EVALUATIONS_PER_SOLVE), 60, inf)
+    proof.branch(Allowance(evaluations=3 * EVALUATIONS_PER_SOLVE), 60, inf)
     assert 0 < len(solved) <= 3 * len(DECISIONS)
 
 
 def test_it_solves_about_as_many_programs_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     proof, solved = begun(monkeypatch)
-    proof.branch(CountAllowance(PLENTY), 10, inf)
+    proof.branch(Allowance(evaluations=PLENTY), 10, inf)
     assert 0 < len(solved) < 10 + len(DECISIONS)
 
 
@@ -341,7 +345,7 @@ def test_a_proof_that_was_ended_solves_nothing_more(monkeypatch: pytest.MonkeyPa
     proof, solved = begun(monkeypatch)
     before_s = proof.bound_s
     proof.end()
-    proof.branch(CountAllowance(PLENTY), 60, inf)
-    proof.integral(CountAllowance(PLENTY), is_whole=False)
+    proof.branch(Allowance(evaluations=PLENTY), 60, inf)
+    proof.integral(Allowance(evaluations=PLENTY), is_whole=False)
     assert solved == []
     assert proof.bound_s == before_s

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import fit, schedule_of
-from poochplan.planner.schedule.style import Style
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Style, schedule_of
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import Violation, check
 from tests.planner.plans import plan_with, random_decisions

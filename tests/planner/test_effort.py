@@ -16,7 +16,7 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner import Plan, plan, smallest_budget
-from poochplan.planner.effort import Effort
+from poochplan.planner.allowance import SearchLimits
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 
 EVALUATIONS = 2000
@@ -141,7 +141,7 @@ def refused(**options: int | str) -> str:
 def test_a_second_thread_is_refused() -> None:
     assert "expected 1 with evaluations, found 2" in refused(evaluations=9, threads=2)
     with pytest.raises(UsageError, match="expected 1 with evaluations, found 2"):
-        Effort(evaluations=9)
+        SearchLimits(evaluations=9)
 
 
 def test_counts_that_mean_nothing_are_refused() -> None:

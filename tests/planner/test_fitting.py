@@ -11,10 +11,10 @@ from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena import fitting, packing, step_layout
 from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, smallest_arena
 from poochplan.planner.arena.step_layout import layout_of
-from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
 from poochplan.sessions import packed
 from tests.planner.random_profiles import transformer_like, unet_like
 from tests.planner.test_packing_search import UNIT, cut_rectangle

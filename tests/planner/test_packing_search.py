@@ -9,9 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from poochplan.planner.arena.first_fit import first_fit
-from poochplan.planner.arena.packing import THOROUGH, Block, pack
-from poochplan.planner.arena.portfolio import WAITS, place_all, settled
+from poochplan.planner.arena.packing import THOROUGH, WAITS, Block, first_fit, pack, place_all, settled
 from tests.planner.evaluator.plain import run_plain
 
 UNIT = 512

@@ -10,12 +10,12 @@ import pytest
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.planner.judge.candidate import movable, swap_all_on_demand
 from poochplan.planner.model.decide import solve_fluid
 from poochplan.planner.model.fluid import Request
-from poochplan.planner.model.solvers import Limits, choose_solver
+from poochplan.planner.model.solvers import SolverLimits, choose_solver
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.candidate import movable, swap_all_on_demand
 from poochplan.units import parse_budget
 from tests.planner.checker import check
 from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
@@ -159,7 +159,7 @@ def test_a_budget_that_cannot_be_read_is_a_usage_error() -> None:
 def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
     problem = build_problem(resnet_like(4, link_gb_per_s=100))
     keep_all_peak = int(problem.base_bytes.max() + problem.rounded_bytes.sum())
-    solution = solve_fluid(problem, Request(keep_all_peak // 2, tuple(movable(problem))), "highs", Limits())
+    solution = solve_fluid(problem, Request(keep_all_peak // 2, tuple(movable(problem))), "highs", SolverLimits())
     assert solution.decisions is not None
     assert solution.objective_s == pytest.approx(0, abs=1e-3 * problem.step_s)
 

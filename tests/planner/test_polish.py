@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import Budget
-from poochplan.planner.judge.candidate import Candidate, least_step_s, try_decisions
-from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import fit, lists_of
-from poochplan.planner.schedule.style import Style
 from poochplan.planner.search.polish import least_peak_bytes, polish
+from poochplan.planner.simulator.candidate import Candidate, least_step_s, try_decisions
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Style, lists_of
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.oracle import best_schedule
@@ -30,7 +30,7 @@ KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 
 def polished(problem: Problem, wish: list[Decision], budget_bytes: int, evaluations: int = 2000) -> Candidate:
     start = try_decisions(problem, "test", wish, budget_bytes)
-    return polish(problem, start, budget_bytes, Budget(evaluations))
+    return polish(problem, start, budget_bytes, Allowance(evaluations=evaluations))
 
 
 def released_after_a_replay(problem: Problem, candidate: Candidate) -> list[int]:
@@ -110,7 +110,7 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     smallest = smallest_budget(profile)
     budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
     start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
-    found = polish(problem, start, budget, Budget(120))
+    found = polish(problem, start, budget, Allowance(evaluations=120))
     assert found.rank(budget)[:2] <= start.rank(budget)[:2]
     assert found.wish == start.wish
     verdict = check(profile, plan_with(profile, found.schedule))
@@ -142,7 +142,7 @@ def test_without_evaluations_the_schedule_stays_and_gets_its_recording() -> None
     start = try_decisions(problem, "test", random_decisions(problem, 1), budget)
     bare = fit(problem, start.wish, budget, recorded=False)
     unrecorded = Candidate("test", start.wish, bare, simulate(problem, bare))
-    found = polish(problem, unrecorded, budget, Budget(0))
+    found = polish(problem, unrecorded, budget, Allowance(evaluations=0))
     assert found.simulation is unrecorded.simulation
     assert found.schedule == fit(problem, start.wish, budget)
     assert any(action.record for action in found.schedule.actions) or found.schedule.record_from_start

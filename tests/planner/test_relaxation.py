@@ -12,24 +12,21 @@ import pytest
 from benchmarks.planning import budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.judge.candidate import ON_DEMAND, STYLES, movable, try_style
-from poochplan.planner.judge.simulate import simulate
-from poochplan.planner.model import relaxation
-from poochplan.planner.model.bound import lower_bound
-from poochplan.planner.model.linear import LinearModel, proven_bound
-from poochplan.planner.model.relaxation import Relaxation
-from poochplan.planner.model.solver_status import SolverStatus
-from poochplan.planner.model.solvers import Limits, Warm
+from poochplan.planner.model import bound, decision_constraints
+from poochplan.planner.model.bound import Relaxation, lower_bound
+from poochplan.planner.model.linear import LinearModel, SolverStatus, proven_bound
+from poochplan.planner.model.solvers import SolverLimits, Warm
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.rows import return_rows
-from poochplan.planner.schedule.schedule import Schedule
+from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, movable, try_style
+from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile
 from tests.planner.toys import MB, one_value
 
-LIMITS = Limits(60)
+LIMITS = SolverLimits(60)
 ROUNDING = 1e-9
 
 
@@ -68,10 +65,10 @@ def test_no_plan_is_below_the_bound_of_its_own_decisions_and_peak(seed: int) -> 
 
 @pytest.mark.parametrize("seed", seeds(30, 2000))
 def test_nor_below_the_bound_that_steps_of_many_values_have(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaxation, "FEW", 0)
-    monkeypatch.setattr(relaxation, "FREE_SHARE", random.Random(seed).choice([0.0, 0.1, 0.3]))
-    monkeypatch.setattr(relaxation, "SHORT_WINDOW", random.Random(seed).choice([1, 2, 4]))
-    monkeypatch.setattr(return_rows, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(bound, "FEW", 0)
+    monkeypatch.setattr(bound, "FREE_SHARE", random.Random(seed).choice([0.0, 0.1, 0.3]))
+    monkeypatch.setattr(bound, "SHORT_WINDOW", random.Random(seed).choice([1, 2, 4]))
+    monkeypatch.setattr(decision_constraints, "DENSE_SHARE", 1.0)
     problem = build_problem(profile_of(seed))
     assert_no_bound_is_above(problem, plan_of(problem, seed))
 
@@ -103,11 +100,9 @@ def test_shares_add_up_and_are_those_that_were_fixed() -> None:
     problem = build_problem(tiny_profile(5))
     value = movable(problem)[0]
     found = Relaxation(problem, 2**40).solve({value: Decision.SWAP}, LIMITS)
-    assert found.keep is not None
-    assert found.swap is not None
-    assert found.recompute is not None
-    assert found.keep + found.swap + found.recompute == pytest.approx([1.0] * problem.value_count)
-    assert found.swap[value] == pytest.approx(1.0)
+    assert found.shares is not None
+    assert found.shares.sum(axis=0) == pytest.approx([1.0] * problem.value_count)
+    assert found.shares[1, value] == pytest.approx(1.0)
 
 
 def test_decisions_that_no_plan_can_have_within_the_budget_have_an_infinite_bound() -> None:

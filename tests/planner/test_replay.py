@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from poochplan.formats.occupancy import ints
 from poochplan.formats.profile import Kind
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.recording import recording_for
+from poochplan.planner.simulator.schedule import recording_for
 from tests.planner.random_profiles import Recorder, link
 
 KB = 1024
@@ -116,15 +117,15 @@ def test_all_writers_of_what_a_replay_rebuilds_are_recorded() -> None:
 
 def test_recording_is_on_from_a_save_point_before_the_op_before_it() -> None:
     # Save points after 2, 5 and 9 ops. A switch at the point after 5 ops records from op 6 on.
-    recording = recording_for([6, 7], (2, 5, 9))
+    recording = recording_for(ints([6, 7]), ints((2, 5, 9)))
     assert (recording.from_start, recording.switches) == (False, {1: "on", 2: "off"})
-    recording = recording_for([5], (2, 5, 9))
+    recording = recording_for(ints([5]), ints((2, 5, 9)))
     assert recording.switches == {0: "on", 2: "off"}
-    recording = recording_for([1], (2, 5, 9))
+    recording = recording_for(ints([1]), ints((2, 5, 9)))
     assert (recording.from_start, recording.switches) == (True, {0: "off"})
 
 
 def test_windows_with_a_short_gap_are_one() -> None:
     saves = tuple(range(1, 40))
-    assert recording_for([10, 14], saves).switches == {8: "on", 14: "off"}
-    assert recording_for([10, 30], saves).switches == {8: "on", 10: "off", 28: "on", 30: "off"}
+    assert recording_for(ints([10, 14]), ints(saves)).switches == {8: "on", 14: "off"}
+    assert recording_for(ints([10, 30]), ints(saves)).switches == {8: "on", 10: "off", 28: "on", 30: "off"}

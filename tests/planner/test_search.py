@@ -14,15 +14,13 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
-from poochplan.planner.allowance import Allowance, CountAllowance
-from poochplan.planner.effort import Effort, Progress
-from poochplan.planner.evaluator.evaluator_library import library
-from poochplan.planner.judge.candidate import Candidate, try_decisions
+from poochplan.planner.allowance import Allowance, Progress, SearchLimits
 from poochplan.planner.model.bound import Proof
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.search import optimise, polish, walking
-from poochplan.planner.walks import annealing
-from poochplan.planner.walks.annealing import Walker
+from poochplan.planner.search import annealing, optimise, polish, walking
+from poochplan.planner.search.annealing import Walker
+from poochplan.planner.simulator.candidate import Candidate, try_decisions
+from poochplan.planner.simulator.evaluator import library
 from tests.depth import seeds, tries
 from tests.planner.checker import check
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
@@ -180,7 +178,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: i
 
 
 def test_an_interrupt_before_there_is_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, optimise, "layout_of", 1)
+    interrupt_at(monkeypatch, optimise, "flat_problem_of", 1)
     profile = large()
     with pytest.raises(KeyboardInterrupt):
         plan(profile, tight(profile), gap=NEVER_MET, time_limit_s=LONG_S, keep_interrupted=True)
@@ -352,7 +350,7 @@ def test_no_plan_is_worse_than_that_of_greedy_or_of_pooch(seed: int, threads: in
 @pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
 def test_a_plan_that_another_proposes_is_taken_where_the_search_has_none_as_good(profile: Profile) -> None:
     problem, budget_bytes = build_problem(profile), tight(profile)
-    one, many = (Effort(evaluations=count, threads=1, gap=NEVER_MET) for count in (1, 4000))
+    one, many = (SearchLimits(evaluations=count, threads=1, gap=NEVER_MET) for count in (1, 4000))
     alone, best = (optimise.optimise(problem, budget_bytes, effort).best for effort in (one, many))
     assert best.simulation.step_s < alone.simulation.step_s
     asked: list[Allowance] = []
@@ -361,7 +359,7 @@ def test_a_plan_that_another_proposes_is_taken_where_the_search_has_none_as_good
         asked.append(allowance)
         return try_decisions(problem, "other", best.wish, budget_bytes)
 
-    proposed = propose(CountAllowance(1)).simulation.step_s
+    proposed = propose(Allowance(evaluations=1)).simulation.step_s
     found = optimise.optimise(problem, budget_bytes, one, [propose, propose]).best
     assert found.simulation.step_s <= proposed < alone.simulation.step_s
     assert len(asked) == 3

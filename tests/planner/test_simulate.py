@@ -9,10 +9,10 @@ import pytest
 
 from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import Kind, Link, Profile
-from poochplan.planner.judge.simulate import Simulation, simulate
-from poochplan.planner.judge.streams import Lane
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import Schedule, keep_all
+from poochplan.planner.simulator.schedule import Schedule, keep_all
+from poochplan.planner.simulator.simulate import Simulation, simulate
+from poochplan.planner.simulator.streams import Lane
 from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like
 
 X, Y, Z = 0, 1, 2
@@ -175,7 +175,7 @@ def test_the_trace_tells_when_each_tick_begins() -> None:
 
 def test_planning_never_imports_torch() -> None:
     code = (
-        "import sys, poochplan.planner, poochplan.planner.planning, poochplan.planner.judge.simulate; "
+        "import sys, poochplan.planner, poochplan.planner.planning, poochplan.planner.simulator.simulate; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,12 +12,11 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner import sweep_cells
+from poochplan.planner import sweep as sweeping
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.sweep import default_budgets, sweep
-from poochplan.planner.sweep_cells import Solving, SweepPoint
+from poochplan.planner.sweep import Solving, SweepPoint, default_budgets, sweep
 from tests.depth import tries
 from tests.planner.random_profiles import resnet_like, transformer_like
 
@@ -83,7 +82,7 @@ def test_a_cell_that_fails_loses_no_other(profile: Profile, monkeypatch: pytest.
             raise ArithmeticError("two\nlines")
         return run_policy(name, given)
 
-    monkeypatch.setattr(sweep_cells, "run_policy", broken)
+    monkeypatch.setattr(sweeping, "run_policy", broken)
     points = sweep(profile, [profile.in_core_peak_bytes], FAST, processes=1)
     assert [point.failed for point in points] == [False, True, False]
     assert points[1].outcome == "failed: ArithmeticError: two lines"
@@ -134,7 +133,7 @@ def test_however_a_search_ended_its_plan_is_a_point_that_says_so(
         made = plan(*arguments, **options)  # type: ignore[arg-type]
         return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, status=status))
 
-    monkeypatch.setattr(sweep_cells, "plan", ended)
+    monkeypatch.setattr(sweeping, "plan", ended)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert (point.status, point.outcome) == (status, str(status))
     assert point.feasible
@@ -147,7 +146,7 @@ def test_a_bound_that_a_plan_proves_is_an_overhead_too(profile: Profile, monkeyp
         step_s = made.prediction.in_core_step_s
         return msgspec.structs.replace(made, solve=msgspec.structs.replace(made.solve, bound_s=1.25 * step_s, gap=0.01))
 
-    monkeypatch.setattr(sweep_cells, "plan", proven)
+    monkeypatch.setattr(sweeping, "plan", proven)
     (point,) = sweep(profile, [profile.in_core_peak_bytes], [ILP], processes=1)
     assert point.bound_overhead == pytest.approx(0.25)
     assert point.gap == 0.01

@@ -11,10 +11,9 @@ import pytest
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
-from poochplan.planner.judge.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.policies.seq2seq import Group, groups_of
-from poochplan.planner.policies.time_steps import Loop, loops_of
+from poochplan.planner.policies.seq2seq import Group, TimeLoop, groups_of, loops_of
+from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.whatif import for_machine
 from poochplan.workload import load_workload
 from tests.planner.checker import check
@@ -68,7 +67,7 @@ def wished(candidate: Candidate, decision: Decision) -> set[int]:
     return {value for value, decided in enumerate(candidate.wish) if decided is decision}
 
 
-def parameters_read(profile: Profile, loop: Loop, step: int) -> list[tuple[str, tuple[int, ...]]]:
+def parameters_read(profile: Profile, loop: TimeLoop, step: int) -> list[tuple[str, tuple[int, ...]]]:
     ops = [profile.ops[index] for index in loop.ops_of(step)]
     is_parameter = [value.kind is Kind.PARAMETER for value in profile.values]
     return [(op.name, tuple(value for value in op.inputs if is_parameter[value])) for op in ops]

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.arena.blocks import blocks_of
-from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, POINT, Event
 from poochplan.profiler.allocations.strays import STEM, Moment, Stray, passing_bytes, stray_values, strays_in
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK

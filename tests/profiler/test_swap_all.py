@@ -189,7 +189,7 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
 OUT_OF_CORE = """
     import json, os, resource, torch
     import poochplan
-    from poochplan.planner.evaluator.evaluator_library import library
+    from poochplan.planner.simulator.evaluator import library
     library(None)  # built before the limit: a thread that builds it has address space of its own
     torch.manual_seed(0)
     class Block(torch.nn.Module):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out, live_tensors

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from poochplan.formats.plan import Decision
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import assemble
+from poochplan.planner.simulator.schedule import assemble
 from tests.planner.plans import plan_with
 
 from .drawing import Program

@@ -8,10 +8,11 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import Schedule, assemble, fit
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Schedule, assemble
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import DEEP
 from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.runtime import (

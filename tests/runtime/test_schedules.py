@@ -13,13 +13,14 @@ import pytest
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
-from poochplan.planner.allowance import Budget
-from poochplan.planner.judge.candidate import try_decisions
-from poochplan.planner.judge.simulate import simulate
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.schedule import Schedule, assemble, fit, lists_of
 from poochplan.planner.search.polish import polish
+from poochplan.planner.simulator.candidate import try_decisions
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Schedule, assemble, lists_of
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.runtime.nets import CASES, Case, equal, in_core, metered_peaks, train
@@ -132,6 +133,6 @@ def test_a_polished_schedule_gives_the_gradients_of_in_core_training(name: str) 
     profile, problem, budget = tight(case)
     for seed in seeds(deep=5):
         start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
-        found = polish(problem, start, budget, Budget(400))
+        found = polish(problem, start, budget, Allowance(evaluations=400))
         assert found.simulation.step_s <= start.simulation.step_s or found.peak_bytes < start.peak_bytes
         run_and_compare(case, profile, problem, found.schedule)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.judge.simulate import simulate
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import plan_with
 from tests.runtime.nets import Case, equal, in_core, train

@@ -100,7 +100,7 @@ class ProfileVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from poochplan.planner.evaluator.evaluator_library import begin_build
+        from poochplan.planner.simulator.evaluator import begin_build
         from poochplan.report.tables import profile_rows, summary_table
 
         options = self.options

@@ -23,7 +23,7 @@ from .search import add_search_arguments, check_gaps, most_gap
 
 if TYPE_CHECKING:
     from poochplan.formats.profile import Profile
-    from poochplan.planner.sweep_cells import SweepPoint
+    from poochplan.planner.sweep import SweepPoint
     from poochplan.report.frontier import Frontier
 
 
@@ -120,8 +120,7 @@ class SweepVerb(Verb):
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
         """Fills ``finished``, which is what there is when the sweep is interrupted."""
-        from poochplan.planner.sweep import sweep
-        from poochplan.planner.sweep_cells import Solving
+        from poochplan.planner.sweep import Solving, sweep
 
         options = self.options
         solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap, arena=options.arena)

@@ -11,7 +11,7 @@ import torch
 from poochplan.errors import NativeError
 from poochplan.formats.files import package_version
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.evaluator.evaluator_library import EVALUATOR
+from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.runtime.allocator.building import ALLOCATOR
 
 from .finding import Finding, Status, judged

@@ -11,6 +11,13 @@ import numpy.typing as npt
 from .profile_parts import Kind, ProfileData, Value
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+"""Ticks, bytes, values."""
+Floats: TypeAlias = npt.NDArray[np.float64]
+"""Seconds, and what solvers count in."""
+Bytes: TypeAlias = npt.NDArray[np.int8]
+"""Codes of decisions."""
+Flags: TypeAlias = npt.NDArray[np.bool_]
+"""Yes or no of each."""
 
 
 def occupancy(ticks: int, *spans: tuple[Ints, Ints, Ints]) -> Ints:

@@ -136,7 +136,13 @@ class NativeBuild:
         failed = f"{shlex.join(self._compiler())} could not build the {self.name}"
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+                start_new_session=True,  # a Ctrl-C is not for the compiler
             )
             if done.returncode != 0:
                 raise NativeError(f"{failed}: {self._condensed(done.stderr)}")

@@ -11,7 +11,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
-from poochplan.planner.evaluator.evaluator_library import begin_build
+from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link.cache import known_link
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.request import checked_device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Literal
@@ -16,6 +15,8 @@ from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.storages import own_tensors
+
+from .earned import ranks_here
 
 SHARE_TAKEN = 0.9
 """Of the memory that is free."""
@@ -71,6 +72,11 @@ class BeforePlan:
         """Most bytes that a step may take while it is profiled: the budget, or what the device has."""
         return budget_bytes if self.before is Unplanned.SWAP else max(budget_bytes, self._device_bytes())
 
+    def has_room(self, needed_bytes: int, budget_bytes: int) -> bool:
+        """Whether a step that is profiled may take so many bytes, with all that lives. A census is its last resort."""
+        is_free = self.before is Unplanned.IN_CORE and needed_bytes <= SHARE_TAKEN * free_bytes(self._where)
+        return is_free or needed_bytes <= self.room_of(budget_bytes)
+
     def _by(self, way: Unplanned) -> Driver:
         return SwapEach(at_once=True) if way is Unplanned.SWAP else KeepWhileRoom(self._room, self._is_short)
 
@@ -96,8 +102,7 @@ def free_bytes(where: torch.device) -> int:
     left_bytes = memory_left(where)
     if where.type == "cuda":
         return left_bytes + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return left_bytes // max(1, int(ranks) if ranks.isdigit() else 1)
+    return left_bytes // ranks_here()
 
 
 def checked(name: str, mode: Mode) -> Unplanned:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from poochplan.formats.profile import Link, Profile
@@ -24,13 +25,25 @@ from poochplan.runtime.model_check import check_model
 from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
 from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
+from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes
 
 from .allocator_build import AllocatorBuild
 from .before_plan import BeforePlan, Unplanned
 from .plans.known_plans import KnownPlans
+from .promise import COPIES, Promise
 from .ranks import Ranks, Shared
-from .telling import ENDED_UNPLANNED, ENDED_UNPROFILED, IN_CORE, LEFT, OUTGROWN, profiled, without_plan
+from .telling import (
+    ENDED_UNPLANNED,
+    ENDED_UNPROFILED,
+    IN_CORE,
+    LEFT,
+    ONE_REGION,
+    OUTGROWN,
+    dearer,
+    profiled,
+    without_plan,
+)
 
 MOST_STUDIES = 3
 """Of one kind of segment, where its plans are not what it does."""
@@ -67,7 +80,7 @@ class StudiedPlans(Observer):
             where,
             spill_dir=spill_dir,
             link=link,
-            fits=lambda profile: profile.in_core_peak_bytes <= self._room_of(profile),
+            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, self._known.budget_of(one)),
             room=self._room_of,
             unplanned=lambda: self._before.driver(),
             measures_later=where.type == "cpu",
@@ -75,11 +88,16 @@ class StudiedPlans(Observer):
         self._known, self._build, self._teller = known, build, teller
         refused = known.asked.on_refusal
         self._before = BeforePlan(before_plan, refused, model, where, self.scene.optimizers, self._memory_is_short)
+        self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
         self._following: PlanInForce | None = None
         self._last: PlanInForce | None = None
+        self._began_s = self._took_s = 0.0
+        """When the open segment began, and how long it took up to the optimizer's step; 0 where there was none."""
+        self._promises: dict[Key, Promise] = {}
         self._beside: dict[Key, Growth] = {}
         self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
+        self._replanned = Counter[Key]()
 
     @property
     def latest(self) -> PlanInForce | None:  # type: ignore[override]
@@ -97,7 +115,9 @@ class StudiedPlans(Observer):
         hooks = super().attached(attachment)
         self._ranks = Ranks.of(attachment.models.values())
         self._teller.is_quiet |= not self._is_planner
-        if self._before.before is Unplanned.IN_CORE:
+        if self._is_one_region:
+            self._teller.say(ONE_REGION)
+        elif self._before.before is Unplanned.IN_CORE:
             self._teller.say(IN_CORE)
         return hooks
 
@@ -124,7 +144,9 @@ class StudiedPlans(Observer):
 
     def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
         self._following = None
-        if not self._build.is_ready:  # nothing can be profiled before the allocator counts
+        if not self._build.is_ready:
+            self._known.earned.spend(self._build.wait)
+        if self._is_one_region or not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.driver()
         self._known.poll()
         if self._is_planner:
@@ -140,6 +162,7 @@ class StudiedPlans(Observer):
         if self._is_outgrown(plan, segment.number):
             return SwapEach(at_once=True)
         self._last = self._following = plan
+        self._began_s, self._took_s = time.perf_counter(), 0.0
         return Follow(course, SwapEach())
 
     def driver(self, line: Line | None) -> Driver:
@@ -170,6 +193,24 @@ class StudiedPlans(Observer):
             self._last = None if self._last is plan else self._last
             self.forget(key)
             self._teller.say(LEFT)
+        elif self._took_s and not segment.diverged:
+            self._keeps_promise(key, plan, segment)
+
+    def _keeps_promise(self, key: Key, plan: PlanInForce, segment: Segment) -> None:
+        """Steps dearer than promised are told of; where copies are the reason, less is swapped from now on: once."""
+        promise = self._promises.get(key)
+        if promise is None or promise.plan is not plan.plan:
+            promise = self._promises[key] = Promise(plan.plan)
+        why, profile = promise.took(self._took_s, segment.report), self._known.profiles.get(key)
+        if not why:
+            return
+        again = why == COPIES and profile is not None and not self._replanned[key]
+        self._teller.say(dearer(promise.step_s, plan.plan.prediction.step_s, why, is_planned_again=again))
+        if again and profile is not None:
+            self._replanned[key] += 1
+            self._known.doubt(key)
+            found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
+            self._known.want(key, found, self._beside_of(key).ahead_bytes(self._number, self._foreseen_bytes))
 
     # -- plans, and what they lack --------------------------------------------------------------------------------
 
@@ -189,10 +230,12 @@ class StudiedPlans(Observer):
         return self._known.is_under_way(line.key)
 
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
-        """In the other process; segments swap until the plan is there."""
+        """In the other process; segments swap until the plan is there. Not where there are ranks, each of which has
+        measured its own: they go on as they do, together.
+        """
         key = self._key_of(plan)
         profile = self._known.profiles.get(key)
-        if profile is None:
+        if profile is None or self._ranks is not None:
             return REMEDY
         if self._times[key] == MOST_PLANS:
             return f"it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept"
@@ -262,6 +305,7 @@ class StudiedPlans(Observer):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks are told here: they have all come to the same step."""
         super().stepped(optimizer)
+        self._took_s = time.perf_counter() - self._began_s
         if self._ranks is not None:
             self._known.poll()
             self._tell_ranks()

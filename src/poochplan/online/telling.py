@@ -14,6 +14,10 @@ IN_CORE = (
     "steps run in-core while they are measured, as long as memory has room; the budget is kept from the plan on "
     '(before_plan="swap" keeps it from the first step on)'
 )
+ONE_REGION = (
+    "the model is compiled as a whole, which leaves nothing to plan: steps run in-core as long as memory has room; "
+    "poochplan.compile compiles it with a plan inside, or compile its blocks one by one"
+)
 BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
 PLANNING = "planning in another process"
 KNOWN = f"profiled in an earlier run; {PLANNING}"
@@ -59,6 +63,12 @@ def profiled(steps: int, number: int) -> str:
 def in_force(plan: Plan) -> str:
     """What steps follow from now on."""
     return f"from the next step on {described(plan)}"
+
+
+def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool) -> str:
+    """That steps under a plan take longer than it has promised, and what comes of that."""
+    then = "another plan is made that knows of it" if is_planned_again else "the plan stays in force"
+    return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
 def not_planned(reason: str) -> str:

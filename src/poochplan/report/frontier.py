@@ -12,7 +12,7 @@ from rich.table import Table
 from poochplan.formats.files import write_atomic
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP, smallest_budget
-from poochplan.planner.sweep_cells import SweepPoint
+from poochplan.planner.sweep import SweepPoint
 from poochplan.planner.whatif import link_text
 from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 

@@ -12,10 +12,10 @@ from poochplan.errors import ModelMismatchError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
-from poochplan.planner.judge.simulate import Simulation, simulate
-from poochplan.planner.judge.streams import Lane
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.schedule.schedule import schedule_of
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import Simulation, simulate
+from poochplan.planner.simulator.streams import Lane
 from poochplan.planner.whatif import as_followed
 
 

@@ -13,7 +13,7 @@ from poochplan.formats.files import write_atomic
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
-from poochplan.planner.judge.streams import Lane
+from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_seconds, share_of_peak
 
 from .layer_table import simulate_plan

@@ -21,6 +21,6 @@ def run_python(code: str, **environment: str) -> str:
 
 def run_plain(code: str) -> str:
     """The same where there is no compiler, and nothing that one has made."""
-    says = "\nfrom poochplan.planner.evaluator.evaluator_library import library\nassert library(None) is None\n"
+    says = "\nfrom poochplan.planner.simulator.evaluator import library\nassert library(None) is None\n"
     with tempfile.TemporaryDirectory() as folder:
         return run_python(textwrap.dedent(code) + says, XDG_CACHE_HOME=folder, CXX="no-such-compiler")

@@ -17,20 +17,28 @@ from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.evaluator.codes import STYLE_OF, codes_of, decisions_of, style_code
-from poochplan.planner.evaluator.evaluate import Evaluation, Evaluator
-from poochplan.planner.evaluator.evaluator_library import EVALUATOR, address, addresses, library
-from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.judge.candidate import swap_all, try_style
-from poochplan.planner.judge.streams import Streams
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.schedule.style import Style
+from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, swap_all, try_style
+from poochplan.planner.simulator.evaluator import (
+    EVALUATOR,
+    STYLE_OF,
+    Evaluation,
+    Evaluator,
+    address,
+    addresses,
+    codes_of,
+    decisions_of,
+    library,
+)
+from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import link, random_profile, transformer_like, with_random_thread
 
 KEY = 12
-"""Column of ``Layout.values``: ``Value::key``."""
+"""Column of ``FlatProblem.values``: ``Value::key``."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,7 +109,9 @@ def test_any_decisions_give_what_the_simulator_says_to_the_bit() -> None:
     fits: set[bool] = set()
     links: set[tuple[bool, bool, bool]] = set()
     for seed, _, problem in random_problems(tries(100, 1250)):
-        lanes.add(None if problem.lane is None else (problem.lane.is_compute, problem.lane.record_s > 0))
+        lanes.add(
+            None if problem.launch_cost is None else (problem.launch_cost.is_compute, problem.launch_cost.record_s > 0)
+        )
         line = problem.link
         links.add((line.duplex < 1, line.interference_out > 0, line.interference_in > 0))
         rng, evaluator = random.Random(seed), Evaluator(problem)
@@ -135,9 +145,9 @@ def test_large_steps_with_a_launching_thread_give_what_the_simulator_says() -> N
 
 def test_replays_are_told_apart_by_their_targets_and_not_by_a_hash() -> None:
     for seed, profile, problem in random_problems(tries(8, 100)):
-        layout = layout_of(problem)
-        layout.values[:, KEY] = 0
-        evaluator = Evaluator(problem, layout)
+        flat = flat_problem_of(problem)
+        flat.values[:, KEY] = 0
+        evaluator = Evaluator(problem, flat)
         for more in range(3):
             assert_same(
                 problem, evaluator, random_decisions(problem, 10 * seed + more), profile.in_core_peak_bytes // 2
@@ -165,9 +175,9 @@ def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
     for seed, _, problem in random_problems(tries(20, 200)):
         rng = random.Random(seed)
         both = link(duplex=rng.choice([0.3, 0.7]), interference_out=rng.choice([0, 0.3]), interference_in=0.5)
-        layout, streams = layout_of(problem), Streams(both, trace=False)
-        layout.rates[:3] = both.duplex, both.interference_out, both.interference_in
-        layout.copy_s[:] = [(rng.random(), rng.random()) for _ in layout.values]
+        flat, streams = flat_problem_of(problem), Streams(both, trace=False)
+        flat.rates[:3] = both.duplex, both.interference_out, both.interference_in
+        flat.copy_s[:] = [(rng.random(), rng.random()) for _ in flat.values]
         commands, expected = [], []
 
         def add(*command: float, commands: Any = commands, expected: Any = expected, streams: Any = streams) -> None:
@@ -175,18 +185,18 @@ def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
             expected.append((streams.now_s, streams.stall_s, streams.interference_s))
 
         for value in range(problem.value_count):
-            streams.queue_out(value, layout.copy_s[value, 0], "")
+            streams.queue(value, flat.copy_s[value, 0], "", is_out=True)
             add(QUEUE, value, 0, 0.0)
             if rng.random() < 0.5:
-                streams.queue_in(value, layout.copy_s[value, 1], "")
+                streams.queue(value, flat.copy_s[value, 1], "", is_out=False)
                 add(QUEUE, value, 1, 0.0)
             work_s = rng.random()
             streams.compute(work_s)
             add(COMPUTE, 0, 0, work_s)
             if rng.random() < 0.3:
-                streams.wait_out(value, "")
+                streams.wait(value, "", is_out=True)
                 add(WAIT, value, 0, 0.0)
-        arrays, given = addresses(layout), np.array(commands, dtype=COMMAND)
+        arrays, given = addresses(flat), np.array(commands, dtype=COMMAND)
         found = np.zeros((len(commands), 3))
         pointers = (ctypes.c_void_p(address(array)) for array in (arrays, given, found))
         layout_at, given_at, found_at = pointers
@@ -197,8 +207,8 @@ def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
 def test_codes_are_those_of_decisions_and_styles() -> None:
     decisions = (Decision.SWAP, Decision.KEEP, Decision.RECOMPUTE)
     assert decisions_of(codes_of(decisions)) == decisions
-    assert [style_code(style) for style in STYLE_OF] == [0, 1, 2, 3]
-    assert [style_code(Style()), style_code(Style(in_order=False)), style_code(Style(release="early"))] == [0, 1, 2]
+    assert (*STYLES, ON_DEMAND) == STYLE_OF
+    assert (Style(), Style(in_order=False), Style(release="early")) == STYLES
 
 
 def test_other_threads_run_beside_an_evaluation() -> None:

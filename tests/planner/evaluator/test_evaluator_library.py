@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 
 from poochplan.formats.plan import Plan
-from poochplan.planner.evaluator import evaluator_library
-from poochplan.planner.evaluator.evaluate import Evaluator
-from poochplan.planner.evaluator.evaluator_library import EVALUATOR, library
 from poochplan.planner.planning import plan
 from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator import evaluator
+from poochplan.planner.simulator.evaluator import EVALUATOR, Evaluator, library
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
 
 from .plain import ROOT, run_plain
 from .test_evaluator import assert_same
 
-BUILDS = "from poochplan.planner.evaluator.evaluator_library import library; assert library(None) is not None"
+BUILDS = "from poochplan.planner.simulator.evaluator import library; assert library(None) is not None"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As on a fresh machine; the folder of its caches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(evaluator_library, "_loading", evaluator_library._Loading())
+    monkeypatch.setattr(evaluator, "_loading", evaluator._Loading())
     return tmp_path
 
 
@@ -92,7 +91,7 @@ def test_a_slow_compiler_is_not_waited_for(nothing_loaded: Path, monkeypatch: py
     assert time.perf_counter() - began_s < 5
     (nothing_loaded / "go").touch()
     assert library(None) is None
-    assert "could not build the evaluator" in evaluator_library._loading.failure
+    assert "could not build the evaluator" in evaluator._loading.failure
 
 
 def test_evaluations_go_over_to_the_library_once_it_is_there(
@@ -115,7 +114,7 @@ def test_with_a_compiler_that_fails_plans_are_the_same(
 ) -> None:
     monkeypatch.setenv("CXX", compiler(nothing_loaded, text))
     found = planned()
-    assert evaluator_library._loading.failure
+    assert evaluator._loading.failure
     assert (found.prediction, found.values, found.schedule) == (
         expected.prediction,
         expected.values,
@@ -127,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_none(nothing_loaded: Path, monkeypatc
     (nothing_loaded / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_loaded / "file"))
     assert library(None) is None
-    assert "cannot be made" in evaluator_library._loading.failure
+    assert "cannot be made" in evaluator._loading.failure
 
 
 def test_without_a_compiler_the_simulator_stands_in() -> None:

@@ -11,16 +11,13 @@ import pytest
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind
-from poochplan.planner.allowance import CountAllowance
-from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of, decisions_of
-from poochplan.planner.evaluator.evaluate import Evaluator
-from poochplan.planner.judge.candidate import movable, swap_all
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.walks import annealing
-from poochplan.planner.walks.annealing import Walker
-from poochplan.planner.walks.descent import FAR_OFF, MIN_GAIN, SEARCH_STYLES
-from poochplan.planner.walks.incumbents import Found
-from poochplan.planner.walks.walk import Limits, score, walk_on
+from poochplan.planner.search import annealing
+from poochplan.planner.search.annealing import FAR_OFF, MIN_GAIN, SEARCH_STYLES, Limits, Walker, score, walk_on
+from poochplan.planner.search.incumbents import EvaluatedPlan
+from poochplan.planner.simulator.candidate import movable, swap_all
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, decisions_of
 from tests.depth import tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (
@@ -41,19 +38,24 @@ def test_the_best_of_a_walk_is_no_worse_than_its_begin_and_the_simulator_says_th
         walker = walker_for(problem)
         begin = begin_at(walker, random_decisions(problem, seed))
         annealed = anneal(walker, begin, seed=seed)
-        for found in (begin, annealed, walker.descend(annealed, CountAllowance(STEPS)), walker.incumbents.best()):
-            judged = walker.incumbents.judged(found)
-            assert judged.simulation.step_s == found.step_s
-            assert judged.peak_bytes == found.peak_bytes
-            assert judged.simulation.out_bytes + judged.simulation.in_bytes == found.moved_bytes
-            assert judged.schedule.decisions == decisions_of(found.decisions)
+        for found in (
+            begin,
+            annealed,
+            walker.descend(annealed, Allowance(evaluations=STEPS)),
+            walker.incumbents.best(),
+        ):
+            simulated = walker.incumbents.simulated(found)
+            assert simulated.simulation.step_s == found.step_s
+            assert simulated.peak_bytes == found.peak_bytes
+            assert simulated.simulation.out_bytes + simulated.simulation.in_bytes == found.moved_bytes
+            assert simulated.schedule.decisions == decisions_of(found.decisions)
             assert_possible(problem, found.wish)
         assert score_of(walker, annealed) <= score_of(walker, begin)
         better += score_of(walker, annealed) < score_of(walker, begin)
     assert better > 0
 
 
-def score_of(walker: Walker, found: Found) -> float:
+def score_of(walker: Walker, found: EvaluatedPlan) -> float:
     given = walker.incumbents
     limits = Limits(given.budget_bytes, given.host_bytes)
     return score(Evaluator(walker.problem), limits, found.style, found.wish)
@@ -62,8 +64,8 @@ def score_of(walker: Walker, found: Found) -> float:
 def test_a_walk_so_hot_that_it_takes_every_change_still_brings_back_its_best() -> None:
     for seed, problem in random_problems(tries(6, 40)):
         walker = walker_for(problem)
-        begin = walker.descend(begin_at(walker), CountAllowance(10_000))
-        found = walker.anneal(begin, CountAllowance(64), temperature=1e6, seed=seed)
+        begin = walker.descend(begin_at(walker), Allowance(evaluations=10_000))
+        found = walker.anneal(begin, Allowance(evaluations=64), temperature=1e6, seed=seed)
         assert score_of(walker, found) <= score_of(walker, begin)
 
 
@@ -82,11 +84,11 @@ def test_what_is_offered_fits_the_host() -> None:
         host_bytes = int(problem.size_bytes.sum()) // 4
         walker = walker_for(problem, host_bytes=host_bytes)
         begin = begin_at(walker)
-        walker.descend(anneal(walker, begin, seed=seed), CountAllowance(STEPS))
+        walker.descend(anneal(walker, begin, seed=seed), Allowance(evaluations=STEPS))
         for found in walker.incumbents.ranked():
             swapped = [v for v, d in enumerate(found.decisions.tolist()) if d == SWAP]
             assert sum(int(problem.size_bytes[value]) for value in swapped) <= host_bytes
-            assert walker.incumbents.fits(walker.incumbents.judged(found))
+            assert walker.incumbents.fits(walker.incumbents.simulated(found))
         began = sum(int(problem.size_bytes[v]) for v, d in enumerate(begin.decisions.tolist()) if d == SWAP)
         limited += began > host_bytes and bool(walker.incumbents.ranked())
     assert limited > 0
@@ -118,7 +120,7 @@ def test_a_descent_ends_where_no_single_change_gains() -> None:
     for seed, problem in random_problems(tries(12, 100)):
         walker = walker_for(problem, host_bytes=None if seed % 2 else int(problem.size_bytes.sum()) // 3)
         begin = begin_at(walker, random_decisions(problem, seed))
-        end = walker.descend(begin, CountAllowance(100_000))
+        end = walker.descend(begin, Allowance(evaluations=100_000))
         best = score_of(walker, end)
         assert best <= score_of(walker, begin)
         moved += best < score_of(walker, begin)
@@ -141,7 +143,7 @@ def test_a_descent_changes_only_the_values_it_was_given() -> None:
         values = movable(problem)[::2]
         walker = walker_for(problem, values=values)
         begin = begin_at(walker, random_decisions(problem, seed))
-        end = walker.descend(begin, CountAllowance(10_000))
+        end = walker.descend(begin, Allowance(evaluations=10_000))
         assert set(np.flatnonzero(end.wish != begin.wish).tolist()) <= set(values)
         assert_possible(problem, end.wish)
 
@@ -161,7 +163,7 @@ def test_a_walk_over_one_value_finds_its_best_decision() -> None:
     assert len(movable(problem)) == 1
     walker = walker_for(problem)
     begin = begin_at(walker)
-    for found in (anneal(walker, begin), walker.descend(begin, CountAllowance(100))):
+    for found in (anneal(walker, begin), walker.descend(begin, Allowance(evaluations=100))):
         wishes = [swap_all(problem), *([d] * problem.value_count for d in Decision)]
         possible = [wish for wish in wishes if is_possible(problem, wish)]
         best = min(score_of(walker, begin_at(walker, wish)) for wish in possible)
@@ -181,7 +183,7 @@ def test_a_walk_over_no_value_stays_where_it_is() -> None:
     walker = walker_for(problem, values=())
     begin = begin_at(walker)
     assert anneal(walker, begin) is begin
-    assert (walker.descend(begin, CountAllowance(100)).wish == begin.wish).all()
+    assert (walker.descend(begin, Allowance(evaluations=100)).wish == begin.wish).all()
 
 
 def test_a_walk_with_every_value_pinned_stays_where_it_is() -> None:

@@ -11,18 +11,18 @@ import pytest
 
 from poochplan.planner.arena import step_layout
 from poochplan.planner.arena.fitting import Fitting
-from poochplan.planner.evaluator.codes import STYLE_OF, codes_of
-from poochplan.planner.judge.candidate import swap_all_on_demand
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.walks import incumbents
-from poochplan.planner.walks.incumbents import Found, Incumbents
+from poochplan.planner.search import incumbents
+from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
+from poochplan.planner.simulator.candidate import swap_all_on_demand
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from tests.planner.random_profiles import transformer_like, unet_like
 
 
-def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0) -> Found:
+def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0) -> EvaluatedPlan:
     wish = np.array([number // 3**value % 3 for value in range(problem.value_count)], dtype=np.int8)
     nothing = np.zeros(problem.value_count, dtype=np.int8)
-    return Found(wish, nothing, 0, step_s, peak_bytes, 0, "ilp", 100)
+    return EvaluatedPlan(wish, nothing, 0, step_s, peak_bytes, 0, "ilp", 100)
 
 
 @pytest.mark.parametrize("kept", [2500, 20])
@@ -80,8 +80,8 @@ def test_where_no_arena_fits_a_plan_within_the_budget_goes_before_one_a_byte_ove
     budget_bytes = least.peak_bytes
     found = Incumbents(problem, budget_bytes, None, Fitting(profile, problem, budget_bytes))
     codes, step_s = codes_of(least.wish), least.simulation.step_s
-    within = found.offer(Found(codes, codes, len(STYLE_OF) - 1, step_s, budget_bytes, 0, "swap-all", 0))
+    within = found.offer(EvaluatedPlan(codes, codes, len(STYLE_OF) - 1, step_s, budget_bytes, 0, "swap-all", 0))
     found.offer(found_with(problem, 1, step_s / 2, peak_bytes=budget_bytes + 1))
     assert within.needed_bytes > budget_bytes + 1
     assert found.best().peak_bytes == budget_bytes + 1
-    assert found.best(is_live=True).peak_bytes == found.judged(within).peak_bytes == budget_bytes
+    assert found.best(is_live=True).peak_bytes == found.simulated(within).peak_bytes == budget_bytes

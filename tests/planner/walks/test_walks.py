@@ -9,15 +9,13 @@ from math import inf
 import numpy as np
 import pytest
 
+from poochplan.formats.occupancy import Ints
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import CountAllowance
-from poochplan.planner.evaluator.codes import codes_of
-from poochplan.planner.evaluator.evaluator_library import library
-from poochplan.planner.judge.candidate import movable
-from poochplan.planner.problem.arrays import Ints
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.walks.annealing import ground_of
-from poochplan.planner.walks.walk import DRAWS, STYLES, Ground, Trail, score, walk_on
+from poochplan.planner.search.annealing import DRAWS, STYLES, ChainState, SearchSpace, score, search_space_of, walk_on
+from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.evaluator import codes_of, library
 from tests.depth import tries
 from tests.planner.evaluator.plain import run_plain
 from tests.planner.plans import random_decisions
@@ -42,7 +40,7 @@ from .walkers import (
 # -- compiled or not --------------------------------------------------------------------------------------------------
 
 
-def trails() -> list[str]:
+def chains() -> list[str]:
     """What walks and descents from the same numbers come by: of each one the seconds to the bit, and the decisions."""
     said: list[str] = []
     for seed, problem in random_problems(8):
@@ -50,15 +48,15 @@ def trails() -> list[str]:
             walker = walker_for(problem, host_bytes=host_bytes)
             begin = begin_at(walker, random_decisions(problem, seed))
             found = anneal(walker, begin, 60, seed)
-            for each in (begin, found, walker.descend(found, CountAllowance(60))):
+            for each in (begin, found, walker.descend(found, Allowance(evaluations=60))):
                 said.append(f"{each.step_s.hex()} {each.peak_bytes} {each.style} {each.wish.tobytes().hex()}")
     return said
 
 
 def test_plain_python_walks_the_same_trail_as_compiled_code() -> None:
-    plain = run_plain('from tests.planner.walks.test_walks import trails; print(*trails(), sep="\\n")').splitlines()
+    plain = run_plain('from tests.planner.walks.test_walks import chains; print(*chains(), sep="\\n")').splitlines()
     assert library(None) is not None
-    assert plain == trails()
+    assert plain == chains()
     assert len(set(plain)) > len(plain) // 3
 
 
@@ -75,7 +73,7 @@ def test_no_change_gives_a_value_a_decision_that_it_cannot_have_or_touches_one_t
         if not values:
             continue
         steps = Steps(problem, values, temperature=inf, mate=codes_of(random_decisions(problem, seed)))
-        start = steps.trail.here.copy()
+        start = steps.state.here.copy()
         others = [value for value in range(problem.value_count) if value not in values]
         for _ in range(60):
             before, tried = steps.take(draws_of(kind if rng.random() < 0.7 else rng.random(), rng))
@@ -94,8 +92,8 @@ def test_the_smallest_and_the_largest_draws_lead_nowhere_else() -> None:
         for kind in KINDS.values():
             for _ in range(30):
                 steps.take([kind, *(rng.choice((0.0, HIGHEST_DRAW)) for _ in range(DRAWS - 1))])
-                assert_possible(problem, steps.trail.here)
-                assert 0 <= steps.trail.styles[0] < STYLES
+                assert_possible(problem, steps.state.here)
+                assert 0 <= steps.state.styles[0] < len(STYLES)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -137,11 +135,11 @@ def test_a_change_for_the_worse_is_taken_when_it_is_hot_and_refused_when_it_is_c
     for temperature in (1e-12, 1e12):
         steps, worse = Steps(problem, movable(problem), temperature), 0
         for _ in range(200):
-            before = float(steps.trail.scores[0])
+            before = float(steps.state.scores[0])
             draws = draws_of(rng.random(), rng)
             steps.take([*draws[:-1], 0.5])
-            worse += float(steps.trail.scores[0]) > before
-            assert steps.trail.scores[1] <= steps.trail.scores[0]
+            worse += float(steps.state.scores[0]) > before
+            assert steps.state.scores[1] <= steps.state.scores[0]
         taken[temperature] = worse
     assert taken[1e-12] == 0
     assert taken[1e12] > 10
@@ -154,11 +152,11 @@ def test_a_walk_knows_the_scores_of_where_it_is_and_of_its_best() -> None:
     styles = set()
     for _ in range(200):
         steps.take([rng.choice(list(KINDS.values())), *(rng.random() for _ in range(DRAWS - 1))])
-        trail = steps.trail
-        for which, wish in enumerate((trail.here, trail.best)):
-            style = int(trail.styles[which])
-            assert trail.scores[which] == score(steps.evaluator, steps.limits, style, wish)
-        styles.add(int(trail.styles[1]))
+        state = steps.state
+        for which, wish in enumerate((state.here, state.best)):
+            style = int(state.styles[which])
+            assert state.scores[which] == score(steps.evaluator, steps.limits, style, wish)
+        styles.add(int(state.styles[1]))
     assert len(styles) > 1
 
 
@@ -167,44 +165,44 @@ def test_steps_at_once_are_the_same_as_one_by_one() -> None:
     rng = random.Random(0)
     draws = np.array([rng.random() for _ in range(40 * DRAWS)])
     at_once, one_by_one = Steps(problem, movable(problem)), Steps(problem, movable(problem))
-    walk_on(at_once.evaluator, at_once.ground, at_once.trail, at_once.limits, 40, at_once.temperature, draws)
+    walk_on(at_once.evaluator, at_once.space, at_once.state, at_once.limits, 40, at_once.temperature, draws)
     for first in range(0, len(draws), DRAWS):
         one_by_one.take(draws[first : first + DRAWS].tolist())
-    for name in Trail._fields:
-        assert np.array_equal(getattr(at_once.trail, name), getattr(one_by_one.trail, name))
+    for name in ChainState._fields:
+        assert np.array_equal(getattr(at_once.state, name), getattr(one_by_one.state, name))
 
 
 # -- values that belong together --------------------------------------------------------------------------------------
 
 
-def groups(ground: Ground) -> list[Ints]:
-    return [ground.role_values[a:b] for a, b in zip(ground.role_first[:-1], ground.role_first[1:], strict=True)]
+def groups(space: SearchSpace) -> list[Ints]:
+    return [space.role_values[a:b] for a, b in zip(space.role_first[:-1], space.role_first[1:], strict=True)]
 
 
 @pytest.mark.parametrize("profile", [transformer_like(4), resnet_like(8), unet_like(4)], ids=["gpt", "resnet", "unet"])
 def test_values_of_one_role_are_alike_and_every_value_has_one_role(profile: Profile) -> None:
     problem = build_problem(profile)
     values = movable(problem)
-    ground = ground_of(problem, values)
-    assert sorted(ground.role_values.tolist()) == values
-    for index, group in enumerate(groups(ground)):
-        assert (ground.role[group] == index).all()
+    space = search_space_of(problem, values)
+    assert sorted(space.role_values.tolist()) == values
+    for index, group in enumerate(groups(space)):
+        assert (space.role[group] == index).all()
         assert sorted(group.tolist()) == group.tolist()
         assert len({int(problem.rounded_bytes[value]) for value in group}) == 1
         assert len({re.sub(r"\d+", "", problem.names[value]) for value in group}) == 1
         assert len({problem.replay.replays[value] is None for value in group}) == 1
-    assert sorted(ground.by_size.tolist()) == values
-    assert (np.diff(problem.rounded_bytes[ground.by_size]) >= 0).all()
-    assert (ground.place[ground.by_size] == np.arange(len(values))).all()
+    assert sorted(space.by_size.tolist()) == values
+    assert (np.diff(problem.rounded_bytes[space.by_size]) >= 0).all()
+    assert (space.place[space.by_size] == np.arange(len(values))).all()
     away = [value for value in range(problem.value_count) if value not in values]
-    assert (ground.role[away] == -1).all()
-    assert (ground.place[away] == -1).all()
+    assert (space.role[away] == -1).all()
+    assert (space.place[away] == -1).all()
 
 
 def test_each_layer_of_a_transformer_has_a_value_of_most_roles() -> None:
     layers = 6
     problem = build_problem(transformer_like(layers))
-    sizes = [len(group) for group in groups(ground_of(problem, movable(problem)))]
+    sizes = [len(group) for group in groups(search_space_of(problem, movable(problem)))]
     assert sum(size for size in sizes if size % layers == 0) > sum(sizes) // 2
 
 
@@ -216,13 +214,13 @@ def test_a_layer_that_decides_as_another_one_does_has_then_its_decisions(left_ou
         rng = random.Random(seed)
         values = [value for value in movable(problem) if not left_out or rng.random() > left_out[0]]
         steps = Steps(problem, values, temperature=inf)
-        steps.trail.here[:] = codes_of(random_decisions(problem, seed))
+        steps.state.here[:] = codes_of(random_decisions(problem, seed))
         before, tried = steps.take(draws_of(KINDS["layer"], rng))
         changed = np.flatnonzero(tried != before)
         assert set(changed.tolist()) <= set(values)
         for value in changed.tolist():
-            role = steps.ground.role[value]
-            others = [v for v in groups(steps.ground)[role].tolist() if v != value]
+            role = steps.space.role[value]
+            others = [v for v in groups(steps.space)[role].tolist() if v != value]
             assert tried[value] in before[others]
         copied += len(changed) > 1
     assert copied > 0

@@ -9,17 +9,24 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from poochplan.errors import PoochError
+from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import CountAllowance
-from poochplan.planner.evaluator.codes import KEEP, RECOMPUTE, SWAP, codes_of
-from poochplan.planner.evaluator.evaluate import Evaluator
-from poochplan.planner.evaluator.layout import layout_of
-from poochplan.planner.judge.candidate import movable, swap_all, swap_all_on_demand
-from poochplan.planner.problem.arrays import Bytes
+from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.walks.annealing import Walker, ground_of
-from poochplan.planner.walks.incumbents import Found, Incumbents
-from poochplan.planner.walks.walk import DRAWS, Ground, Limits, Trail, score, walk_on
+from poochplan.planner.search.annealing import (
+    DRAWS,
+    ChainState,
+    Limits,
+    SearchSpace,
+    Walker,
+    score,
+    search_space_of,
+    walk_on,
+)
+from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
+from poochplan.planner.simulator.candidate import movable, swap_all, swap_all_on_demand
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
+from poochplan.planner.simulator.flat_problem import flat_problem_of
 from tests.planner.random_profiles import (
     random_profile,
     with_random_thread,
@@ -58,16 +65,18 @@ def walker_for(
     values: Sequence[int] | None = None,
 ) -> Walker:
     found = Incumbents(problem, tight(problem) if budget_bytes is None else budget_bytes, host_bytes)
-    return Walker(problem, layout_of(problem), movable(problem) if values is None else values, found)
+    return Walker(problem, flat_problem_of(problem), movable(problem) if values is None else values, found)
 
 
-def anneal(walker: Walker, begin: Found, evaluations: int = STEPS, seed: int = 0, **options: Sequence[int]) -> Found:
+def anneal(
+    walker: Walker, begin: EvaluatedPlan, evaluations: int = STEPS, seed: int = 0, **options: Sequence[int]
+) -> EvaluatedPlan:
     return walker.anneal(
-        begin, CountAllowance(evaluations), temperature=WARMTH, seed=seed, pinned=options.get("pinned", ())
+        begin, Allowance(evaluations=evaluations), temperature=WARMTH, seed=seed, pinned=options.get("pinned", ())
     )
 
 
-def begin_at(walker: Walker, wish: Sequence[Decision] | None = None) -> Found:
+def begin_at(walker: Walker, wish: Sequence[Decision] | None = None) -> EvaluatedPlan:
     return walker.try_styles(codes_of(swap_all(walker.problem) if wish is None else wish), "here")
 
 
@@ -79,16 +88,16 @@ class Steps:
     values: Sequence[int]
     temperature: float = WARMTH
     mate: Bytes | None = None
-    trail: Trail = field(init=False)
-    ground: Ground = field(init=False)
+    state: ChainState = field(init=False)
+    space: SearchSpace = field(init=False)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.problem)
         self.limits = Limits(tight(self.problem), -1)
-        self.ground = ground_of(self.problem, self.values)
+        self.space = search_space_of(self.problem, self.values)
         here = codes_of(swap_all(self.problem))
         first = score(self.evaluator, self.limits, 0, here)
-        self.trail = Trail(
+        self.state = ChainState(
             here=here,
             best=here.copy(),
             trial=here.copy(),
@@ -99,10 +108,10 @@ class Steps:
 
     def take(self, draws: Sequence[float]) -> tuple[Bytes, Bytes]:
         """Where the walk was before the step, and what the step tried."""
-        before = self.trail.here.copy()
+        before = self.state.here.copy()
         given = np.array(draws)
-        walk_on(self.evaluator, self.ground, self.trail, self.limits, 1, self.temperature, given)
-        return before, self.trail.trial.copy()
+        walk_on(self.evaluator, self.space, self.state, self.limits, 1, self.temperature, given)
+        return before, self.state.trial.copy()
 
 
 def draws_of(kind: float, rng: random.Random) -> list[float]:

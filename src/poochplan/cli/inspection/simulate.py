@@ -10,7 +10,7 @@ from poochplan.cli.base import Verb
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
-    from poochplan.planner.judge.simulate import Simulation
+    from poochplan.planner.simulator.simulate import Simulation
 
 LAYERS_SHOWN = 12
 

@@ -15,34 +15,49 @@ import msgspec
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.online.earned import Earned, has_no_processor_to_spare
+from poochplan.profiler.live.aside import aside
+from poochplan.profiler.trials.machine_facts import completed, is_complete
 
 from .planning_process import Asked
 
 END_S = 5.0
 """A process that was asked to end is killed after this."""
+MEASURING_S = 0.5
+"""What a loop is to have earned before it stands still for the measurements of the machine."""
 
 
 class Background:
     """One plan, wanted and then under way (:meth:`start`). Ended, at the latest, by :meth:`close`.
 
-    What the profile lacks of the machine is measured there: :meth:`profile` has it.
+    What the profile lacks of the machine is measured there, or before by :meth:`measure`: :meth:`profile` has it.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        asked: Asked,
-    ) -> None:
+    def __init__(self, profile: Profile, asked: Asked) -> None:
+        self.lacks_facts = not is_complete(profile)
+        """Whether something of the machine is to be measured yet."""
+        self._profile = profile
+        self._asked = msgspec.structs.replace(asked, is_complete=not self.lacks_facts)
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="poochplan-")
         self._at = Path(self._folder.name)
         profile.save(self._at / "profile.json")
-        (self._at / "asked.json").write_bytes(msgspec.json.encode(asked))
+
+    def measure(self, _: float) -> None:
+        """Measures here what the profile lacks, however long that takes: less than a process takes to begin. What
+        cannot be measured is left to that, which tells why.
+        """
+        self.lacks_facts = False
+        with contextlib.suppress(PoochError, OSError):
+            profile = aside(lambda: completed(self._profile, self._asked.spill_dir))
+            profile.save(self._at / "profile.json", force=True)
+            self._asked = msgspec.structs.replace(self._asked, is_complete=True)
 
     def start(self) -> None:
         """Planning begins. Idempotent."""
         if self._process is not None:
             return
+        (self._at / "asked.json").write_bytes(msgspec.json.encode(self._asked))
         with (self._at / "messages").open("wb") as told:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "poochplan.online.plans.planning_process", str(self._at)],
@@ -50,6 +65,7 @@ class Background:
                 stdout=subprocess.DEVNULL,
                 stderr=told,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # a Ctrl-C is the loop's
             )
 
     def is_done(self, wait_s: float | None = 0.0) -> bool:
@@ -88,12 +104,22 @@ class Background:
 class Plannings(dict[Any, Background]):
     """Plans that are wanted, by what for; they are made one at a time, for the loop needs the processors too."""
 
+    def __init__(self, earned: Earned) -> None:
+        super().__init__()
+        self._earned = earned
+
     def __setitem__(self, key: Any, planning: Background) -> None:
         replaced = self.get(key)
         if replaced is not None:
             replaced.close()
         super().__setitem__(key, planning)
         self._start_the_first()
+
+    def go_on(self) -> None:
+        """Between two steps: the loop stands still for the first of them, as long as it has earned."""
+        self._start_the_first()
+        if self:
+            self._earned.spend(next(iter(self.values())).is_done)
 
     def take_done(self) -> list[tuple[Any, Background]]:
         """Those that are done, which are no more in here; the next one begins."""
@@ -105,7 +131,9 @@ class Plannings(dict[Any, Background]):
 
     def wait(self, wait_s: float | None) -> None:
         """For the first of them."""
-        next(iter(self.values())).is_done(wait_s)
+        first = next(iter(self.values()))
+        first.start()
+        first.is_done(wait_s)
 
     def close(self) -> None:
         """Ends them all."""
@@ -115,5 +143,8 @@ class Plannings(dict[Any, Background]):
 
     def _start_the_first(self) -> None:
         for planning in self.values():
-            planning.start()
+            if planning.lacks_facts and has_no_processor_to_spare():
+                self._earned.spend(planning.measure, MEASURING_S)
+            if not (planning.lacks_facts and has_no_processor_to_spare()):
+                planning.start()
             return

@@ -12,6 +12,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.online.before_plan import Unplanned
+from poochplan.online.earned import Earned
 from poochplan.online.telling import KNOWN, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -54,10 +55,12 @@ class KnownPlans:
         self.ready: list[tuple[Key, Plan]] = []
         """Found, and in force once somebody has put them so: where there are ranks, all of them at once."""
         self._cache, self._teller = cache, teller
-        self._pending = Plannings()
+        self.earned = Earned()
+        self._pending = Plannings(self.earned)
         self._hopeless: set[Key] = set()
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
+        self._doubted: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were told."""
 
@@ -149,6 +152,7 @@ class KnownPlans:
 
     def poll(self) -> None:
         """What has been planned meanwhile is found now."""
+        self._pending.go_on()
         for key, pending in self._pending.take_done():
             try:
                 plan = pending.plan()
@@ -174,8 +178,14 @@ class KnownPlans:
 
     def _found(self, key: Key, plan: Plan) -> None:
         followed = self.in_force.get(key)
-        if followed is None or followed.plan.prediction.step_s > plan.prediction.step_s:  # else found first
+        is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # else found first
+        if is_better or key in self._doubted:
+            self._doubted.discard(key)
             self.ready.append((key, plan))
+
+    def doubt(self, key: Key) -> None:
+        """What the plan in force promises is not so: the next one takes its place whatever it promises."""
+        self._doubted.add(key)
 
     # -- what is in force, and what is kept -------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Asked(msgspec.Struct):
     time_limit_s: float
     arena: Literal["auto", "on", "off"]
     spill_dir: str | None = None
+    is_complete: bool = False
+    """Whether the profile has all that is to be measured of the machine: then torch is not loaded."""
 
 
 def ends_with_its_parent() -> None:
@@ -49,11 +51,12 @@ def plan_in(folder: Path) -> None:
     """Reads what is asked there, and writes the plan. Raises ``PoochError``."""
     from poochplan.formats.profile import Profile
     from poochplan.planner.planning import plan
-    from poochplan.profiler.trials.machine_facts import completed, is_complete
 
     asked = msgspec.json.decode((folder / "asked.json").read_bytes(), type=Asked)
     profile = Profile.load(folder / "profile.json")
-    if not is_complete(profile):
+    if not asked.is_complete:
+        from poochplan.profiler.trials.machine_facts import completed
+
         profile = completed(profile, asked.spill_dir)
         profile.save(folder / "profile.json", force=True)
     made = plan(profile, asked.budget_bytes, time_limit_s=asked.time_limit_s, gap=GAP, threads=1, arena=asked.arena)

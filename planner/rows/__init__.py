@@ -1,1 +1,0 @@
-"""The rows of the fluid models PLAN and BOUND, one group a file."""

@@ -1,0 +1,382 @@
+"""Constructive scheduling: points for releases, copies and replays of given decisions, within a budget where they can.
+
+Copies out go in the order in which their bytes can be given up. A release happens when memory asks for it, at the last
+point before the tick that asks, and only if that tick needs it; a prefetch in the order of need, as early as memory
+permits; a replay at the use point of its value. A swapped value is away from its release to the next point that needs
+it: before the first replay that starts from it, between two of them, or between the last one and its own use. One that
+memory never asks to release is kept after all, and its copies are saved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poochplan.formats.occupancy import Ints, occupancy
+from poochplan.formats.plan import Decision
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Style, Tuning, assemble
+
+
+@dataclass(frozen=True)
+class Needs:
+    """When given decisions need which value in backward."""
+
+    points: tuple[tuple[int, ...], ...]
+    """Per value: the points up to its first use that need it on the device, in order."""
+    back_point: tuple[int, ...]
+    """Per value: the first of them; for a recomputed one that of its replay; -1 when there is none."""
+    last_claim: Ints
+    """Per value: the last tick at which a replay needs it; -1 when none does."""
+    replays: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(point, value asked for, all values this replay brings back), in the order in which they run."""
+
+
+def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int] | None = None) -> Needs:
+    """What ``decisions`` need back, and when.
+
+    A replay is at the first use of its value, or earlier where ``replay_at`` (value -> use point) says so; at one point
+    those come first, in the order of ``replay_at``.
+    """
+    count = problem.value_count
+    back = [-1] * count
+    points: list[list[int]] = [[] for _ in range(count)]
+    claim = np.full(count, -1, dtype=np.int64)
+    replays = []
+    for point, _, value in _in_order(problem, decisions, replay_at or {}):
+        if decisions[value] is not Decision.RECOMPUTE:
+            points[value].append(point)
+            continue
+        if back[value] >= 0:
+            continue
+        targets = replay_closure(problem, decisions, value, back)
+        for target in targets:
+            back[target] = point
+            replay = problem.replay.replays[target]
+            assert replay is not None
+            for source in replay.inputs:
+                claim[source] = problem.point_ticks[point]
+        for source in problem.replay.merged(targets).inputs:
+            use = problem.first_use_point[source]
+            if use < 0 or point < use:
+                points[source].append(point)
+        replays.append((point, value, targets))
+    for value, needed in enumerate(points):
+        if decisions[value] is not Decision.RECOMPUTE and needed:
+            back[value] = needed[0]
+    claim_for_never_replayed(problem, decisions, back, claim)
+    return Needs(tuple(map(tuple, points)), tuple(back), claim, tuple(replays))
+
+
+def _in_order(
+    problem: Problem, decisions: Sequence[Decision], replay_at: Mapping[int, int]
+) -> list[tuple[int, int, int]]:
+    """(point, order at the point, value): when each value is asked for, a replay before the use at its point."""
+    last = len(replay_at)
+    order = [(point, last, value) for value, point in enumerate(problem.first_use_point) if point >= 0]
+    for position, (value, point) in enumerate(replay_at.items()):
+        if decisions[value] is Decision.RECOMPUTE and may_replay_at(problem, value, point):
+            order.append((point, position, value))
+    return sorted(order)
+
+
+def may_replay_at(problem: Problem, value: int, point: int) -> bool:
+    """Whether a use point is early enough for a replay of ``value``: what it starts from is still held."""
+    use = problem.first_use_point[value]
+    return point <= use if use >= 0 else problem.point_tick_list[point] <= problem.freed[value]
+
+
+def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, back: Sequence[int]) -> tuple[int, ...]:
+    """The values one replay of ``value`` brings back: itself and the recomputed values it starts from, not yet back."""
+    targets = {value}
+    pending = [value]
+    while pending:
+        replay = problem.replay.replays[pending.pop()]
+        assert replay is not None
+        for source in replay.inputs:
+            if decisions[source] is Decision.RECOMPUTE and back[source] < 0 and source not in targets:
+                targets.add(source)
+                pending.append(source)
+    return tuple(sorted(targets))
+
+
+def claim_for_never_replayed(problem: Problem, decisions: Sequence[Decision], back: Sequence[int], claim: Ints) -> None:
+    """Extends ``claim``: a recomputed value that never comes back claims its inputs as long as it is itself held."""
+    replays = problem.replay.replays
+    pending = [
+        (replay.ops[-1], value, replay.inputs)
+        for value, replay in enumerate(replays)
+        if replay is not None and decisions[value] is Decision.RECOMPUTE and back[value] < 0
+    ]
+    for _, value, inputs in sorted(pending, reverse=True):  # what holds a value comes after it
+        until = max(int(problem.freed[value]), int(claim[value]))
+        for source in inputs:
+            claim[source] = max(int(claim[source]), until)
+
+
+LOOK_TICKS = 512
+"""Memory is looked at in so many ticks at a time: what is over is most often near."""
+
+
+class _Scheduler:
+    """State of one fitting: the memory curve so far, and the points chosen so far."""
+
+    def __init__(
+        self, problem: Problem, decisions: Sequence[Decision], budget_bytes: int, style: Style, tuning: Tuning
+    ) -> None:
+        self.problem, self.budget_bytes, self.style, self.tuning = problem, budget_bytes, style, tuning
+        self.decisions = list(decisions)
+        self.ticks = problem.point_tick_list
+        self.death: list[int] = problem.forward_death.tolist()
+        self.size: list[int] = problem.rounded_bytes.tolist()
+        self.needs = needs_of(problem, decisions, tuning.replay_at)
+        self.end = np.maximum(problem.freed, self.needs.last_claim)
+        self.release: dict[int, int] = {}
+        self.back: dict[int, int] = {}
+        """Per released value: the point that needs it next; -1 when none does."""
+        self.prefetch: dict[int, int] = {}
+        self.curve = self._curve_unreleased()
+
+    def actions(self) -> Lists:
+        """What happens at each point, as ``assemble`` takes it; ``decisions`` are then the final ones."""
+        swapped = [value for value, decision in enumerate(self.decisions) if decision is Decision.SWAP]
+        if self.style.release == "early":
+            for value in swapped:
+                self._release_at(value, self._early_point(value))
+        else:
+            self._release_where_memory_asks(swapped)
+        for value in swapped:
+            if value not in self.release:
+                self.decisions[value] = Decision.KEEP
+        self._prefetch()
+        return self._collect()
+
+    def _curve_unreleased(self) -> Ints:
+        problem = self.problem
+        recomputed = np.array([decision is Decision.RECOMPUTE for decision in self.decisions])
+        until = np.where(recomputed, problem.forward_death, np.maximum(problem.forward_death, self.end))
+        back_point = np.array(self.needs.back_point, dtype=np.int64)
+        back = np.flatnonzero(recomputed & (back_point >= 0))
+        live = occupancy(
+            problem.tick_count,
+            (problem.born, until, problem.rounded_bytes),
+            (problem.point_ticks[back_point[back]], self.end[back], problem.rounded_bytes[back]),
+        )
+        curve: Ints = live + problem.base_bytes
+        self._add_inside_replays(curve)
+        return curve
+
+    def _add_inside_replays(self, curve: Ints) -> None:
+        """Raises ``curve`` at the ticks of replays, which run one after another where a point has several."""
+        results: dict[int, int] = {}
+        peaks: dict[int, int] = {}
+        for point, _, targets in self.needs.replays:
+            before = results.get(point, 0)
+            peaks[point] = max(peaks.get(point, 0), before + self.problem.replay.merged(targets).peak_bytes)
+            results[point] = before + sum(self.size[target] for target in targets)
+        for point, peak in peaks.items():
+            curve[self.ticks[point]] += max(0, peak - results[point])
+
+    # -- releases -----------------------------------------------------------------------------------------------------
+
+    def _need_after(self, value: int, point: int) -> int:
+        """The first point that needs a value released at ``point``; -1 when none does."""
+        needed = self.needs.points[value]
+        index = bisect_left(needed, point)
+        return needed[index] if index < len(needed) else -1
+
+    def _last_absent_tick(self, value: int, point: int) -> int:
+        """Last tick at which a value released at ``point`` stays away; -1 when it must not leave any more."""
+        back = self._need_after(value, point)
+        if back >= 0:
+            return self.ticks[back] - 1
+        if self.problem.first_use_point[value] >= 0:
+            return -1
+        return min(max(self.death[value], int(self.end[value])), self.problem.tick_count - 1)
+
+    def _absence(self, value: int, point: int) -> slice:
+        first = max(self.death[value] + 1, self.ticks[point])
+        return slice(first, max(first, self._last_absent_tick(value, point) + 1))
+
+    def _release_at(self, value: int, point: int) -> None:
+        self.release[value] = point
+        self.back[value] = self._need_after(value, point)
+        self.curve[self._absence(value, point)] -= self.size[value]
+
+    def _early_point(self, value: int) -> int:
+        """The last save point before which forward has let go of the value, its own at the earliest."""
+        problem = self.problem
+        index = bisect_right(problem.save_ticks, self.death[value] + 1) - 1
+        return problem.save_points[max(index, value)]
+
+    def _release_where_memory_asks(self, swapped: Sequence[int]) -> None:
+        queued = {value: position for position, value in enumerate(self._queue(swapped))}
+        first = {value: position for position, value in enumerate(self.tuning.release_order)}
+        waiting = sorted(swapped, key=lambda v: (first.get(v, len(first)), queued[v]))
+        tick = 0
+        while True:
+            tick = self._next_over(tick)
+            if tick < 0:
+                return
+            point = bisect_right(self.ticks, tick) - 1
+            released = self._released_for(tick, point, waiting)
+            for value in released:
+                self._release_at(value, point)
+            gone = set(released)
+            waiting = [value for value in waiting if value not in gone]
+            if self.curve[tick] > self.budget_bytes:
+                # These decisions do not fit: release the rest early, so that what is missing is exact.
+                for value in waiting:
+                    self._release_at(value, self._early_point(value))
+                return
+
+    def _next_over(self, tick: int) -> int:
+        """The first tick from ``tick`` on that has more than the budget; -1 when none does."""
+        for begin in range(tick, len(self.curve), LOOK_TICKS):
+            over = np.flatnonzero(self.curve[begin : begin + LOOK_TICKS] > self.budget_bytes)
+            if len(over):
+                return begin + int(over[0])
+        return -1
+
+    def _released_for(self, tick: int, point: int, waiting: Sequence[int]) -> list[int]:
+        """The front of ``waiting`` that makes ``tick`` fit, less what it turns out not to need; in its order.
+
+        Each that helps takes its bytes from the tick, so that sums tell how many it takes, and what may stay.
+        """
+        over_bytes = int(self.curve[tick]) - self.budget_bytes
+        helping, helped_bytes = [], 0
+        for value in waiting:
+            if self._helps(value, tick, point):
+                helping.append(value)
+                helped_bytes += self.size[value]
+                if helped_bytes >= over_bytes:
+                    break
+        spare_bytes = helped_bytes - over_bytes
+        released = helping[-1:]
+        for value in reversed(helping[:-1]):  # the last in the queue is waited for the longest
+            if self.size[value] <= spare_bytes:
+                spare_bytes -= self.size[value]
+            else:
+                released.append(value)
+        return released[::-1]
+
+    def _helps(self, value: int, tick: int, point: int) -> bool:
+        return (
+            self.death[value] < tick
+            and self.problem.save_points[value] <= point
+            and self.tuning.stay_until.get(value, 0) <= point
+            and tick <= self._last_absent_tick(value, point)
+        )
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _prefetch(self) -> None:
+        problem = self.problem
+        use_ticks = problem.use_ticks
+        order = {value: position for position, value in enumerate(self.tuning.fetch_order)}
+        needed = [value for value, back in self.back.items() if back >= 0]
+        earliest = use_ticks[0] if use_ticks else 0
+        for value in sorted(needed, key=lambda v: (order.get(v, len(order)), self.back[v], v)):
+            point = self.back[value]
+            back_tick = self.ticks[point]
+            if self.style.prefetch == "early":
+                gone = max(self.ticks[self.release[value]], self.death[value]) + 1
+                lowest = max(earliest, gone)
+                if value in self.tuning.fetch_from:
+                    lowest = max(lowest, self.ticks[self.tuning.fetch_from[value]])
+                full = np.flatnonzero(self.curve[lowest:back_tick] > self.budget_bytes - self.size[value])
+                start = lowest + int(full[-1]) + 1 if len(full) else lowest
+                use = bisect_left(use_ticks, start)
+                if use < len(use_ticks):
+                    point = min(point, problem.use_points[use])
+            self.prefetch[value] = point
+            self.curve[self.ticks[point] : back_tick] += self.size[value]
+            if self.style.in_order:
+                earliest = self.ticks[point]
+
+    def _queue(self, values: Sequence[int]) -> dict[int, int]:
+        """Value -> point at which its copy out is queued, in the order of the queue.
+
+        A copy is queued at its save point, unless its bytes cannot be given up for long: a value that forward still
+        holds lets the others go first, as long as the link is busy.
+        """
+        if self.tuning.out_order or self.tuning.out_from:
+            return self._queue_as_told(values)
+        problem = self.problem
+        ticks, work_s = self.ticks, problem.point_work_list
+        wanted = set(values)
+        frees = {value: max(ticks[problem.save_points[value]], self.death[value] + 1) for value in values}
+        released = self.release
+        issued: dict[int, int] = {}
+        pending: list[int] = []
+        link_free_s = 0.0
+        last = problem.value_count - 1
+        for index, point in enumerate(problem.save_points):
+            if index in wanted:
+                pending.append(index)
+            if not pending:
+                continue
+            soon = len(ticks) - 1 if index == last else problem.save_points[index + 1]
+            for value in sorted(pending, key=lambda v: (frees[v], v)):
+                is_due = frees[value] <= ticks[soon] or released.get(value, soon + 1) <= soon
+                if index == last or is_due or link_free_s <= work_s[soon]:
+                    issued[value] = point
+                    pending.remove(value)
+                    link_free_s = max(link_free_s, work_s[point]) + problem.out_seconds(value)
+        return issued
+
+    def _queue_as_told(self, values: Sequence[int]) -> dict[int, int]:
+        """The same by the tuning's order; a copy that would be queued after its release goes ahead."""
+        problem, tuning = self.problem, self.tuning
+        place = {value: position for position, value in enumerate(tuning.out_order)}
+
+        def by_default(value: int) -> tuple[int, int, int]:
+            save = problem.save_points[value]
+            return place.get(value, len(place)), max(self.ticks[save], self.death[value] + 1), value
+
+        issued: dict[int, int] = {}
+        before = 0
+        for value in sorted(values, key=by_default):
+            own = max(problem.save_points[value], tuning.out_from.get(value, 0))
+            issued[value] = before = max(own, before)
+        issued = {value: min(point, self.release.get(value, point)) for value, point in issued.items()}
+        return dict(sorted(issued.items(), key=lambda item: item[1]))
+
+    def _collect(self) -> Lists:
+        lists: Lists = {}
+
+        def add(point: int, action: str, value: int) -> None:
+            lists.setdefault(point, {}).setdefault(action, []).append(value)
+
+        for value, point in self._queue(list(self.release)).items():
+            add(point, "swap_out", value)
+        for value, point in self.release.items():
+            add(point, "release", value)
+        for value, point in self.prefetch.items():
+            add(point, "prefetch", value)
+        for point, value, _ in self.needs.replays:
+            add(point, "replay", value)
+        return lists
+
+
+def fit(
+    problem: Problem,
+    decisions: Sequence[Decision],
+    budget_bytes: int,
+    style: Style | None = None,
+    tuning: Tuning = AS_STYLED,
+    *,
+    recorded: bool = True,
+) -> Schedule:
+    """A schedule of ``decisions`` that stays within ``budget_bytes`` where these decisions can.
+
+    Swapped values that need no release are kept instead. Whether it fits is for the simulator to say. Without
+    ``recorded`` it does not say when to record ops, unless that takes time: enough for the simulator, not for the
+    runtime.
+    """
+    fitting = _Scheduler(problem, decisions, budget_bytes, style or Style(), tuning)
+    lists = fitting.actions()
+    return assemble(problem, fitting.decisions, lists, recorded=recorded)

@@ -1,0 +1,198 @@
+"""The simulator, compiled: what decisions give, as ``try_style`` says, to the bit, in a fraction of a millisecond."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from poochplan.errors import NativeError
+from poochplan.formats.occupancy import Bytes, Ints
+from poochplan.formats.plan import Decision
+from poochplan.native.native_build import NativeBuild
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, try_style
+from poochplan.planner.simulator.flat_problem import FlatProblem, flat_problem_of
+from poochplan.planner.simulator.schedule import Style
+
+EVALUATOR: Final = NativeBuild(
+    "evaluator", Path(__file__).parent / "native", ("-std=c++17", "-ffp-contract=off")
+)  # sums in the order in which they are written
+_HANDLE, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "evaluator_new": (_HANDLE, (_HANDLE, _INT64)),
+    "evaluator_drop": (None, (_HANDLE,)),
+    "evaluate": (None, (_HANDLE, _HANDLE, _INT64, _INT64, _HANDLE, _HANDLE)),
+    "memory": (None, (_HANDLE, _HANDLE)),
+    "score": (_DOUBLE, (_HANDLE, _HANDLE, _INT64, _HANDLE)),
+    "walk_on": (_INT64, (_HANDLE, _HANDLE, _HANDLE, _HANDLE, _INT64, _DOUBLE, _HANDLE)),
+    "sweep": (_INT64, (_HANDLE, _HANDLE, _HANDLE, _HANDLE, _HANDLE)),
+    "first_fit": (None, (_HANDLE, _HANDLE, _INT64, _HANDLE)),
+    "place_all": (_INT64, (_HANDLE, _INT64, _HANDLE, _INT64, _HANDLE, _INT64, _HANDLE)),
+}
+"""Result and arguments of each function of ``native/evaluator.cpp``, without the ``pooch_`` of its name there."""
+
+
+class _Loading:
+    """State: the library of this process, once its build has ended; or why there is none."""
+
+    def __init__(self) -> None:
+        self.found: Any = None
+        self.failure = ""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, wait_s: float | None) -> None:
+        """Begins, where that was not done; a library that is built already is there at once."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._load, name="evaluator's build")
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # where address space is limited
+                    self.failure = str(error)
+                wait_s = None if EVALUATOR.is_built() else wait_s
+        if not self.failure:
+            self._thread.join(wait_s)
+
+    def _load(self) -> None:
+        try:
+            loaded = ctypes.CDLL(str(EVALUATOR.build()))
+            functions = {name: getattr(loaded, f"pooch_{name}") for name in _SIGNATURES}
+            for name, (result, arguments) in _SIGNATURES.items():
+                functions[name].restype, functions[name].argtypes = result, arguments
+            self.found = SimpleNamespace(**functions)
+        except (NativeError, OSError, AttributeError) as error:
+            self.failure = str(error) or repr(error)
+
+
+_loading = _Loading()
+
+
+def begin_build() -> None:
+    """Has the library built and loaded in the background, where it is not there; nothing is said where it cannot be."""
+    library()
+
+
+def library(wait_s: float | None = 0.0) -> Any:
+    """The library's functions, after waiting so long for it (None: however long it takes); None where it is not there.
+
+    It begins to be built at the first call. Arrays go in by their addresses (:func:`address`, :func:`addresses`), and
+    other threads run beside what is called.
+    """
+    if _loading.found is None and not _loading.failure:
+        _loading.wait(wait_s)
+    return _loading.found
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    """Of an array's first element."""
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)
+
+
+def addresses(arrays: Iterable[np.ndarray[Any, Any]]) -> Ints:
+    """A struct of ``Rows``: of each array the address and how many rows it has. It keeps none of them alive."""
+    return np.array([word for array in arrays for word in (address(array), len(array))], dtype=np.int64)
+
+
+KEEP: Final = 0
+SWAP: Final = 1
+RECOMPUTE: Final = 2
+DECISIONS: Final = (Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE)
+"""The decision of each code."""
+
+STYLE_OF: Final = (*STYLES, ON_DEMAND)
+"""The style of each code."""
+
+_CODE_OF: Final = {decision: code for code, decision in enumerate(DECISIONS)}
+
+
+def codes_of(decisions: Sequence[Decision]) -> Bytes:
+    """Decisions as an array that the evaluator takes; int8, (values,)."""
+    return np.array([_CODE_OF[decision] for decision in decisions], dtype=np.int8)
+
+
+def decisions_of(codes: Bytes) -> tuple[Decision, ...]:
+    """The decisions of such an array."""
+    return tuple(DECISIONS[code] for code in codes.tolist())
+
+
+POOLED: Final = 1 << 20
+"""Targets, inputs and ops of merged replays that an evaluator remembers before it forgets them all."""
+_FOUND: Final = np.dtype([("step_s", "f8"), ("replay_s", "f8"), ("peak_bytes", "i8"), ("moved_bytes", "i8")])
+
+
+class Evaluation(NamedTuple):
+    """What decisions give in one style."""
+
+    step_s: float
+    peak_bytes: int
+    moved_bytes: int
+    replay_s: float
+    """Of the step, what replays take."""
+
+
+class Evaluator:
+    """Evaluations of one problem, for one thread: by the compiled library as soon as it is there, and before that, or
+    where nothing can be compiled, by the simulator in plain Python.
+    """
+
+    def __init__(self, problem: Problem, flat: FlatProblem | None = None, pooled: int = POOLED) -> None:
+        self.problem = problem
+        self.codes = np.zeros(problem.value_count, dtype=np.int8)
+        """Decisions as they turned out in the last evaluation: a swap that memory never asked to release is kept."""
+        self._flat, self._pooled = flat, pooled
+        self.handle: int | None = None
+        """By which the library knows it."""
+        self._found = np.zeros(1, dtype=_FOUND)
+        self._memory_bytes: Ints | None = None
+
+    def evaluate(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Evaluation:
+        """What ``try_style`` gives for the same."""
+        return self.evaluate_codes(codes_of(wish), budget_bytes, STYLE_OF.index(style))
+
+    def evaluate_codes(self, wish: Bytes, budget_bytes: int, style: int) -> Evaluation:
+        """The same of codes."""
+        native = self.native()
+        if native is None:
+            found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style], recorded=False)
+            said = found.simulation
+            self.codes[:] = codes_of(found.schedule.decisions)
+            self._memory_bytes = said.memory_bytes
+            return Evaluation(said.step_s, found.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
+        self._memory_bytes = None
+        native.evaluate(self.handle, address(wish), budget_bytes, style, address(self._found), address(self.codes))
+        step_s, replay_s, peak_bytes, moved_bytes = self._found[0].item()
+        return Evaluation(step_s, peak_bytes, moved_bytes, replay_s)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Those of ``codes``."""
+        return decisions_of(self.codes)
+
+    def memory_bytes(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Ints:
+        """Most bytes live at each tick, (ticks,): what ``try_style`` gives for the same."""
+        self.evaluate(wish, budget_bytes, style)
+        if self._memory_bytes is None:
+            self._memory_bytes = np.zeros(self.problem.tick_count, dtype=np.int64)
+            library().memory(self.handle, address(self._memory_bytes))
+        return self._memory_bytes
+
+    def native(self) -> Any:
+        """The library, which then knows this evaluator; None where there is none, or none yet."""
+        native = library()
+        if native is not None and self.handle is None:
+            self._flat = self._flat or flat_problem_of(self.problem)
+            arrays = addresses(self._flat)
+            self.handle = native.evaluator_new(address(arrays), self._pooled)
+            if self.handle is None:
+                raise MemoryError("expected memory for an evaluator, found none")
+            weakref.finalize(self, native.evaluator_drop, self.handle)
+        return native

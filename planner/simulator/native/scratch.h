@@ -1,0 +1,140 @@
+// What an evaluation writes to: made once for each thread, so that an evaluation hardly ever allocates.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "problem.h"
+
+namespace pooch {
+
+using Ints = std::vector<int64_t>;
+
+inline void clear(Ints& numbers) { std::fill(numbers.begin(), numbers.end(), 0); }
+
+// What is chosen for a value, and found of it. All -1 for none.
+struct Chosen {
+  // The point that a replay brings it back at; the last tick at which a replay needs it, and at which anything does;
+  // the first of `Scratch::needs` that is its, the last one, and the first that the releases have not passed.
+  int64_t replayed_at, claim, end, first_need, final_need, next_need;
+  // Its release, the point that needs it next then, its copy back; whether the queue has it, the save point that its
+  // copy must not pass, and its place in the queue.
+  int64_t release, back, prefetch, wanted, due_at, place;
+};
+
+// They ascend by point.
+struct Need {
+  int64_t point, later, value;
+};
+
+// A replay of this step: its point, its number in the store, the bytes of its targets.
+struct Run {
+  int64_t point, merged, target_bytes;
+};
+
+struct Queued {
+  int64_t value, point;
+};
+
+// What the replay of a set of targets takes. They lie in the pool from `begin` on, then what it starts from, then, for
+// a thread that works ahead, its ops. `late_s` is how late the thread comes to one of them at most.
+struct Merged {
+  int64_t key, begin, targets, sources, ops, peak_bytes;
+  double ops_s, launches_s, late_s;
+};
+
+// Merged replays by their sets of targets; open addressing, cleared when full.
+struct Store {
+  static constexpr size_t kSlots = size_t{1} << 16;
+
+  Ints slots; // number + 1; 0 for none
+  std::vector<Merged> merged;
+  Ints pool;
+  size_t most_pooled;
+  int64_t mark = 0;
+  Ints value_marks, profile_marks, op_marks; // the last mark that each was given
+  Ints ops, last_touch, change;              // of the replay in hand
+
+  Store(const Problem& problem, int64_t pooled)
+      : most_pooled(pooled), value_marks(problem.values.count), profile_marks(problem.value_bytes.count),
+        op_marks(problem.ops.count), last_touch(problem.value_bytes.count), change(problem.ops.count + 1) {
+    size_t count = kSlots;
+    while (count < 4 * value_marks.size()) count *= 2;
+    slots.resize(count);
+  }
+
+  // Clears it where one evaluation could fill it.
+  void make_room() {
+    if (pool.size() <= most_pooled && merged.size() <= slots.size() / 4) return;
+    slots.assign(slots.size(), 0);
+    merged.clear();
+    pool.clear();
+  }
+
+  Rows<const int64_t> sources_of(const Merged& one) const {
+    return {pool.data() + one.begin + one.targets, one.sources};
+  }
+  Rows<const int64_t> ops_of(const Merged& one) const {
+    return {pool.data() + one.begin + one.targets + one.sources, one.ops};
+  }
+};
+
+// What the clock knows of a value: whether its copies are done, or one back is under way; when it left and came back.
+struct Moved {
+  bool is_done[2], is_arriving;
+  int64_t release_tick, back_tick;
+};
+
+// One direction of the link: the copy that runs (-1: none), what is left of it alone on the link, those that wait.
+struct Copying {
+  int64_t now;
+  double left_s;
+  size_t head;
+  Ints values;
+};
+
+// Work before the op, recording included where the thread computes; by how much a thread that works ahead comes to the
+// op later than a device would that never waits.
+struct OpClock {
+  double computed_s, behind_s;
+};
+
+// The compute stream, both queues and the launching thread. `taken_s` is the thread's at points.
+struct Clock {
+  double now_s, stall_s, interference_s, runtime_s, taken_s, done_s;
+  int64_t thread_op;
+  Copying copying[2];
+  std::vector<Moved> values;
+  Ints recorded; // per op and behind the last: ops recorded before it
+  std::vector<OpClock> ops;
+};
+
+struct Scratch {
+  static constexpr int64_t kBlock = 32;
+
+  std::vector<int8_t> decisions; // then the final ones: a swap that memory never asked to release is kept
+  std::vector<Chosen> values;
+  std::vector<Need> needs;
+  std::vector<Run> runs;
+  Ints targets, released, fetched, tried, due, pending, by_release, by_prefetch; // values in an order
+  std::vector<Queued> queue;
+  Ints helps, help_of;                                // per place in the queue; bytes of each block of places
+  Ints due_start, release_start, prefetch_start;      // where those of each save point, or point, begin
+  Ints curve, moves;                                  // bytes at each tick; what comes and goes there
+  Ints segment, block_most, block_raised;             // the most between two use points, and in a block of these
+  Store store;
+  Clock clock;
+
+  Scratch(const Problem& problem, int64_t pooled)
+      : decisions(problem.values.count), values(problem.values.count), pending(problem.values.count),
+        helps(problem.values.count + kBlock), help_of(problem.values.count / kBlock + 1),
+        curve(problem.ticks.count + 1), moves(problem.ticks.count + 1), segment(problem.uses.count + 1),
+        block_most(problem.uses.count / kBlock + 1), block_raised(problem.uses.count / kBlock + 1),
+        store(problem, pooled) {
+    clock.values.resize(problem.values.count);
+    clock.recorded.resize(problem.op_s.count);
+    clock.ops.resize(problem.op_s.count);
+  }
+};
+
+} // namespace pooch

@@ -1,0 +1,331 @@
+"""What a schedule holds at one tick: the saved values that are there, and the replay that takes most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from poochplan.formats.occupancy import Floats, Ints, occupancy
+from poochplan.formats.plan import Decision
+from poochplan.planner.problem.problem import Problem
+from poochplan.planner.problem.replays import in_order
+from poochplan.planner.simulator.construct import claim_for_never_replayed, replay_closure
+from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.streams import Span, Streams, recorded_before, thread_for
+
+
+class Wait(NamedTuple):
+    """The compute stream waits for a copy of ``value`` at a point."""
+
+    point: int
+    value: int
+    is_out: bool
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a schedule does."""
+
+    peak_bytes: int
+    first_step_peak_bytes: int
+    peak_tick: int
+    peak_layer: str
+    memory_bytes: Ints
+    """Most bytes live at each tick, inside replays included."""
+    step_s: float
+    stall_s: float
+    """Seconds the compute stream waits for copies."""
+    replay_s: float
+    interference_s: float
+    """Seconds lost because compute runs slower beside copies."""
+    out_bytes: int
+    in_bytes: int
+    runtime_s: float = 0.0
+    """Seconds the runtime itself takes of the compute stream, or has it wait for launches."""
+    waits: tuple[Wait, ...] = ()
+    """Where the compute stream waits, in order."""
+    trace: tuple[Span, ...] = ()
+    """Compute, stalls, replays and copies, for pictures; empty unless asked for."""
+    tick_start_s: Floats = field(default_factory=lambda: np.zeros(0))
+    """When each tick begins; empty unless a trace was asked for."""
+
+
+class _Do(StrEnum):
+    OUT = "out"
+    WAIT_OUT = "wait_out"
+    IN = "in"
+    WAIT_IN = "wait_in"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True)
+class ReplayRun:
+    """One replay, and the saved values it brings back."""
+
+    tick: int
+    targets: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+    ops: tuple[int, ...] = ()
+
+
+def simulate(problem: Problem, schedule: Schedule, *, trace: bool = False) -> Simulation:
+    """Runs ``schedule`` through the exact semantics; ``trace`` adds what a picture needs."""
+    walk = Walk(problem, schedule)
+    memory = _memory(problem, walk)
+    peak_tick = int(np.argmax(memory))
+    timed = _time(problem, schedule, walk, trace)
+    streams = timed.streams
+    replay_s = in_order(run.seconds for run in walk.replays)
+    added_s = streams.runtime_s + timed.recording_s
+    return Simulation(
+        peak_bytes=int(memory[peak_tick]),
+        first_step_peak_bytes=int((memory - problem.first_step_less_bytes).max()),
+        peak_tick=peak_tick,
+        peak_layer=problem.layer_at(peak_tick),
+        memory_bytes=memory,
+        step_s=problem.step_s + replay_s + streams.stall_s + streams.interference_s + added_s,
+        stall_s=streams.stall_s,
+        replay_s=replay_s,
+        interference_s=streams.interference_s,
+        out_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_out),
+        in_bytes=sum(int(problem.size_bytes[value]) for value in walk.copied_in),
+        runtime_s=problem.step_s - problem.in_core_s + added_s,
+        waits=timed.waits,
+        trace=tuple(sorted(streams.spans, key=lambda span: span.start_s)),
+        tick_start_s=timed.tick_start_s,
+    )
+
+
+class Walk:
+    """Goes once through the points as the runtime does; holds where each value is and what was done.
+
+    A value is resident until it is released; a recomputed one is away from its forward death to its replay.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.decisions = problem, schedule.decisions
+        count = problem.value_count
+        self.back_tick = [-1] * count
+        self.release_tick = [-1] * count
+        self.claim: Ints = np.full(count, -1, dtype=np.int64)
+        self.is_arriving = [False] * count
+        self.commands: list[tuple[int, _Do, int]] = []
+        """(point, what, value), or the position in ``replays`` for a replay."""
+        self.replays: list[ReplayRun] = []
+        self.copied_out: list[int] = []
+        self.copied_in: list[int] = []
+        self._run(schedule)
+
+    def _run(self, schedule: Schedule) -> None:
+        problem = self.problem
+        points = problem.save_points, problem.use_points
+        actions = {points[action.at == "use"][action.index]: action for action in schedule.actions}
+        first_uses = {
+            point: value
+            for value, point in enumerate(problem.first_use_point)
+            if point >= 0 and self.decisions[value] is not Decision.KEEP
+        }
+        for point in sorted({*actions, *first_uses}):
+            action = actions.get(point)
+            if action is not None:
+                for value in action.swap_out:
+                    self.commands.append((point, _Do.OUT, value))
+                    self.copied_out.append(value)
+                for value in action.release:
+                    self._release(point, value)
+                for value in action.prefetch:
+                    self._fetch(point, value)
+                for value in action.replay:
+                    self._replay(point, value)
+            used = first_uses.get(point, -1)
+            if used >= 0:
+                self._use(point, used)
+        claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
+
+    def _release(self, point: int, value: int) -> None:
+        self.commands.append((point, _Do.WAIT_OUT, value))
+        self.release_tick[value] = int(self.problem.point_ticks[point])
+
+    def _is_away(self, value: int) -> bool:
+        return self.release_tick[value] >= 0 and self.back_tick[value] < 0
+
+    def _fetch(self, point: int, value: int) -> None:
+        if self._is_away(value):
+            self.back_tick[value] = int(self.problem.point_ticks[point])
+            self.is_arriving[value] = True
+            self.commands.append((point, _Do.IN, value))
+            self.copied_in.append(value)
+
+    def _use(self, point: int, value: int) -> None:
+        if self.decisions[value] is Decision.RECOMPUTE:
+            self._replay(point, value)
+        else:
+            self._fetch(point, value)
+            self._wait(point, value)
+
+    def _wait(self, point: int, value: int) -> None:
+        if self.is_arriving[value]:
+            self.is_arriving[value] = False
+            self.commands.append((point, _Do.WAIT_IN, value))
+
+    def _replay(self, point: int, value: int) -> None:
+        if self.back_tick[value] >= 0:
+            return
+        tick = int(self.problem.point_ticks[point])
+        graph = self.problem.replay
+        targets = replay_closure(self.problem, self.decisions, value, self.back_tick)
+        merged = graph.merged(targets)
+        for source in merged.inputs:
+            self._fetch(point, source)
+            self._wait(point, source)
+        for target in targets:
+            self.back_tick[target] = tick
+            replay = graph.replays[target]
+            assert replay is not None
+            for source in replay.inputs:
+                self.claim[source] = max(self.claim[source], tick)
+        self.commands.append((point, _Do.REPLAY, len(self.replays)))
+        self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds, merged.ops))
+
+
+def lives(problem: Problem, walk: Walk) -> tuple[Ints, Ints, Ints]:
+    """Per saved value: last tick of its forward life, then first and last tick of its second life; -1 without one."""
+    last = problem.tick_count - 1
+    death = problem.forward_death
+    end = np.maximum(problem.freed, walk.claim)
+    release = np.array(walk.release_tick, dtype=np.int64)
+    back = np.array(walk.back_tick, dtype=np.int64)
+    recomputed = np.array([decision is Decision.RECOMPUTE for decision in walk.decisions])
+    first_end = np.where(
+        recomputed, death, np.where(release >= 0, np.maximum(death, release - 1), np.maximum(death, end))
+    )
+    return np.minimum(first_end, last), back, np.where(back >= 0, np.minimum(np.maximum(end, back), last), -1)
+
+
+def _memory(problem: Problem, walk: Walk) -> Ints:
+    """Most bytes live at each tick."""
+    size_bytes = problem.rounded_bytes
+    first_end, back, end = lives(problem, walk)
+    again = np.flatnonzero(back >= 0)
+    live = occupancy(
+        problem.tick_count, (problem.born, first_end, size_bytes), (back[again], end[again], size_bytes[again])
+    )
+    memory: Ints = live + problem.base_bytes
+    _add_inside_replays(problem, walk.replays, memory)
+    return memory
+
+
+def _add_inside_replays(problem: Problem, replays: Sequence[ReplayRun], memory: Ints) -> None:
+    """Raises ``memory`` at each replay's tick to the most that is live inside the replays there."""
+    by_tick: dict[int, list[ReplayRun]] = {}
+    for run in replays:
+        by_tick.setdefault(run.tick, []).append(run)
+    for tick, runs in by_tick.items():
+        memory[tick] = max(memory[tick], *inside_replays(problem, runs, int(memory[tick])))
+
+
+def inside_replays(problem: Problem, runs: Sequence[ReplayRun], after_bytes: int) -> list[int]:
+    """Most bytes live inside each of the replays of one tick, one after another; behind them ``after_bytes`` are."""
+    target_bytes = [int(problem.rounded_bytes[list(run.targets)].sum()) for run in runs]
+    live = after_bytes - sum(target_bytes)
+    most = []
+    for run, brought_back in zip(runs, target_bytes, strict=True):
+        most.append(live + run.peak_bytes)
+        live += brought_back
+    return most
+
+
+class _Timed(NamedTuple):
+    streams: Streams
+    recording_s: float
+    """Of the compute stream's work."""
+    waits: tuple[Wait, ...]
+    tick_start_s: Floats
+
+
+def _time(problem: Problem, schedule: Schedule, walk: Walk, trace: bool) -> _Timed:
+    streams, cost = Streams(problem.link, trace), problem.launch_cost
+    recorded = recorded_before(problem, schedule)
+    thread = thread_for(problem, streams, recorded, [point for point, _, _ in walk.commands])
+    out_seconds = {value: problem.out_seconds(value) for value in walk.copied_out}
+    in_seconds = {value: problem.in_seconds(value) for value in walk.copied_in}
+    waits: list[Wait] = []
+    here = -1
+    for point, what, value in walk.commands:
+        if point != here:
+            thread.reach(point)
+            here = point
+        if what is _Do.OUT:
+            if cost is not None:
+                thread.take(cost.out_s)
+            streams.queue(value, out_seconds[value], problem.names[value], is_out=True)
+        elif what is _Do.IN:
+            if cost is not None:
+                thread.take(cost.fetch_s)
+            streams.queue(value, in_seconds[value], problem.names[value], is_out=False)
+        elif what is _Do.REPLAY:
+            run = walk.replays[value]
+            label = ", ".join(problem.names[target] for target in run.targets) if trace else ""
+            thread.replay(run.targets, run.ops, run.seconds, label)
+        else:
+            is_out, stalled_s = what is _Do.WAIT_OUT, streams.stall_s
+            streams.wait(value, problem.names[value], is_out=is_out)
+            if streams.stall_s > stalled_s:
+                waits.append(Wait(point, value, is_out, streams.stall_s - stalled_s))
+        if trace:
+            streams.mark(int(problem.point_ticks[point]), thread.done_s)
+    thread.finish()
+    starts = _tick_starts(problem, streams, thread.work_before_op_s) if trace else np.zeros(0)
+    return _Timed(streams, thread.recording_s, tuple(waits), starts)
+
+
+def _tick_starts(problem: Problem, streams: Streams, work_before_op_s: Floats) -> Floats:
+    """Wall time at which each tick begins."""
+    work = np.zeros(problem.tick_count)
+    work[problem.op_ticks] = work_before_op_s[:-1]
+    work[problem.point_ticks] = work_before_op_s[list(problem.point_ops)]
+    starts = np.zeros(problem.tick_count)
+    marks = [(-1, 0.0, 0.0), *streams.marks, (problem.tick_count, float(work_before_op_s[-1]), streams.now_s)]
+    for (tick, work_s, wall_s), (next_tick, _, _) in pairwise(marks):
+        # Between two marks the compute stream never waits, so wall time is a function of work done.
+        inside = [(w, t) for w, t in streams.progress if work_s < w and t > wall_s]
+        x, y = [work_s, *(w for w, _ in inside)], [wall_s, *(t for _, t in inside)]
+        ticks = slice(tick + 1, min(next_tick, problem.tick_count - 1) + 1)
+        starts[ticks] = np.interp(work[ticks], x, y)
+    return starts
+
+
+@dataclass(frozen=True)
+class Held:
+    """At the moment of a tick at which most is live."""
+
+    saved: tuple[int, ...]
+    """Saved values that are there, each as often as it is (a copy may be back before the first life has ended)."""
+    replay: ReplayRun | None
+    """Inside which that moment lies; its targets are in its ``peak_bytes``, and not in ``saved``."""
+
+
+def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
+    """Saved values and replay that the simulator counts at ``tick`` beside ``problem.base_bytes``."""
+    walk = Walk(problem, schedule)
+    first_end, back, end = lives(problem, walk)
+    first = np.flatnonzero((problem.born <= tick) & (tick <= first_end))
+    again = np.flatnonzero((back >= 0) & (back <= tick) & (tick <= end))
+    saved = [*first.tolist(), *again.tolist()]
+    runs = [run for run in walk.replays if run.tick == tick]
+    after_bytes = int(problem.base_bytes[tick]) + int(problem.rounded_bytes[saved].sum())
+    inside = inside_replays(problem, runs, after_bytes)
+    if not inside or max(inside) <= after_bytes:
+        return Held(tuple(saved), None)
+    at = inside.index(max(inside))
+    for run in runs[at:]:
+        for target in run.targets:
+            saved.remove(target)
+    return Held(tuple(saved), runs[at])

@@ -1,1 +1,0 @@
-"""Walks through decisions, in the compiled evaluator: annealing and descent, and the best plans they met."""

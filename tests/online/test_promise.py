@@ -1,0 +1,37 @@
+"""What steps under a plan take is compared with what it promised, once; a slower link is planned for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import poochplan
+from poochplan.formats.links import preset_link
+from tests.online.runs import run_plain
+from tests.online.trainings import dropout_and_batch_norm
+
+SLOW = "5MB/s"
+
+
+def test_copies_slower_than_measured_are_told_and_planned_for_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    training = dropout_and_batch_norm()
+    options = {"link": preset_link("nvlink2"), "throttle": SLOW, "cache": tmp_path, "time_limit_s": 0.5}
+    losses = []
+    with poochplan.auto(training.models, training.optimizers, budget="60%", arena="off", **options) as session:
+        for number in range(30):
+            losses.append(list(training.turn(number)))
+            if number >= 9:
+                session.wait_until_planned(120)
+        plan, profile = session.plan, session.profile
+    said = [line for line in capsys.readouterr().err.splitlines() if "were predicted: copies" in line]
+    assert len(said) == 1
+    assert "another plan is made" in said[0]
+    assert plan is not None
+    assert profile is not None
+    assert profile.link.outward.bandwidth_bytes_per_s < preset_link("nvlink2").outward.bandwidth_bytes_per_s
+    assert losses == run_plain(dropout_and_batch_norm, 30).losses

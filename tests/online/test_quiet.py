@@ -1,0 +1,93 @@
+"""What is no change of the steps is none to ``auto``: nothing is planned again, and no line is said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poochplan
+from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
+from tests.runtime.nets import LINK
+
+
+def loading(training: Training) -> None:
+    """A checkpoint of model and optimizer is read back."""
+    assert isinstance(training.models, torch.nn.Module)
+    training.models.load_state_dict({name: one.clone() for name, one in training.models.state_dict().items()})
+    training.optimizers[0].load_state_dict(training.optimizers[0].state_dict())
+
+
+def validating(training: Training) -> None:
+    assert isinstance(training.models, torch.nn.Module)
+    training.models.eval()
+    with torch.no_grad():
+        loss_of(training.models, batch())
+    training.models.train()
+
+
+def raising(training: Training) -> None:
+    """The turn after raises in forward; see :func:`stumbling`."""
+
+
+BETWEEN: dict[str, tuple[Callable[[], Training], Callable[[Training], None]]] = {
+    "a state dict": (dropout_and_batch_norm, loading),
+    "validation": (dropout_and_batch_norm, validating),
+    "an exception": (lambda: stumbling(lambda: ValueError("a bad batch"), (15, 16, 19)), raising),
+    "Ctrl-C": (lambda: stumbling(KeyboardInterrupt, (15, 16, 19)), raising),
+}
+
+
+@contextlib.contextmanager
+def planned(training: Training, cache: Path, **options: Any) -> Iterator[Any]:
+    """A session whose loop has run 14 turns and follows its plan."""
+    options = {"time_limit_s": 0.5, "link": LINK, "cache": cache, **options}
+    with poochplan.auto(training.models, training.optimizers, budget="60%", **options) as session:
+        for number in range(14):
+            training.turn(number)
+            if number >= 9:
+                session.wait_until_planned(120)
+        assert session.plan is not None
+        yield session
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.filterwarnings("error:poochplan:RuntimeWarning")
+def test_nothing_is_said_and_nothing_is_planned_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    make, between = BETWEEN[name]
+    training = make()
+    with planned(training, tmp_path) as session:
+        plans = dict(session.plans)
+        capsys.readouterr()
+        for number in range(14, 24):
+            if number % 3 == 0:
+                between(training)
+            training.turn(number)
+        assert dict(session.plans) == plans
+        assert session.total.fallbacks == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_compiled_as_a_whole_runs_in_core_and_one_line_says_what_to_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    training = dropout_and_batch_norm()
+    assert isinstance(training.models, torch.nn.Module)
+    training.models.compile(backend="aot_eager")
+    with poochplan.auto(training.models, training.optimizers, budget="60%", cache=tmp_path, link=LINK) as session:
+        for number in range(16):
+            training.turn(number)
+        assert session.plan is None
+        assert not session.profiles
+        assert session.total.out_bytes == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "building" not in line]
+    assert len(said) == 1
+    assert "poochplan.compile" in said[0]

@@ -1,0 +1,304 @@
+"""The launching thread in the simulated step: what it takes is paid for where the semantics say, and decided by."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from poochplan.errors import PoochError
+from poochplan.formats.occupancy import ints
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import Profile, RuntimeCost
+from poochplan.planner.planning import plan
+from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.candidate import least_step_s
+from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.schedule import Schedule, Style, keep_all, recording_for, recording_of
+from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.whatif import for_machine
+from tests.depth import seeds, tries
+from tests.planner.oracle import best_schedule
+from tests.planner.plans import random_decisions, random_tuning
+from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like
+from tests.planner.random_profiles import with_random_thread as with_thread
+from tests.planner.tiny_profiles import tiny_budget, tiny_profile
+
+NOTHING = RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0)
+COSTS = ("handle_s", "swap_s", "record_s", "replay_s", "launch_s")
+SWAP, KEEP, RECOMPUTE = Decision.SWAP, Decision.KEEP, Decision.RECOMPUTE
+Kind = Literal["cpu", "cuda"]
+
+
+def costed(profile: Profile, kind: Kind, **costs: float) -> Profile:
+    device = msgspec.structs.replace(profile.device, kind=kind)
+    return msgspec.structs.replace(profile, device=device, runtime=msgspec.structs.replace(NOTHING, **costs))
+
+
+def step_s(profile: Profile, schedule: Schedule | None = None) -> float:
+    problem = build_problem(profile)
+    return simulate(problem, schedule or keep_all(problem)).step_s
+
+
+def chain(*seconds: float) -> Profile:
+    """Ops of the given seconds, each of which saves its input; backward takes as long again."""
+    r = Recorder()
+    x = r.before(512)
+    for each in seconds:
+        (x,) = r.op("op", [x], [4096], saves=[x], seconds=each, backward_s=each)
+    return r.finish(link(1.0))
+
+
+def everything(problem: Problem, decision: Decision) -> list[Decision]:
+    return [
+        KEEP if reason or (decision is RECOMPUTE and replay is None) else decision
+        for reason, replay in zip(problem.must_keep, problem.replay.replays, strict=True)
+    ]
+
+
+def early(problem: Problem, decision: Decision) -> Schedule:
+    return fit(problem, everything(problem, decision), 0, Style(release="early"))
+
+
+# -- on the CPU: spent on the compute stream -------------------------------------------------------
+
+
+def test_on_the_cpu_each_handle_lengthens_the_step_by_its_seconds() -> None:
+    for profile in (resnet_like(), transformer_like(), chain(1, 2, 3)):
+        used = sum(point.kind == "use" for point in profile.points)
+        found = simulate(build_problem(costed(profile, "cpu", handle_s=0.5)), keep_all(build_problem(profile)))
+        assert found.step_s == pytest.approx(step_s(profile) + 0.5 * len(profile.handles))
+        assert found.runtime_s == pytest.approx(0.5 * len(profile.handles))
+        paid_at_uses = step_s(costed(profile, "cpu", handle_s=0.5, unpack_s=0.5))
+        assert paid_at_uses == pytest.approx(step_s(profile) + 0.5 * used)
+
+
+def test_on_the_cpu_each_swapped_value_recorded_op_and_replayed_op_does_too() -> None:
+    profile = chain(1, 1, 1, 1)
+    problem = build_problem(profile)
+    swapped, recomputed = early(problem, SWAP), early(problem, RECOMPUTE)
+    count = swapped.decisions.count(SWAP)
+    assert count == 3
+    assert step_s(costed(profile, "cpu", swap_s=5.0), swapped) == pytest.approx(step_s(profile, swapped) + 5 * count)
+    replayed = sum(len(run.ops) for run in [problem.replay.merged((value,)) for value in range(1, 4)])
+    more_s = step_s(costed(profile, "cpu", replay_s=5.0), recomputed) - step_s(profile, recomputed)
+    assert more_s == pytest.approx(5 * replayed)
+    assert recomputed.record_from_start
+    more_s = step_s(costed(profile, "cpu", record_s=5.0), recomputed) - step_s(profile, recomputed)
+    assert more_s == pytest.approx(5 * 3)  # the last save point is behind three ops: what follows is not recorded
+
+
+def test_on_the_cpu_a_plain_op_is_in_its_own_duration() -> None:
+    assert step_s(costed(resnet_like(), "cpu", launch_s=1.0)) == step_s(resnet_like())
+
+
+def test_a_copy_runs_on_while_the_runtime_works() -> None:
+    profile = costed(chain(1, 1, 1, 1), "cpu", handle_s=1.0, swap_s=2.0)
+    slow = msgspec.structs.replace(profile, link=link(4096 / 3 / 1e9))  # 3 s a value, beside 4 s between two saves
+    problem = build_problem(slow)
+    assert simulate(problem, early(problem, SWAP)).step_s > simulate(problem, keep_all(problem)).step_s
+    waits = [wait for wait in simulate(problem, early(problem, SWAP)).waits if wait.is_out]
+    free = build_problem(costed(slow, "cpu"))
+    longer = [wait for wait in simulate(free, early(free, SWAP)).waits if wait.is_out]
+    assert sum(wait.seconds for wait in waits) <= sum(wait.seconds for wait in longer)
+
+
+# -- ahead of a device: an op starts when it is launched and the device is free ---------------------
+
+
+def test_an_op_waits_for_its_launch() -> None:
+    """Ten ops of 1 s, a handle each: with 3 s a pack the thread is behind from the second op of forward on."""
+    profile = chain(*[1.0] * 10)
+    pinned = build_problem(profile)
+    assert step_s(costed(profile, "cuda", handle_s=0.9, launch_s=0.0)) == pytest.approx(20 + 0.9)  # the first pack
+    found = simulate(build_problem(costed(profile, "cuda", handle_s=3.0)), keep_all(pinned))
+    assert found.step_s == pytest.approx(10 * 3.0 + 11)  # all packs one after another, then what is left to compute
+    assert found.runtime_s == pytest.approx(found.step_s - 20)
+    assert step_s(costed(profile, "cuda", handle_s=3.0, launch_s=0.5)) == pytest.approx(10 * 3.5 - 0.5 + 11)
+
+
+def test_a_thread_that_is_ahead_costs_nothing() -> None:
+    profile = transformer_like()
+    shortest_s = min(op.duration_s for op in profile.ops if op.duration_s > 0)
+    kept = simulate(build_problem(costed(profile, "cuda", handle_s=shortest_s / 100, launch_s=shortest_s / 100)),
+                    keep_all(build_problem(profile)))  # fmt: skip
+    assert kept.step_s - step_s(profile) < shortest_s
+
+
+def test_the_in_core_step_is_the_measured_one_however_slow_launches_are() -> None:
+    for seed in seeds(day=20, deep=200):
+        profile = random_profile(seed, 20)
+        if not any(point.kind == "use" for point in profile.points):
+            continue
+        problem = build_problem(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))
+        assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.in_core_s, rel=1e-12)
+
+
+def test_a_launch_bound_step_gains_nothing_from_a_faster_link() -> None:
+    profile = chain(*[1e-3] * 12)
+    steps = {}
+    for kind, rate in itertools.product(("launch-bound", "free"), (4e-3, 4e-1)):
+        costs = {"handle_s": 4e-3, "unpack_s": 2e-3, "swap_s": 1e-2, "fetch_s": 5e-3} if kind == "launch-bound" else {}
+        problem = build_problem(costed(msgspec.structs.replace(profile, link=link(rate)), "cuda", **costs))
+        schedule = fit(problem, everything(problem, SWAP), profile.in_core_peak_bytes, Style(release="early"))
+        steps[kind, rate] = simulate(problem, schedule).step_s
+    assert steps["launch-bound", 4e-1] == pytest.approx(steps["launch-bound", 4e-3], rel=1e-9)
+    assert steps["free", 4e-1] < steps["free", 4e-3] * (1 - 1e-3)
+
+
+def test_waits_for_copies_do_not_hold_the_thread() -> None:
+    """With copies of 100 s the device waits; the thread's seconds are over long before, and cost nothing."""
+    profile = msgspec.structs.replace(chain(1, 1, 1, 1), link=link(4096 / 100 / 1e9))
+    problem = build_problem(costed(profile, "cuda", swap_s=1.0, fetch_s=0.5))
+    schedule = early(problem, SWAP)
+    assert simulate(problem, schedule).step_s == pytest.approx(step_s(profile, schedule))
+    assert step_s(costed(profile, "cpu", swap_s=1.0, fetch_s=0.5), schedule) > step_s(profile, schedule) + 0.5
+
+
+# -- in any schedule -------------------------------------------------------------------------------
+
+
+def any_step(seed: int, *, plain: bool) -> tuple[Profile, Schedule]:
+    profile = with_thread(tiny_profile(seed), seed)
+    if plain:
+        on = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
+        profile = msgspec.structs.replace(profile, link=on)
+    problem = build_problem(profile)
+    budget = tiny_budget(profile, seed)
+    return profile, fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
+
+
+def test_a_step_is_no_shorter_where_anything_takes_longer() -> None:
+    """On a link whose copies slow nothing; where they do, waiting can pay."""
+    longer = 0
+    for seed in range(tries(100, 2000)):
+        profile, schedule = any_step(seed, plain=True)
+        assert profile.runtime is not None
+        before_s = step_s(profile, schedule)
+        assert before_s >= step_s(msgspec.structs.replace(profile, runtime=None), schedule) * (1 - 1e-12)
+        for name in COSTS:
+            more = {name: getattr(profile.runtime, name) + 1e-3}
+            after_s = step_s(
+                msgspec.structs.replace(profile, runtime=msgspec.structs.replace(profile.runtime, **more)), schedule
+            )
+            assert after_s >= before_s * (1 - 1e-12), (seed, name)
+            longer += after_s > before_s
+    assert longer > 100
+
+
+def test_no_step_is_shorter_than_the_one_that_keeps_all_or_than_its_replays() -> None:
+    waited = 0
+    for seed in range(tries(200, 2000)):
+        profile, schedule = any_step(seed, plain=False)
+        problem = build_problem(profile)
+        found = simulate(problem, schedule).step_s
+        assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.keep_all_s, rel=1e-12)
+        assert least_step_s(problem, schedule.decisions) <= found * (1 + 1e-12)
+        waited += problem.keep_all_s > problem.in_core_s
+    assert waited > 50
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    for seed in range(tries(100, 1000)):
+        profile, schedule = any_step(seed, plain=False)
+        found = simulate(build_problem(profile), schedule, trace=True)
+        parts = found.stall_s + found.replay_s + found.interference_s + found.runtime_s
+        assert found.step_s == pytest.approx(build_problem(profile).in_core_s + parts, rel=1e-9)
+        assert max(span.end_s for span in found.trace) == pytest.approx(found.step_s, rel=1e-9)
+        assert simulate(build_problem(profile), schedule).step_s == pytest.approx(found.step_s, rel=1e-9)
+
+
+def test_recording_that_takes_time_is_in_every_schedule_that_is_tried() -> None:
+    for seed in seeds(day=20, deep=200):
+        profile = costed(tiny_profile(seed), "cpu", record_s=1e-3)
+        problem = build_problem(profile)
+        wish = random_decisions(problem, seed)
+        tried, complete = (fit(problem, wish, 0, recorded=recorded) for recorded in (False, True))
+        assert tried == complete
+
+
+def test_recording_windows_are_those_of_all_that_is_needed_together() -> None:
+    for seed in seeds(day=60, deep=600):
+        profile = random_profile(seed, 40)
+        if not any(point.kind == "use" for point in profile.points):
+            continue
+        problem = build_problem(profile)
+        wish = random_decisions(problem, seed)
+        replays = [problem.replay.replays[value] for value, one in enumerate(wish) if one is RECOMPUTE]
+        ops = {op for replay in replays if replay is not None for op in replay.ops}
+        save_ops = [problem.point_ops[point] for point in problem.save_points]
+        assert recording_of(problem, wish) == recording_for(ints(sorted(problem.replay.to_record(ops))), ints(save_ops))
+
+
+# -- decisions and bound ---------------------------------------------------------------------------
+
+
+def test_what_costs_the_thread_more_than_it_saves_is_decided_otherwise() -> None:
+    """Two values of which either must leave: one is swapped, unless that takes longer than to recompute it."""
+    r = Recorder()
+    (x,) = r.op("make", [r.before(512)], [10**6], seconds=1, backward_s=1)
+    (y,) = r.op("use", [x], [512], saves=[x], seconds=1, backward_s=1)
+    r.op("big", [y], [512], saves=[y], seconds=1, backward_s=1, workspace_bytes=5 * 10**6)
+    profile, budget = r.finish(link(1.0)), int(5.5e6)
+    for kind, swap_s, wanted in (("cpu", 0.5, SWAP), ("cpu", 2.0, RECOMPUTE)):
+        made = plan(costed(profile, kind, swap_s=swap_s), budget, evaluations=200)  # type: ignore[arg-type]
+        assert made.values[0].decision is wanted
+        assert made.prediction.runtime_s == pytest.approx(0.5 if wanted is SWAP else 0)
+        assert made.prediction.overhead == pytest.approx(made.prediction.step_s / step_s(profile) - 1)
+
+
+@pytest.mark.parametrize("seed", seeds(day=24, deep=300))
+def test_plan_oracle_and_bound_agree_on_the_launching_thread(seed: int) -> None:
+    """The oracle asserts that its own clock and the simulator agree on its best schedule."""
+    profile = with_thread(tiny_profile(seed, 2, 4), seed)
+    made = plan(profile, tiny_budget(profile, seed), evaluations=1000)
+    best = best_schedule(build_problem(profile), made.budget_bytes, at_most_s=made.prediction.step_s)
+    assert best is not None, "the plan is better than the oracle's best: the oracle misses a schedule"
+    assert made.prediction.step_s <= best.step_s * 1.02
+    assert made.solve.bound_s is not None
+    assert build_problem(profile).keep_all_s * (1 - 1e-9) <= made.solve.bound_s <= best.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(600, 600 + tries(3, 20)))
+def test_on_the_cpu_the_rules_of_the_plain_link_lose_nothing_either(seed: int) -> None:
+    profile = tiny_profile(seed, 2, 4)
+    plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
+    on_cpu = msgspec.structs.replace(with_thread(profile, seed), link=plain, device=profile.device)
+    problem, budget = build_problem(on_cpu), tiny_budget(profile, seed)
+    by_rules, every = best_schedule(problem, budget), best_schedule(problem, budget, every_choice=True)
+    assert by_rules is not None
+    assert every is not None
+    assert by_rules.step_s == pytest.approx(every.step_s, rel=1e-9)
+
+
+def test_without_a_thread_nothing_is_otherwise() -> None:
+    profile = transformer_like()
+    for kind in ("cpu", "cuda"):
+        same = [plan(one, "60%", evaluations=200) for one in (profile, costed(profile, kind))]  # type: ignore[arg-type]
+        assert same[0].values == same[1].values
+        assert same[0].schedule == same[1].schedule
+        assert same[0].prediction.step_s == pytest.approx(same[1].prediction.step_s, rel=1e-12)
+
+
+# -- profiles --------------------------------------------------------------------------------------
+
+
+def test_of_a_device_that_was_not_measured_it_is_not_known() -> None:
+    assert for_machine(costed(resnet_like(), "cpu", handle_s=1.0), compute_scale=0.5).runtime is None
+
+
+@pytest.mark.parametrize(
+    ("costs", "field"),
+    [
+        ({"swap_s": -1.0}, "swap_s"),
+        ({"record_s": float("nan")}, "record_s"),
+        ({"handle_s": 1.0, "unpack_s": 2.0}, "unpack_s"),
+        ({"fetch_s": 1.0}, "fetch_s"),
+    ],
+)
+def test_seconds_that_are_none_are_refused_by_name(costs: dict[str, Any], field: str) -> None:
+    with pytest.raises(PoochError, match=field):
+        build_problem(costed(resnet_like(), "cpu", **costs))
