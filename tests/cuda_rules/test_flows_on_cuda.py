@@ -14,7 +14,7 @@ import torch
 
 import poochplan
 from poochplan.cli import main
-from poochplan.errors import BudgetExceededError
+from poochplan.errors import BudgetExceededError, UsageError
 from poochplan.integrations.hf import PlanCallback
 from poochplan.planner.planning import smallest_budget
 from poochplan.units import format_bytes
@@ -157,6 +157,22 @@ def test_a_trainers_callback_trains_with_the_bits_of_plain_training(tmp_path: Pa
     callback.on_train_end(nobody, nobody, nobody)
     assert equal(in_core, seen)
     assert session.followed > 0
+
+
+def test_auto_has_a_cap_from_its_first_step_on(gpu: Machine) -> None:
+    model, step, optimizer = CASES["large"].fresh()
+    options: dict[str, Any] = {"budget": "80%", "link": LINK, "quiet": True}
+    before = gpu.memory.limit_bytes
+    cap_bytes = torch.cuda.memory_allocated() + (64 << 20)
+    with poochplan.auto(model, optimizer, cap_bytes=cap_bytes, **options):
+        step().backward()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(65 << 20, dtype=torch.uint8, device=WHERE)
+    assert gpu.memory.limit_bytes == before
+    with pytest.raises(
+        UsageError, match="expected a model on cuda, whose allocator takes a limit, found one on cpu"
+    ):
+        poochplan.auto(torch.nn.Linear(2, 2), cap_bytes=1, **options)
 
 
 def _compiled_in_part(backend: str) -> Case:
