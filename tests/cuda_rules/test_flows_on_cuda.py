@@ -169,9 +169,7 @@ def test_auto_has_a_cap_from_its_first_step_on(gpu: Machine) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(65 << 20, dtype=torch.uint8, device=WHERE)
     assert gpu.memory.limit_bytes == before
-    with pytest.raises(
-        UsageError, match="expected a model on cuda, whose allocator takes a limit, found one on cpu"
-    ):
+    with pytest.raises(UsageError, match="expected a model on cuda, whose allocator takes a limit, found one on cpu"):
         poochplan.auto(torch.nn.Linear(2, 2), cap_bytes=1, **options)
 
 
