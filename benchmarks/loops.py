@@ -131,11 +131,12 @@ def of_workload(name: str, around: Around, goes_on: GoesOn) -> None:
     from benchmarks.pairs import load, one_step
 
     workload = load(*LOOPS[name])
-    looped(workload.model, around, goes_on, lambda _: void(one_step(workload)), workload.optimizer)
 
+    def step(_: int) -> None:
+        one_step(workload)
+        workload.model.zero_grad()  # what the meter sees next is to begin without gradients, which lie in an arena
 
-def void(_: Any) -> None:
-    """Nothing of it is wanted."""
+    looped(workload.model, around, goes_on, step, workload.optimizer)
 
 
 def in_a_process(cache: str, *words: str) -> dict[str, Any]:

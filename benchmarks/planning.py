@@ -5,6 +5,8 @@
     python -m benchmarks.planning seeds -o benchmarks/results/planning-seeds.json  # the ten hardest, five seeds each
     python -m benchmarks.planning pooch -o benchmarks/results/planning-pooch.json  # PoocH's setting
     python -m benchmarks.planning table benchmarks/results/planning.json         # the table of benchmarks/README.md
+    python -m benchmarks.planning caps                                           # PoocH's caps, raised
+    python -m benchmarks.planning uses                                           # how far apart backward uses a value
     python -m benchmarks.planning measured --profiles demo.json gpt2.json        # as measured on a machine, with arenas
 
 ``kept`` x means: of the bytes between the smallest feasible budget and the in-core peak, the budget has x. A link goes
@@ -27,12 +29,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from poochplan import Profile
+from poochplan.formats.profile import PointKind
 from poochplan.planner import for_machine, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
+from poochplan.planner.policies import pooch as pooch_policy
+from poochplan.planner.policies.swapping import level_at, level_distances
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
+RAISED = ((300, 200, 1000), (600, 200, 2000), (1200, 200, 4000), (600, 10**6, 4000))
 NETWORKS = ("resnet50-b256", "resnext101-3d", "unet3d-192", "gpt2-medium", "seq2seq", "bert-large")
 TRANSFORMERS = ("gpt2-medium", "bert-large", "gpt-96")
 LINKS = {"pcie3": "v100", "pcie4": "a100", "pcie5": "h200", "nvlink2": "v100"}
@@ -179,6 +185,43 @@ def pooch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def caps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The policy PoocH as it is and with its caps raised: sets of keeps, groups of flips, flips."""
+    rows = []
+    own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
+    for network, link, kept in product(NETWORKS, LINKS, KEPT):
+        profile = instance(network, link)
+        given = PolicyInput.of(profile, budget_of(profile, kept))
+        overheads = []
+        for figures in (own, *RAISED):
+            pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = figures
+            overheads.append(run_policy("pooch", given).simulation.step_s / given.problem.in_core_s - 1)
+        rows.append({"network": network, "link": link, "kept": kept, "caps": [own, *RAISED], "overheads": overheads})
+        shown = " | ".join(f"{overhead:.2%}" for overhead in overheads)
+        print(f"| {network} | {link} | {kept:.0%} | {shown} |", flush=True)
+    pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = own
+    return rows
+
+
+def uses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of the values that TFLMS may swap: how many levels backward's uses of one value are apart, at most."""
+    rows = []
+    for network in NETWORKS:
+        given = PolicyInput.of(instance(network, "pcie3"), 1)
+        values = {record: value for value, record in enumerate(given.problem.replay.value_of)}
+        levels: dict[int, list[int]] = {}
+        for index, point in enumerate(given.profile.points):
+            value = values.get(given.profile.handles[point.handle].value, -1)
+            if point.kind is PointKind.USE and value >= 0:
+                levels.setdefault(value, []).append(level_at(given, index))
+        waits = level_distances(given)
+        apart = [max(levels[value]) - min(levels[value]) for value in waits]
+        row = {"values": len(waits), "apart": sum(map(bool, apart)), "most": max(apart), "wait": median(waits.values())}
+        rows.append({"network": network, **row})
+        print(f"| {network} | {row['values']} | {row['apart']} | {row['most']} | {row['wait']:.0f} |", flush=True)
+    return rows
+
+
 def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Profiles as ``pooch profile`` wrote them, with everything that ``pooch plan`` asks of them unasked."""
     rows = []
@@ -230,9 +273,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+WHAT = {
+    "grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "caps": caps, "uses": uses, "measured": measured,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("grid", "wall", "seeds", "pooch", "measured", "table"))
+    parser.add_argument("what", choices=(*WHAT, "table"))
     parser.add_argument("results", nargs="?", help="for table and seeds: a results file of grid")
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS, "gpt-96"], choices=[*NETWORKS, "gpt-96"])
     parser.add_argument("--profiles", nargs="+", default=[], metavar="FILE", help="measured: profiles to plan")
@@ -247,7 +295,7 @@ def main() -> int:
         for row in json.loads(Path(arguments.results).read_text())["rows"]:
             print(line(row))
         return 0
-    rows = {"grid": grid, "wall": wall, "seeds": seeds, "pooch": pooch, "measured": measured}[arguments.what](arguments)
+    rows = WHAT[arguments.what](arguments)
     found = summary(rows) if arguments.what == "grid" else {}
     print(json.dumps(found, indent=2))
     if arguments.output:

@@ -90,7 +90,7 @@ def as_unserved(profile: Profile) -> Profile:
     times = msgspec.structs.replace(
         slower.times, plain_step_s=profile.times.plain_step_s, step_s=unserved_s, unserved_step_s=None
     )
-    return msgspec.structs.replace(slower, times=times)
+    return msgspec.structs.replace(slower, times=times, runtime=profile.runtime)  # it is the same machine
 
 
 def as_followed(profile: Profile, plan: Plan) -> Profile:

@@ -14,7 +14,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.opening import model_device, open_device
+from poochplan.runtime.devices.opening import check_cap, model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.drivers.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
@@ -135,8 +135,7 @@ def apply(
     where = model_device(together(models), first.device)
     _check_times(every, force)
     _check_switches(every)
-    if cap_bytes is not None and where.type != "cuda":
-        raise UsageError(f"cap: expected a plan for cuda, whose allocator takes a limit, found one for {where.type}")
+    check_cap(cap_bytes, where)
     if host_limit_bytes is not None and where.type != "cuda":
         raise UsageError(f"host limit: expected a plan for cuda, found one for {where.type}; there the disk limits it")
     spill_dir = choose_spill_dir(spill_dir) if where.type == "cpu" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .recurrent_networks import OURS
+from .simulated_links import POLICIES
 
 MIB = 1 << 20
 _NAMES = {OURS: "ours (`ilp`)"}
@@ -13,8 +14,8 @@ _MEASURED = (
     "in-core (MiB) | losses |\n|---|---|---|---|---|---|---|---|"
 )
 _SIMULATED = (
-    "| network | in-core, budget (GiB) | link | earliest-first | swap-all | seq2seq | ours | bound |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| network | in-core, budget (GiB) | link | earliest-first | latest-first | swap-all | seq2seq | ours | bound |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -59,7 +60,7 @@ def simulated_lines(network: dict[str, Any]) -> list[str]:
     lines = []
     gib = 1024 * MIB
     for row in network["rows"]:
-        shown = [_overhead(row["overheads"][name]) for name in ("earliest-first", "swap-all", "seq2seq", OURS, "bound")]
+        shown = [_overhead(row["overheads"][name]) for name in (*POLICIES, "bound")]
         sizes = f"{network['in_core_peak_bytes'] / gib:.2f}, {row['budget_bytes'] / gib:.2f} ({row['share']:.0%})"
         cells = " | ".join((*shown[:-2], f"**{shown[-2]}**", shown[-1]))
         lines.append(f"| {network['network']} | {sizes} | {network['device']}, {row['link']} | {cells} |")

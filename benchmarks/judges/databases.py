@@ -181,7 +181,9 @@ def _of_optimizer(info: Any, chance: random.Random) -> Make:
     settings = chance.choice(list(info.optim_inputs_func("cpu"))).kwargs
 
     def make() -> Training:
-        model = nn.Sequential(nn.Linear(ROWS, ROWS), nn.GELU(), nn.Dropout(0.2), nn.Linear(ROWS, ROWS))
+        with_bias = info.optim_cls is not torch.optim.Muon  # which takes matrices alone
+        layers = [nn.Linear(ROWS, ROWS, bias=with_bias) for _ in range(2)]
+        model = nn.Sequential(layers[0], nn.GELU(), nn.Dropout(0.2), layers[1])
         rows = torch.randn(4 * ROWS, ROWS)
         return Training(model, lambda: model(rows).square().mean(), partial(info.optim_cls, **settings))
 

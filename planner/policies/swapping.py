@@ -63,18 +63,35 @@ def run_swap_all_on_demand(given: PolicyInput) -> Candidate:
 @policy(
     "earliest-first",
     "swaps values in the order of their production until the peak fits",
-    "Improving TensorFlow's Memory Swapping",
+    "Alvaro and Kistijantoro, Improving TensorFlow's Memory Swapping by Prioritizing Earlier Tensors, 2019",
 )
 def run_earliest_first(given: PolicyInput) -> Candidate:
-    """Swaps the shortest run of the first produced values whose peak fits.
+    """Swaps the shortest run of the first produced values whose peak fits."""
+    return _shortest_run(given, _by_production(given))
 
-    One value more never raises the peak of the schedule on demand, so the run is found by bisection.
+
+@policy(
+    "latest-first",
+    "swaps values against the order of their production until the peak fits",
+    "what Alvaro and Kistijantoro, 2019, compare the earliest with",
+)
+def run_latest_first(given: PolicyInput) -> Candidate:
+    """Swaps the shortest run of the last produced values whose peak fits."""
+    return _shortest_run(given, _by_production(given)[::-1])
+
+
+def _by_production(given: PolicyInput) -> list[int]:
+    return sorted(given.movable, key=lambda value: (int(given.problem.born[value]), value))
+
+
+def _shortest_run(given: PolicyInput, order: Sequence[int]) -> Candidate:
+    """As few values as fit are swapped, in this order.
+
+    One value more never raises the peak of the schedule on demand, so their number is found by bisection.
     """
-    problem = given.problem
-    order = sorted(given.movable, key=lambda value: (int(problem.born[value]), value))
 
     def on_demand(count: int) -> Candidate:
-        return try_style(problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
+        return try_style(given.problem, "", given.wish(swap=order[:count]), 0, ON_DEMAND)
 
     count, _ = given.first_that_fits(len(order) + 1, on_demand)
     return given.candidate(given.wish(swap=order[:count]))
@@ -149,12 +166,12 @@ def run_tflms(given: PolicyInput) -> Candidate:
 
     The copy back starts ``swapin_ahead`` levels before that use. Tuned as the autotune does: nothing is swapped when
     that fits, else the largest threshold that fits with ``swapin_ahead`` 1, then the largest ``swapin_ahead``.
-    ``swapin_groupby`` merges the copies back for uses close to each other and has nothing to do here: this runtime
-    brings a value back once, for all its uses. TensorFlow's allocator waits when it has no memory; so the device buffer
-    is given up when memory asks for it, and a value that memory never asks for is kept.
+    ``swapin_groupby`` merges the copies back of one value for uses that are close to each other; this runtime brings a
+    value back once, so it stands at its largest here, all uses in one group. TensorFlow's allocator waits when it has
+    no memory; so the device buffer is given up when memory asks for it, and a value that memory never asks for is kept.
     """
     in_core = given.judge(keep_all(given.problem))
-    distances = _distances(given)
+    distances = level_distances(given)
     if given.fits(in_core) or not distances:
         return in_core
     thresholds = sorted({distance - 1 for distance in distances.values()}, reverse=True)
@@ -169,17 +186,17 @@ def run_tflms(given: PolicyInput) -> Candidate:
     return given.first_that_fits(len(leads), lambda n: tuned(thresholds[chosen], leads[n]))[1]
 
 
-def _distances(given: PolicyInput) -> dict[int, int]:
+def level_distances(given: PolicyInput) -> dict[int, int]:
     """Levels between production and first backward use, of the values that TFLMS may swap."""
     distances = {}
     for value in given.movable:
         used, producer = given.problem.first_use_point[value], given.producers[value]
         if used >= 0 and producer >= 0 and given.dimensions[value] >= MIN_DIMENSIONS:
-            distances[value] = _level_at(given, used) - given.levels[producer]
+            distances[value] = level_at(given, used) - given.levels[producer]
     return distances
 
 
-def _level_at(given: PolicyInput, point: int) -> int:
+def level_at(given: PolicyInput, point: int) -> int:
     """Level of the op that comes after a point."""
     return given.levels[min(given.problem.point_ops[point], len(given.levels) - 1)]
 
@@ -213,6 +230,6 @@ def _lead(given: PolicyInput, schedule: Schedule, ahead: int) -> list[_Trip]:
 
 def _lead_point(given: PolicyInput, release: int, used: int, ahead: int) -> int:
     """The last use point whose op is ``ahead`` levels, or more, before the op at ``used``; the first without one."""
-    level = _level_at(given, used) - ahead
+    level = level_at(given, used) - ahead
     points = [point for point in given.problem.use_points if release < point <= used]
-    return next((point for point in reversed(points) if _level_at(given, point) <= level), points[0])
+    return next((point for point in reversed(points) if level_at(given, point) <= level), points[0])

@@ -63,6 +63,12 @@ def model_device(model: torch.nn.Module, kind: str) -> torch.device:
     return where
 
 
+def check_cap(cap_bytes: int | None, where: torch.device) -> None:
+    """Raises ``UsageError`` for a limit of an allocator that takes none."""
+    if cap_bytes is not None and where.type != "cuda":
+        raise UsageError(f"cap: expected a model on cuda, whose allocator takes a limit, found one on {where.type}")
+
+
 def _remedy(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta":
         return "build it with data, or for mode fake inside poochplan.profiler.fake.fake.building()"

@@ -18,6 +18,7 @@ from poochplan.cli import main
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.integrations.onnx import load
+from poochplan.integrations.onnx.onnx_file import _without_weights, known_shapes
 from poochplan.workload import load_workload, parameter_values
 
 WEIGHTS = {"table": (9, 4), "product": (4, 3), "bias": (1,)}
@@ -142,7 +143,7 @@ REFUSED = [
     ({"nodes": node("MaxPool", kernel_shape=[2], storage_order=1)}, ["storage_order: expected 0, found 1"]),
     ({"nodes": dropped, "arrays": {"ratio": np.array(0.5, np.float32), "on": np.array(True)}}, ["'it' (Dropout)"]),
     ({"nodes": timed, "arrays": {"lengths": np.array([3], np.int32)}}, ["'it' (RNN)", "sequence_lens"]),
-    ({"opset": 12}, ["expected opset 13 to 20, found 12"]),
+    ({"opset": 12}, ["expected opset 13 to 28, found 12"]),
 ]
 
 
@@ -157,11 +158,86 @@ def test_what_is_not_known_is_refused_by_name(made: dict[str, Any], says: list[s
     assert "\n" not in line
 
 
+def matmul(*inputs: str, name: str = "the node", **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node("MatMul", inputs, ["out"], name=name, **attributes)
+
+
+late = [
+    helper.make_node("Relu", ["rows"], ["out"], name="the node"),
+    helper.make_node("Gather", ["table", "ids"], ["rows"]),
+]
+twice = [
+    helper.make_node("Relu", ["table"], ["out"], name="one"),
+    helper.make_node("Relu", ["table"], ["out"], name="two"),
+]
+whole = {"whole": np.ones(4, np.int64)}
+INVALID = [
+    ([matmul("table")], {}, ["checker", "the node", "MatMul", "input size 1"]),
+    ([matmul("table", name="")], {}, ["checker", "Name: out OpType: MatMul"]),
+    ([matmul("table", "product", alpha=1.0)], {}, ["checker", "Unrecognized attribute: alpha", "the node"]),
+    (late, {}, ["checker", "topologically sorted", "the node"]),
+    (twice, {}, ["checker", "single static assignment", "'out'"]),
+    ([matmul("product", "product")], {}, ["types and shapes", "the node", "Incompatible dimensions"]),
+    ([matmul("product", "product", name="")], {}, ["types and shapes", "node name: out"]),
+    ([helper.make_node("Add", ["table", "whole"], ["out"], name="it")], whole, ["types and shapes", "node name: it"]),
+    (
+        [helper.make_node("Shape", ["table"], ["out"], name="it")],
+        {},
+        ["types and shapes", "node name: it", "elem type"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("nodes", "arrays", "says"), INVALID)
+def test_what_the_checker_and_inference_refuse_is_told_by_node(
+    nodes: list[onnx.NodeProto], arrays: dict[str, np.ndarray], says: list[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.onnx", nodes, arrays=arrays)
+    with pytest.raises(UsageError) as raised:
+        load(path)
+    line = str(raised.value)
+    assert line.startswith(f"{path}: ")
+    assert all(part in line for part in says), line
+    assert "\n" not in line
+
+
+def test_inference_is_not_given_large_weights(tmp_path: Path) -> None:
+    """It takes a model as bytes, of which there may be 2 GiB at most; shapes are known all the same."""
+    path = write(tmp_path / "model.onnx", arrays={"table": np.zeros((4096, 4), np.float32)})
+    assert _without_weights(onnx.load(path)).ByteSize() < 4096
+    assert known_shapes(path, onnx.load(path))["table"] == (4096, 4)
+
+
 def test_external_data_is_read_and_missed(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx", external=True)
     assert len(list(load(path).parameters())) == len(WEIGHTS)
     (tmp_path / "model.onnx.data").unlink()
     with pytest.raises(UsageError, match=r"external data, expected in .*model\.onnx\.data, found no such file"):
+        load(path)
+
+
+def test_external_data_of_a_constant_is_read_and_missed(tmp_path: Path) -> None:
+    held = numpy_helper.from_array(np.full(4, 0.5, np.float32))
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"]),
+        helper.make_node("Constant", [], ["half"], value=held),
+        helper.make_node("Add", ["rows", "half"], ["out"]),
+    ]
+    path = write(tmp_path / "model.onnx", nodes)
+    onnx.save(
+        onnx.load(path),
+        path,
+        save_as_external_data=True,
+        location="beside.data",
+        size_threshold=0,
+        convert_attribute=True,
+    )
+    assert torch.equal(load(path)(torch.zeros(1, 1, dtype=torch.int64)), torch.ones(1, 1, 4))
+    (tmp_path / "beside.data").write_bytes(b"")
+    with pytest.raises(UsageError, match="its external data cannot be read"):
+        load(path)
+    (tmp_path / "beside.data").unlink()
+    with pytest.raises(UsageError, match=r"expected in .*beside\.data, found no such file"):
         load(path)
 
 

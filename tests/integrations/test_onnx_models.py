@@ -12,10 +12,10 @@ import onnx
 import pytest
 import torch
 
-import poochplan
 from poochplan.integrations.onnx import load
 
 from .exported import EXPORTERS, NETWORKS, Exported, export
+from .planned import assert_planned_is_in_core, gradients
 
 Files = Callable[[str, str], Exported]
 
@@ -27,14 +27,6 @@ EXACT = ("dynamo", "script")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("exported")
     return functools.cache(lambda name, exporter: export(name, exporter, folder))
-
-
-def gradients(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    model.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-    return loss.detach(), [weight.grad.clone() for weight in model.parameters()]
 
 
 def shapes(model: torch.nn.Module) -> Counter[tuple[int, ...]]:
@@ -133,25 +125,4 @@ def test_in_training_mode_batch_normalisation_goes_by_the_batch(files: Files) ->
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_planned_step_is_bitwise_the_one_in_core(files: Files, name: str, tmp_path: Path) -> None:
     file = files(name, "dynamo")
-    model, batch = load(file.path).train(), file.batch.repeat(8, *[1] * (file.batch.ndim - 1))
-    begin = state(model)
-    _, in_core = gradients(model, batch)
-    end = state(model)
-    profile = poochplan.profile(
-        lambda: model(batch).square().mean(), model=model, iterations=1, warmup=1, spill_dir=tmp_path
-    )
-    for policy in ("swap-all-on-demand", "recompute-all"):
-        plan = poochplan.plan(profile, 1 << 30, policy=policy, arena="off")
-        model.load_state_dict(begin)
-        model.zero_grad()
-        with poochplan.apply(plan, model, spill_dir=tmp_path) as session:
-            _, planned = gradients(model, batch)
-        step = session.report().last_step
-        assert step.out_bytes if policy == "swap-all-on-demand" else step.replayed_values
-        assert session.report().steps_followed == 1
-        assert all(map(torch.equal, planned, in_core))
-        assert all(map(torch.equal, state(model).values(), end.values()))
-
-
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
+    assert_planned_is_in_core(load(file.path), file.batch.repeat(8, *[1] * (file.batch.ndim - 1)), tmp_path)

@@ -10,10 +10,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, defs, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from poochplan.errors import UsageError
 from poochplan.integrations.onnx import load
+from poochplan.integrations.onnx.onnx_file import OPSETS, check_graph, known_shapes
 from poochplan.integrations.onnx.operators import HOST, OPERATORS
 
 RANDOM = np.random.default_rng(1)
@@ -38,8 +40,10 @@ class Case:
     outputs: int = 1
     opset: int = 18
     label: str = ""
+    opsets: range = OPSETS
+    """In which it is this case; another operator of this name takes the same inputs in the others."""
 
-    def model(self) -> onnx.ModelProto:
+    def model(self, opset: int = 0) -> onnx.ModelProto:
         names = ["" if array is None else f"input_{place}" for place, array in enumerate(self.inputs)]
         made = [f"output_{place}" for place in range(self.outputs)]
         node = helper.make_node(self.kind, names, made, name="it", **self.attributes)
@@ -55,7 +59,21 @@ class Case:
         ]
         results = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in made]
         graph = helper.make_graph([node], "one", given, results, kept)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=9)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset or self.opset)], ir_version=9)
+
+    def versions(self) -> list[int]:
+        """The opsets from 13 on that changed the operator, of those in which it takes these inputs and attributes."""
+        found = {defs.get_schema(self.kind, opset).since_version for opset in OPSETS if defs.has(self.kind, opset)}
+        asked = sorted({max(opset, OPSETS[0]) for opset in found}.intersection(self.opsets))
+        return [opset for opset in asked if self._is_valid(opset)]
+
+    def _is_valid(self, opset: int) -> bool:
+        try:
+            check_graph(Path("one.onnx"), self.model(opset))
+            known_shapes(Path("one.onnx"), self.model(opset))
+        except UsageError:
+            return False
+        return True
 
     def __str__(self) -> str:
         return f"{self.kind}{'-' if self.label else ''}{self.label}"
@@ -72,6 +90,7 @@ PAIRS = ["Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean"]
 COMPARED = ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 LOGIC = ["And", "Or", "Xor"]
 IMAGE = floats(2, 4, 6, 8)
+EYE = np.eye(6, dtype=bool) | (np.arange(6) < 2)
 
 CASES = [
     *(Case(kind, [IMAGE]) for kind in SMALL),
@@ -85,6 +104,7 @@ CASES = [
     Case("Div", [whole(7, -7, 9), whole(2, 2, -4)], held=2, label="whole"),
     Case("Mod", [whole(7, -7, 9), whole(2, 3, -4)], held=2),
     Case("Mod", [IMAGE, floats(8)], {"fmod": 1}, label="fmod"),
+    Case("Mod", [IMAGE, floats(8)], opset=28, label="floats"),
     Case("Pow", [np.abs(IMAGE), np.array(1.5, np.float32)]),
     Case("Where", [IMAGE > 0, IMAGE, np.array(-1.0, np.float32)], held=2),
     Case("Clip", [IMAGE, np.array(-0.5, np.float32), np.array(0.5, np.float32)]),
@@ -94,11 +114,24 @@ CASES = [
     Case("Dropout", [IMAGE, np.array(0.3, np.float32)]),
     Case("Gelu", [IMAGE], opset=20),
     Case("Gelu", [IMAGE], {"approximate": "tanh"}, opset=20, label="tanh"),
+    Case("Swish", [IMAGE], opset=24),
+    Case("Swish", [IMAGE], {"alpha": 1.5}, opset=24, label="scaled"),
     Case("PRelu", [IMAGE, floats(4, 1, 1)]),
     Case("MatMul", [IMAGE, floats(8, 3)]),
     Case("Gemm", [floats(3, 4), floats(5, 4), floats(5)], {"transB": 1}),
     Case("Gemm", [floats(4, 3), floats(4, 5), floats(1, 5)], {"transA": 1, "alpha": 0.5, "beta": 2.0}, label="scaled"),
     Case("Einsum", [floats(2, 3, 4), floats(2, 4, 5)], {"equation": "bij,bjk->bik"}),
+    Case("Attention", [floats(2, 4, 5, 8), floats(2, 4, 6, 8), floats(2, 4, 6, 7)], held=3, opset=23),
+    Case("Attention", [IMAGE, IMAGE, IMAGE, floats(6, 6)], {"is_causal": 1, "scale": 0.5}, opset=23, label="causal"),
+    Case("Attention", [IMAGE, IMAGE, IMAGE, EYE], {"is_causal": 1}, opset=23, label="causal and masked", held=3),
+    Case(
+        "Attention",
+        [floats(2, 5, 32), floats(2, 5, 16), floats(2, 5, 16)],
+        {"q_num_heads": 4, "kv_num_heads": 2},
+        opset=23,
+        label="flat, grouped",
+        held=3,
+    ),
     Case("Conv", [IMAGE, floats(6, 4, 3, 3), floats(6)], {"pads": [1, 1, 1, 1], "strides": [2, 1]}),
     Case("Conv", [IMAGE, floats(6, 2, 3, 3)], {"group": 2, "pads": [0, 1, 2, 1]}, label="uneven pads"),
     Case("Conv", [IMAGE, floats(6, 4, 3, 3)], {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, label="same"),
@@ -114,11 +147,23 @@ CASES = [
         {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     ),
     Case("Resize", [IMAGE, None, None, whole(2, 4, 9, 12)], {"mode": "linear"}, label="linear"),
-    Case("BatchNormalization", [IMAGE, floats(4), floats(4), floats(4), np.abs(floats(4)) + 0.5]),
+    Case(  # before opset 14 the reference moves the statistics of inference too
+        "BatchNormalization", [IMAGE, *(floats(4) for _ in range(3)), np.abs(floats(4)) + 0.5], opsets=range(14, 29)
+    ),
+    Case("RMSNormalization", [IMAGE, floats(8)], opset=23),
+    Case("RMSNormalization", [IMAGE, floats(6, 8)], {"axis": -2, "epsilon": 0.1}, opset=23, label="two axes"),
     Case("InstanceNormalization", [IMAGE, floats(4), floats(4)]),
     Case("LayerNormalization", [IMAGE, floats(8), floats(8)]),
     Case("LayerNormalization", [IMAGE, floats(6, 8)], {"axis": 2}, label="two axes"),
-    Case("GroupNormalization", [IMAGE, floats(2), floats(2)], {"num_groups": 2}),
+    Case("GroupNormalization", [IMAGE, floats(2), floats(2)], {"num_groups": 2}, opsets=range(18, 21)),
+    Case(
+        "GroupNormalization",
+        [IMAGE, floats(4), floats(4)],
+        {"num_groups": 2},
+        opset=21,
+        label="channels",
+        opsets=range(21, 29),
+    ),
     Case("Reshape", [IMAGE, whole(0, -1, 8)]),
     Case("Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}, label="perm"),
     Case("Squeeze", [floats(2, 1, 3, 1), whole(1, -1)]),
@@ -143,6 +188,7 @@ CASES = [
     Case("DepthToSpace", [IMAGE], {"blocksize": 2}),
     Case("DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}, label="CRD"),
     Case("SpaceToDepth", [IMAGE], {"blocksize": 2}),
+    Case("SpaceToDepth", [IMAGE], {"blocksize": 2, "mode": "CRD"}, opset=28, label="CRD"),
     Case("ReduceMean", [IMAGE, whole(2, 3)], {"keepdims": 0}, label="axes"),
     Case("ReduceMean", [IMAGE], {"axes": [1]}, opset=17, label="attribute"),
     Case("TopK", [IMAGE, whole(3)], outputs=2),
@@ -165,19 +211,21 @@ CASES = [
 ]
 
 
-def written(case: Case, folder: Path) -> Path:
+def written(case: Case, folder: Path, opset: int = 0) -> Path:
     path = folder / "one.onnx"
-    onnx.save(case.model(), path)
+    onnx.save(case.model(opset), path)
     return path
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_operator_gives_what_the_reference_gives(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "opset"), [(case, opset) for case in CASES for opset in case.versions()], ids=lambda part: str(part)
+)
+def test_an_operator_gives_what_the_reference_gives(case: Case, opset: int, tmp_path: Path) -> None:
     given = [array for array in case.inputs[: case.held] if array is not None]
     feeds = {f"input_{place}": array for place, array in enumerate(case.inputs[: case.held]) if array is not None}
-    wanted = ReferenceEvaluator(case.model()).run(None, feeds)
+    wanted = ReferenceEvaluator(case.model(opset)).run(None, feeds)
     with torch.no_grad():
-        found = load(written(case, tmp_path))(*map(torch.tensor, given))
+        found = load(written(case, tmp_path, opset))(*map(torch.tensor, given))
     for left, right in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
         assert tuple(left.shape) == right.shape
         torch.testing.assert_close(
@@ -203,7 +251,12 @@ def test_a_constant_of_one_number_may_have_dimensions(kind: str, tmp_path: Path)
     assert tuple(load(path)().shape) == (1, 1)
 
 
-def test_every_operator_has_a_case() -> None:
+def test_the_newest_opset_of_the_package_is_known() -> None:
+    assert defs.onnx_opset_version() == OPSETS[-1]
+
+
+def test_every_operator_has_a_case_and_each_case_an_opset() -> None:
+    assert [str(case) for case in CASES if not case.versions()] == []
     assert {case.kind for case in CASES} | {"SplitToSequence", "SequenceAt"} == set(OPERATORS)
     assert set(HOST) <= set(OPERATORS)
 

@@ -23,7 +23,7 @@ from tests.planner.plans import plan_with
 from tests.planner.random_profiles import Recorder, link, profiles, resnet_like, transformer_like, unet_like
 
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "greedy", "pooch", "seq2seq")
+ALWAYS_FITTING = ("swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "greedy", "pooch", "seq2seq")
 SHAPES = {"resnet": resnet_like(4), "unet": unet_like(3), "gpt": transformer_like(2)}
 
 
@@ -124,7 +124,7 @@ def test_the_documentation_lists_every_policy() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_swapping_policies_replay_nothing_and_checkpointing_ones_move_nothing(shape: str) -> None:
     step = input_at(as_matrices(SHAPES[shape]), 0.3)
-    for name in ("keep-all", "swap-all", "swap-all-on-demand", "earliest-first", "vdnn", "tflms"):
+    for name in ("keep-all", "swap-all", "swap-all-on-demand", "earliest-first", "latest-first", "vdnn", "tflms"):
         assert run_policy(name, step).simulation.replay_s == 0, name
     for name in ("keep-all", "recompute-all", "sqrt-n", "checkpoint-greedy"):
         assert run_policy(name, step).simulation.out_bytes == 0, name
@@ -195,11 +195,12 @@ def test_tflms_brings_values_back_before_their_level() -> None:
     assert max(early) > 0
 
 
+@pytest.mark.parametrize(("name", "way"), [("earliest-first", 1), ("latest-first", -1)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_earliest_first_swaps_the_shortest_prefix_that_fits(shape: str) -> None:
+def test_from_one_end_swaps_as_few_as_fit(shape: str, name: str, way: int) -> None:
     step = input_at(SHAPES[shape], 0.4)
-    found = run_policy("earliest-first", step)
-    order = sorted(step.movable, key=lambda value: step.problem.born[value])
+    found = run_policy(name, step)
+    order = sorted(step.movable, key=lambda value: (step.problem.born[value], value))[::way]
     wished = [value for value in order if found.wish[value] is Decision.SWAP]
     assert wished == order[: len(wished)]
     fewer = try_style(step.problem, "", step.wish(swap=wished[:-1]), 0, ON_DEMAND)

@@ -11,8 +11,9 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_BYTES_PER_S, preset_link
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.whatif import for_machine, parse_link
+from poochplan.planner.whatif import as_unserved, for_machine, parse_link
 from tests.planner.random_profiles import resnet_like, transformer_like
 
 
@@ -122,3 +123,12 @@ def test_changes_add_up(profile: Profile) -> None:
 def test_a_changed_profile_is_read_back_from_its_file(profile: Profile, tmp_path: Any) -> None:
     changed = for_machine(profile, link="12GB/s,25GB/s", compute_scale=0.5)
     assert Profile.load(changed.save(tmp_path / "other.json")) == changed
+
+
+def test_a_step_that_no_arena_serves_pays_the_launching_thread_as_any_other_does(profile: Profile) -> None:
+    replace = msgspec.structs.replace
+    cost = RuntimeCost(handle_s=1e-5, swap_s=8e-5, record_s=1e-5)
+    times = replace(profile.times, unserved_step_s=1.25 * profile.times.step_s)
+    slower = as_unserved(replace(profile, times=times, runtime=cost))
+    assert slower.times.step_s == times.unserved_step_s
+    assert slower.runtime == cost

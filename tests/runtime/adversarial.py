@@ -29,6 +29,8 @@ POISON = 0xFF
 class OpClock(TorchDispatchMode):
     """Counts the ops that compute has queued; on while ``with clock:``."""
 
+    supports_higher_order_operators = True
+
     sees_poochplan = True
 
     def __init__(self) -> None:

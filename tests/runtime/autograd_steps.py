@@ -287,3 +287,10 @@ def a_part_of_forward_on_another_thread(net: Net, hidden: Tensor) -> Tensor:
     seen: list[Tensor] = []
     together(lambda: seen.append(hidden.sin() * hidden.exp()))
     return net.inner(seen[0]) * hidden  # type: ignore[no-any-return]
+
+
+@body
+def a_branch_by_torch_cond(net: Net, hidden: Tensor) -> Tensor:
+    """A higher-order operator, which a dispatch mode is handed as one op."""
+    found: Tensor = torch.cond(hidden.sum() > 0, lambda rows: rows.sin() * rows, lambda rows: rows.cos(), (hidden,))
+    return net.inner(found.exp()) * found  # type: ignore[no-any-return]

@@ -74,8 +74,8 @@ class PlanVerb(Verb):
             default="ilp",
             metavar="NAME",
             help="ilp: integer program and local search (default). all: compares every policy and writes the plan of "
-            "ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, pooch (of the PoocH "
-            "paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn",
+            "ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, latest-first, pooch (of "
+            "the PoocH paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn",
         )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"

@@ -18,7 +18,7 @@ from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import unmeasured
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.devices.opening import check_cap, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.plan_in_force import OverBudget
 from poochplan.runtime.serving import ArenaMode, Serving, why_no_arena
@@ -53,6 +53,7 @@ def auto(
     before_plan: Mode | None = None,
     on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
+    cap_bytes: int | None = None,
     quiet: bool = False,
 ) -> Session:
     """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
@@ -85,6 +86,8 @@ def auto(
         for that: then the budget is on the arena and what lies outside it. It needs the compiled allocator, which is
         built in the background if there is none yet; nothing is profiled before. ``"auto"``: where it can be;
         ``"on"``: or an error; ``"off"``.
+    cap_bytes: hard limit of the CUDA allocator within the block, from the first step on: what would take more, plan or
+        none, is an out-of-memory error.
     quiet: say nothing on stderr but warnings.
 
     Raises
@@ -100,6 +103,7 @@ def auto(
         raise UsageError("models: expected at least one, found none")
     whole = together(models)
     where = checked_device(whole, None, None, 1)
+    check_cap(cap_bytes, where)
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
     if arena not in get_args(ArenaMode):
@@ -138,7 +142,7 @@ def auto(
         where,
         opened,
         source,
-        Settings(policy, explain=PLANNER.explain),
+        Settings(policy, cap_bytes=cap_bytes, explain=PLANNER.explain),
         serving=Serving(PLANNER.pack, arena) if is_served else None,
         teller=teller,
     )

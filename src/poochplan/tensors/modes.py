@@ -42,6 +42,9 @@ class ToggledMode(TorchDispatchMode):
     off in between comes back. Subclasses ask :attr:`is_on` in their ``__torch_dispatch__``.
     """
 
+    supports_higher_order_operators = True
+    """``torch.cond`` and its like reach a mode as one op; without this they raise."""
+
     def __init__(self) -> None:
         super().__init__()
         held_to_their_way()

@@ -31,7 +31,7 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterable[str] = ()) -> fx.GraphModule:
-    """The model of an ONNX file (opset 13 to 20) as a graph of ``torch.fx``, in eval mode, on the CPU.
+    """The model of an ONNX file (opset 13 to 28) as a graph of ``torch.fx``, in eval mode, on the CPU.
 
     It takes the file's inputs in their order, and returns its output, or a tuple of them. Each ONNX node is one node of
     the graph and one submodule, named after it; dynamic dimensions stay dynamic. Weights are parameters under the names
@@ -42,7 +42,8 @@ def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterabl
     Raises
     ------
     UsageError
-        The file cannot be read, or holds what the importer does not know; the message names the node.
+        The file cannot be read, is no valid ONNX, or holds what the importer does not know; the message names the
+        node.
     """
     where = Path(path)
     return GraphImport(where, read_model(where), parameters, constants).module()
@@ -64,7 +65,7 @@ class GraphImport:
         self.weights = parameters_of(path, model.graph, self.arrays, parameters, constants)
         tell_joined(path, model.graph, parted, self.weights)
         self.uses = Counter(name for node in model.graph.node for name in node.input)
-        self.shapes = known_shapes(model)
+        self.shapes = known_shapes(path, model)
         self.held: dict[str, str] = {}
         """Names of the file to those of the module's tensors."""
 

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from poochplan.errors import UsageError
 
 from .operators import OPERATORS
 
-OPSETS = range(13, 21)
+OPSETS = range(13, 29)
 """The versions of ONNX's operators that are known."""
+_LARGEST_TOLD = 1024
+"""Elements of an initialiser above which it tells no shape of another tensor: inference is not given it."""
 
+_PREFIXES = re.compile(r"\[\w+Error\]|Inference error\(s\):")
 _CONSTANTS = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
 
 def read_model(path: Path, *, weights: bool = True) -> ModelProto:
-    """The checked model: local functions are written out in the graph, shapes are inferred where they can be.
+    """The checked model: local functions are written out in the graph, ONNX's own checker has passed it.
 
     Without ``weights`` those that lie in another file are not read, and what nodes there are is not checked.
 
     Raises
     ------
     UsageError
-        The file is missing or no ONNX, its opset is not one of 13 to 20, weights that lie in another file are not
-        there, or a node is none that the importer knows: the message names the node and its operator.
+        The file is missing or no ONNX, its opset is not one of 13 to 28, weights that lie in another file are not
+        there, a node is none that the importer knows, or the checker refuses it: the message names the node and its
+        operator.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such ONNX file")
@@ -49,6 +54,7 @@ def read_model(path: Path, *, weights: bool = True) -> ModelProto:
         model = inliner.inline_local_functions(model)
     for node in model.graph.node:
         check_node(path, node)
+    check_graph(path, model)
     return model
 
 
@@ -68,7 +74,7 @@ def _check_opset(path: Path, model: ModelProto) -> None:
 
 def _load_external(path: Path, model: ModelProto) -> None:
     """Weights that the file keeps in others beside it."""
-    names = sorted({location for tensor in model.graph.initializer for location in _locations(tensor)})
+    names = sorted({location for tensor in _tensors(model) for location in _locations(tensor)})
     for name in names:
         if not (path.parent / name).is_file():
             raise UsageError(
@@ -81,6 +87,14 @@ def _load_external(path: Path, model: ModelProto) -> None:
         except Exception as error:
             line = " ".join(str(error).split())
             raise UsageError(f"{path}: its external data cannot be read ({line}); export it anew") from error
+
+
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All that the file holds: initialisers, and those of nodes, of local functions too."""
+    yield from model.graph.initializer
+    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
 
 
 def _locations(tensor: TensorProto) -> Iterator[str]:
@@ -116,6 +130,46 @@ def check_node(path: Path, node: NodeProto) -> None:
         raise UsageError(
             f"{what}: expected at most {operator.most_outputs} outputs, found {len(node.output)}; leave the others out"
         )
+
+
+def check_graph(path: Path, model: ModelProto) -> None:
+    """Raises ``UsageError`` with the first thing that ONNX's own checker finds, and the node that it finds it at."""
+    alone = _without_weights(model)
+    for value in (*alone.graph.input, *alone.graph.output):
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, []))  # types are told by inference
+    for node in alone.graph.node:
+        if _is_deprecated(node.op_type, opset_of(model)):
+            node.domain = "deprecated"  # the checker refuses it, and looks at no node of another domain
+    alone.opset_import.append(helper.make_opsetid("deprecated", 1))
+    try:
+        onnx.checker.check_model(alone)
+    except onnx.checker.ValidationError as error:
+        line = " ".join(str(error).replace("==> Context:", "").split())
+        raise UsageError(f"{path}: ONNX's checker refuses it: {line}; export it anew") from error
+
+
+def _is_deprecated(kind: str, opset: int) -> bool:
+    """GroupNormalization was until opset 21, from which on its scale is that of channels."""
+    return onnx.defs.has(kind, opset) and bool(onnx.defs.get_schema(kind, opset).deprecated)
+
+
+def _without_weights(model: ModelProto) -> ModelProto:
+    """The same graph, its large initialisers as inputs of their type and shape, each node with the name it is told by.
+
+    It is small: checker and inference take a model as bytes, of which there may be 2 GiB at most.
+    """
+    graph = model.graph
+    large = [tensor for tensor in graph.initializer if np.prod(tensor.dims, dtype=np.int64) > _LARGEST_TOLD]
+    names = {tensor.name for tensor in large}
+    inputs = [value for value in graph.input if value.name not in names]
+    inputs += [helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in large]
+    small = [tensor for tensor in graph.initializer if tensor.name not in names]
+    alone = helper.make_graph(
+        graph.node, graph.name or "graph", inputs, graph.output, small, value_info=graph.value_info
+    )
+    for node in alone.node:
+        node.name = label_of(node)
+    return helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
 def _is_one_of(found: Any, values: tuple[Any, ...]) -> bool:
@@ -162,12 +216,16 @@ def dimensions_of(value: Any) -> list[int | str]:
     ]
 
 
-def known_shapes(model: ModelProto) -> dict[str, tuple[int, ...]]:
-    """The shapes of values that the file, or inference from it, knows to the last dimension."""
+def known_shapes(path: Path, model: ModelProto) -> dict[str, tuple[int, ...]]:
+    """The shapes of values that the file, or inference from it, knows to the last dimension.
+
+    Raises ``UsageError`` for types and shapes that cannot be; the message names the node.
+    """
     try:
-        graph: GraphProto = onnx.shape_inference.infer_shapes(model).graph
-    except Exception:  # it is help, not a need: shapes that are not known are computed in each step
-        graph = model.graph
+        graph = onnx.shape_inference.infer_shapes(_without_weights(model), check_type=True, strict_mode=True).graph
+    except onnx.shape_inference.InferenceError as error:
+        line = " ".join(_PREFIXES.sub("", str(error)).split())
+        raise UsageError(f"{path}: its types and shapes do not fit: {line}; export it anew") from error
     found = {}
     for value in (*graph.input, *graph.value_info):
         if value.type.tensor_type.HasField("shape"):

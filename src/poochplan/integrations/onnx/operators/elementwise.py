@@ -168,6 +168,12 @@ def _gelu(node: Node, value: torch.Tensor) -> torch.Tensor:
     return functional.gelu(value, approximate=node.attributes.get("approximate", "none"))
 
 
+@operator("Swish")
+def _swish(node: Node, value: torch.Tensor) -> torch.Tensor:
+    alpha = node.attributes.get("alpha", 1.0)
+    return functional.silu(value) if alpha == 1.0 else value * torch.sigmoid(alpha * value)
+
+
 @operator("LeakyRelu")
 def _leaky_relu(node: Node, value: torch.Tensor) -> torch.Tensor:
     return functional.leaky_relu(value, node.attributes.get("alpha", 0.01))

@@ -42,6 +42,33 @@ def _einsum(node: Node, *values: torch.Tensor) -> torch.Tensor:
     return torch.einsum(node.attributes["equation"], *values)
 
 
+@operator(
+    "Attention",
+    no_weights=(3,),
+    allowed={"softcap": (0.0,), "softmax_precision": (1,), "left_window_size": (-1,), "right_window_size": (-1,)},
+    refused={4: "past_key", 5: "past_value", 6: "nonpad_kv_seqlen"},
+)
+def _attention(node: Node, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None) -> Any:
+    """Of (batch, heads, length, width), or of (batch, length, heads x width) with the number of heads as attributes."""
+    attributes, is_flat = node.attributes, query.ndim == 3
+    if is_flat:
+        query = query.unflatten(2, (attributes["q_num_heads"], -1)).transpose(1, 2)
+        key, value = (part.unflatten(2, (attributes["kv_num_heads"], -1)).transpose(1, 2) for part in (key, value))
+    is_causal = bool(attributes.get("is_causal", 0))
+    if mask is not None:
+        mask = to_tensor(mask, query.device)
+        if is_causal:
+            later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -math.inf)
+    found = functional.scaled_dot_product_attention(
+        *(query, key, value, mask),
+        is_causal=is_causal and mask is None,
+        scale=attributes.get("scale"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found.transpose(1, 2).flatten(2) if is_flat else found
+
+
 @operator("Conv", allowed={"auto_pad": ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")})
 def _conv(node: Node, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     dims = value.ndim - 2

@@ -18,6 +18,12 @@ def _batch_norm(
     return functional.batch_norm(value, mean, variance, scale, bias, node.training, momentum, epsilon)
 
 
+@operator("RMSNormalization", allowed={"stash_type": (1,)})
+def _rms_norm(node: Node, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    shape = value.shape[node.attributes.get("axis", -1) :]
+    return functional.rms_norm(value, shape, scale.expand(shape), node.attributes.get("epsilon", 1e-5))
+
+
 @operator("InstanceNormalization")
 def _instance_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return functional.instance_norm(value, weight=scale, bias=bias, eps=node.attributes.get("epsilon", 1e-5))
@@ -35,7 +41,7 @@ def _layer_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torc
     )
 
 
-@operator("GroupNormalization")
+@operator("GroupNormalization", allowed={"stash_type": (1,)})
 def _group_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Scale and bias are per group up to opset 20, and torch's per channel."""
     groups, channels = node.attributes["num_groups"], value.shape[1]

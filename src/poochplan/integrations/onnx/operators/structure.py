@@ -189,6 +189,8 @@ def _depth_to_space(node: Node, value: torch.Tensor) -> torch.Tensor:
 @operator("SpaceToDepth")
 def _space_to_depth(node: Node, value: torch.Tensor) -> torch.Tensor:
     block = node.attributes["blocksize"]
+    if node.attributes.get("mode", "DCR") == "CRD":
+        return functional.pixel_unshuffle(value, block)
     batch, channels, height, width = value.shape
     parts = value.reshape(batch, channels, height // block, block, width // block, block).permute(0, 3, 5, 1, 2, 4)
     return parts.reshape(batch, channels * block**2, height // block, width // block)

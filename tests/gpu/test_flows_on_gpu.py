@@ -1,9 +1,8 @@
-"""The ways to use a GPU, each once on the stand-in: profiles of every mode, plans that are made anew, the commands."""
+"""The ways to use a GPU, each once: profiles of every mode, plans made anew, callbacks, ranks, the commands."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +14,16 @@ import torch
 import poochplan
 from poochplan.cli import main
 from poochplan.errors import BudgetExceededError
-from poochplan.integrations.hf import PlanCallback
 from poochplan.planner.planning import smallest_budget
-from poochplan.units import format_bytes
-from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
-from tests.gpu.cases import CASES
-from tests.gpu.conftest import small_measurements
+from tests.gpu.cases import CASES, WHERE, Made
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, equal, snapshot, train
+from tests.runtime.nets import LINK, Case, equal, snapshot, train
 from tests.runtime.random_plans import random_plan
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
+]
 PLANNED_BY = 16
 """Behind this step planning is waited for."""
 WORKLOAD = """
@@ -42,15 +41,12 @@ def small(device: str = "cpu") -> poochplan.Workload:
 """
 
 
-@pytest.fixture
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    with empty_cache(tmp_path_factory.mktemp("user")), on_stand_in() as machine, small_measurements():
-        yield machine
-        assert machine.violations == []
-        assert machine.host_memory.pinned == {}
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with empty_cache(tmp_path_factory.mktemp("user")):
+        yield
 
 
-@pytest.mark.usefixtures("gpu")
 def test_a_profile_of_mode_swap_all_is_that_of_the_step_and_its_plans_are_exact() -> None:
     case = CASES["residual"]
     swapped, in_core = case.new_profile(mode="swap-all"), case.new_profile()
@@ -59,41 +55,6 @@ def test_a_profile_of_mode_swap_all_is_that_of_the_step_and_its_plans_are_exact(
     assert equal(train(case, 2)[0], train(case, 2, random_plan(swapped, 2))[0])
 
 
-def test_a_step_that_runs_out_of_memory_while_it_is_profiled_is_profiled_swapping(gpu: Machine) -> None:
-    case = CASES["large"]
-    gpu.memory.limit_bytes = case.new_profile().in_core_peak_bytes * 3 // 4
-    torch.cuda.empty_cache()
-    profile = case.new_profile(mode="auto")
-    assert profile.mode == "swap-all"
-    assert any("ran out of the device's memory" in note for note in profile.notes)
-    assert profile.in_core_peak_bytes > gpu.memory.limit_bytes
-    plan = poochplan.plan(profile, int(1.1 * smallest_budget(profile)), evaluations=100)
-    _, report = train(case, 1, plan)
-    assert report is not None
-    assert report.total.fallbacks == 0
-
-
-def test_a_planned_step_that_runs_out_of_memory_says_where_and_who_holds_it(gpu: Machine) -> None:
-    case = CASES["large"]
-    profile = case.new_profile()
-    plan = poochplan.plan(profile, "95%", policy="greedy")
-    model, step, _ = case.fresh()
-    beside = torch.empty(48 << 20, dtype=torch.uint8, device=WHERE)
-    gpu.memory.limit_bytes = gpu.memory.allocated_bytes + plan.prediction.peak_bytes // 2
-    with pytest.raises(torch.OutOfMemoryError) as raised, poochplan.apply(plan, model, profile=profile):
-        for _ in range(2):
-            step().backward()
-    (note,) = raised.value.__notes__
-    del raised  # its frames hold what the step has saved
-    gc.collect()
-    assert note.startswith("poochplan: out of memory in a step that follows the plan, in ")
-    assert f"of a budget of {format_bytes(plan.budget_bytes)}; beside what was predicted there are" in note
-    assert "(48.0 MiB)" in note.splitlines()[0]
-    assert len(note.splitlines()) > 3
-    assert beside.nbytes == 48 << 20
-
-
-@pytest.mark.usefixtures("gpu")
 def test_a_step_that_calls_backward_itself_is_profiled_where_it_runs() -> None:
     case = CASES["embedding"]
     model, step, optimizer = case.fresh()
@@ -112,7 +73,7 @@ def test_a_step_that_calls_backward_itself_is_profiled_where_it_runs() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # that a step took more than its budget
 @pytest.mark.parametrize("what", ["replan", "error"])
-def test_what_lives_beside_the_step_is_planned_anew_or_is_an_error(gpu: Machine, what: str) -> None:
+def test_what_lives_beside_the_step_is_planned_anew_or_is_an_error(what: str) -> None:
     case = CASES["large"]
     profile = case.new_profile()
     smallest = smallest_budget(profile)
@@ -133,13 +94,13 @@ def test_what_lives_beside_the_step_is_planned_anew_or_is_an_error(gpu: Machine,
         assert report.total.fallbacks == 0
 
 
-@pytest.mark.usefixtures("gpu")
 def test_a_trainers_callback_trains_with_the_bits_of_plain_training(tmp_path: Path) -> None:
+    hf = pytest.importorskip("poochplan.integrations.hf", exc_type=ImportError)
     case = CASES["embedding"]
     in_core = train(case, PLANNED_BY + 3)[0]
     model, step, optimizer = case.fresh()
     options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "quiet": True, "on_over_budget": "warn"}
-    callback = PlanCallback(budget="80%", cache=tmp_path / "plans", **options)
+    callback = hf.PlanCallback(budget="80%", cache=tmp_path / "plans", **options)
     nobody: Any = None
     torch.manual_seed(1)
     seen = []
@@ -159,6 +120,29 @@ def test_a_trainers_callback_trains_with_the_bits_of_plain_training(tmp_path: Pa
     assert session.followed > 0
 
 
+def _compiled_in_part(backend: str) -> Case:
+    def make() -> Made:
+        layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
+        model, rows = torch.nn.Sequential(*layers).to(WHERE), torch.randn(256, 64).to(WHERE)
+        layers[1].compile(backend=backend)
+        return model, lambda model: model(rows).square().mean()
+
+    return Case(make)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.deep)])
+def test_a_compiled_region_is_one_op_and_its_values_are_swapped_and_recomputed(backend: str) -> None:
+    """By what the compiler makes of it before it makes code, which it makes for no stand-in."""
+    case = _compiled_in_part(backend)
+    profile = case.new_profile()
+    assert [op.name for op in profile.ops if "compiled" in op.name][:1] == ["compiled_region"]
+    planned, report = train(case, 2, random_plan(profile, 0))
+    assert equal(train(case, 2)[0], planned)
+    assert report is not None
+    assert report.total.fallbacks == 0
+    assert report.last_step.out_bytes > 0
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
@@ -166,7 +150,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("gpu", "one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_a_model_of_data_parallel_training_follows_its_plan() -> None:
     """Its buckets are host memory here: the reducer is below what the stand-in sees."""
     case = CASES["residual"]
@@ -188,7 +172,6 @@ def test_a_model_of_data_parallel_training_follows_its_plan() -> None:
     assert equal(seen[:2], seen[2:])
 
 
-@pytest.mark.usefixtures("gpu")
 def test_the_commands_profile_plan_and_check_a_run_on_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
