@@ -105,7 +105,10 @@ def profile_of(make: Make) -> Profile:
 
 
 def plans_of(profile: Profile, seed: int = 0) -> dict[str, Plan]:
-    """Swap all, recompute all that may be, mixed, and solved for 70%, or else the smallest budget."""
+    """Swap all, recompute all that may be, mixed, and solved for 70%, or else the smallest budget.
+
+    All but the last have room for an arena of any size; so has a solved one that lays none out.
+    """
     plans = {kind: roomy(random_plan(profile, seed, weights)) for kind, weights in WEIGHTS.items()}
     try:
         solved = poochplan.plan(profile, "70%", evaluations=100)
@@ -130,7 +133,11 @@ def judged(make: Make, seed: int = 0) -> dict[str, Any]:
     gc.collect()
     profile = profile_of(make)
     found: dict[str, Any] = {"status": "equal", "values": len(profile.values), "plans": {}}
-    for kind, plan in plans_of(profile, seed).items():
+    plans = plans_of(profile, seed)
+    for kind in (*plans, "solved, with room"):
+        if kind not in plans and found["plans"]["solved"]["served_bytes"]:
+            continue  # its own budget had room for the arena
+        plan = plans.get(kind) or roomy(plans["solved"])
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             planned, report = run(make, plan)
