@@ -17,7 +17,7 @@ from poochplan.runtime.allocator.building import ALLOCATOR
 from .finding import Finding, Status, judged
 
 TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14")
-"""What the suite has passed on, from the oldest that ``pyproject.toml`` allows on."""
+"""What the tests of the runtime have passed on, from the oldest that ``pyproject.toml`` allows; the suite on 2.13."""
 Versions = Callable[[str], str | None]
 """The installed version of a package by its name on the index; None where there is none."""
 
@@ -44,7 +44,7 @@ def installed(package: str) -> str | None:
 
 
 def torch_version(found: str) -> Finding:
-    """Against those that the suite has passed on, whatever their last number."""
+    """Against those that are tested, whatever their last number."""
     is_tested = ".".join(found.split(".")[:2]) in TESTED_TORCH
     tested = f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}"
     advice = f"tested with torch {tested}; check a plan with pooch run --check, and report what differs"
