@@ -133,6 +133,7 @@ TORCH_CUDA: dict[str, Any] = {
     "max_memory_allocated": _nothing,
     "max_memory_reserved": _nothing,
     "is_current_stream_capturing": lambda: False,
+    "get_allocator_backend": lambda: "native",
     "cudart": lambda: SimpleNamespace(cudaHostRegister=_nothing, cudaHostUnregister=_nothing),
     "nvtx": SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
 }

@@ -109,7 +109,7 @@ def test_losses_gradients_and_weights_are_bitwise_the_plain_ones_in_every_turn(n
 
 def test_no_mode_is_on_the_stack_whatever_watch_is_on(watched: list[str], tmp_path: Path) -> None:
     assert not run(branches, tmp_path).turns_with_modes
-    assert set(watched) == {"Capturing", "PhaseTiming", "OpTiming", "Verifying", "Metered"}
+    assert set(watched) == {"Capturing", "PhaseTiming", "OpTiming", "Verifying"}
 
 
 def test_a_product_over_a_dimension_has_plain_gradients_in_60_of_60_steps(tmp_path: Path) -> None:
