@@ -134,6 +134,7 @@ TORCH_CUDA: dict[str, Any] = {
     "max_memory_reserved": _nothing,
     "is_current_stream_capturing": lambda: False,
     "get_allocator_backend": lambda: "native",
+    "device": contextlib.nullcontext,
     "cudart": lambda: SimpleNamespace(cudaHostRegister=_nothing, cudaHostUnregister=_nothing),
     "nvtx": SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
 }
@@ -203,10 +204,11 @@ def stand_in(copies: str = "runtime") -> Iterator[Callable[[], StandIn]]:
         for module in (cuda, pinned):
             stack.enter_context(patch.object(module, "torch", instead))
         stack.enter_context(patch.object(cuda, "cupy_or_none", lambda: CUPY if with_cupy else None))
+        stack.enter_context(patch.object(cuda, "fitting_cupy", lambda cupy, where: cupy))
         if copies != "cupy":
             queue = _runtimes_copy() if copies == "runtime" else None
             stack.enter_context(patch.object(cuda, "memcpy_async", lambda cupy: queue))
-        no_peaks = SimpleNamespace(begin=_nothing, since_begin=_nothing)
+        no_peaks = SimpleNamespace(begin=_nothing, since_begin=_nothing, count=lambda index, name: 0)
         stack.enter_context(patch.object(cuda, "high_water", lambda: no_peaks))
         stack.enter_context(patch.object(cuda, "raw_stream", lambda index: 0))
         yield StandIn
