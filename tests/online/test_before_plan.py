@@ -15,7 +15,7 @@ from poochplan.online import before_plan
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
 from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
 from poochplan.runtime.drivers.swap_each import SwapEach
-from tests.online.trainings import batch, blocks, loss_of
+from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
 from tests.runtime.nets import LINK
 
 OPTIONS: dict[str, Any] = {"quiet": True, "link": LINK, "time_limit_s": 0.5}
@@ -155,3 +155,22 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert free_bytes(CPU) == 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_bytes(CPU) == 250
+
+
+def steps_by_pytorch_alone(cache: Path, **options: Any) -> list[float | None]:
+    """Seconds of the steps that were profiled, by kind."""
+    torch.manual_seed(0)
+    training = dropout_and_batch_norm()
+    options = {"budget": "60%", "cache": cache, **OPTIONS, **options}
+    with poochplan.auto(training.models, training.optimizers, **options) as session:
+        for number in range(14):
+            training.turn(number)
+            session.wait_until_planned(0.0)
+        return [profile.times.plain_step_s for profile in session.profiles.values()]
+
+
+def test_overheads_are_beside_steps_that_were_timed_before_anything_was_given_up(tmp_path: Path) -> None:
+    kept = steps_by_pytorch_alone(tmp_path / "kept")
+    assert kept
+    assert all(kept)
+    assert not any(steps_by_pytorch_alone(tmp_path / "swapped", before_plan="swap"))

@@ -57,6 +57,11 @@ def freed_memory_given_back() -> Iterator[None]:
             _settle()
 
 
+def is_freed_memory_given_back() -> bool:
+    """Whether such a block is under way: then the process pays for fresh pages that it would not pay for by itself."""
+    return bool(_holders)
+
+
 @contextlib.contextmanager
 def new_memory_holds(byte: int) -> Iterator[None]:
     """Within the block memory that the C library gives out is filled with ``byte``, below 255.
