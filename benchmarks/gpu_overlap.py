@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream, SeenStreams
+from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
 from poochplan.runtime.devices.device import Event
 from poochplan.runtime.devices.pinned import PinnedMemory
 from poochplan.runtime.devices.pinned_tier import Part
@@ -60,8 +60,8 @@ class Log:
 class TimedCompute(ComputeStream):
     """Marks each wait; an interval is as long as compute was held up by it."""
 
-    def __init__(self, stream: torch.cuda.Stream, seen: SeenStreams, log: Log) -> None:
-        super().__init__(stream, seen)
+    def __init__(self, stream: ComputeStream, log: Log) -> None:
+        super().__init__(stream.stream, stream.spare, stream.seen)
         self.log = log
 
     def wait(self, event: Event) -> float:
@@ -84,7 +84,7 @@ class TimedCuda(CudaDevice):
     @property
     def compute(self) -> TimedCompute:
         stream = super().compute
-        return TimedCompute(stream.stream, stream.seen, self._log)
+        return TimedCompute(stream, self._log)
 
     def _queue(
         self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream

@@ -28,7 +28,7 @@ from poochplan.sessions import PLANNER
 from poochplan.units import parse_budget, parse_rate
 
 from .allocator_build import AllocatorBuild
-from .before_plan import Mode, checked
+from .before_plan import Mode, Unplanned, checked
 from .plans.known_plans import KnownPlans, Wanted
 from .plans.plan_cache import PlanCache
 from .studied_plans import StudiedPlans
@@ -123,7 +123,8 @@ def auto(
 
     teller, policy = Teller(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
-    asked = Wanted(budget, time_limit_s, arena, policy, refused, None if folder is None else str(folder))
+    spills = None if folder is None else str(folder)
+    asked = Wanted(budget, time_limit_s, arena, policy, refused, spills, measures_here=before is Unplanned.IN_CORE)
     kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
     source = StudiedPlans(
         whole,

@@ -104,9 +104,9 @@ class Background:
 class Plannings(dict[Any, Background]):
     """Plans that are wanted, by what for; they are made one at a time, for the loop needs the processors too."""
 
-    def __init__(self, earned: Earned) -> None:
+    def __init__(self, earned: Earned, *, measures_here: bool) -> None:
         super().__init__()
-        self._earned = earned
+        self._earned, self._measures_here = earned, measures_here
 
     def __setitem__(self, key: Any, planning: Background) -> None:
         replaced = self.get(key)
@@ -143,8 +143,7 @@ class Plannings(dict[Any, Background]):
 
     def _start_the_first(self) -> None:
         for planning in self.values():
-            if planning.lacks_facts and has_no_processor_to_spare():
-                self._earned.spend(planning.measure, MEASURING_S)
-            if not (planning.lacks_facts and has_no_processor_to_spare()):
+            is_here = self._measures_here and planning.lacks_facts and has_no_processor_to_spare()
+            if not is_here or self._earned.spend(planning.measure, MEASURING_S):
                 planning.start()
             return

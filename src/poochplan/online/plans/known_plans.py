@@ -43,6 +43,10 @@ class Wanted:
     """How steps go on that no plan fits."""
     spill_dir: str | None
     """Of the link, which is measured where a profile has none."""
+    measures_here: bool = True
+    """Whether the machine may be measured in the training process: that takes some megabytes, for which a budget that
+    is kept from the first step on has no room.
+    """
 
 
 class KnownPlans:
@@ -56,7 +60,7 @@ class KnownPlans:
         """Found, and in force once somebody has put them so: where there are ranks, all of them at once."""
         self._cache, self._teller = cache, teller
         self.earned = Earned()
-        self._pending = Plannings(self.earned)
+        self._pending = Plannings(self.earned, measures_here=asked.measures_here)
         self._hopeless: set[Key] = set()
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
