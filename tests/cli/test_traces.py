@@ -80,6 +80,13 @@ def test_the_predicted_trace_has_every_op_every_copy_and_the_predicted_peak(
     assert end_us == pytest.approx(plan.prediction.step_s * 1e6)
 
 
+def test_a_predicted_step_ends_with_itself_where_in_core_takes_longer(profile_path: Path, mixed_plan: Path) -> None:
+    profile, plan = poochplan.Profile.load(profile_path), poochplan.Plan.load(mixed_plan)
+    slow = msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, plain_step_s=1.0))
+    trace = predicted_trace(slow, plan)
+    assert trace.step_s == max(bar.end_s for bar in trace.bars) == pytest.approx(plan.prediction.step_s)
+
+
 def test_simulate_alone_prints_and_gives_what_the_plan_predicts(
     pooch: Pooch, profile_path: Path, plan_path: Path, tmp_path: Path
 ) -> None:

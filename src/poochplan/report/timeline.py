@@ -75,7 +75,8 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        return max(bar.end_s for bar in self.bars)
+        """Of the planned step; the in-core one beside it may be longer."""
+        return float(self.memory.times_s[-1])
 
 
 def timeline_of(
@@ -135,7 +136,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     draw_streams(streams, timeline, scale_s)
     draw_memory(memory, timeline, scale_s)
     memory.set_xlabel(f"time in the step ({unit})", fontsize=9.5, color=_INK)
-    memory.set_xlim(0, max(timeline.step_s, float(timeline.in_core_memory.times_s[-1])) / scale_s)
+    memory.set_xlim(0, max(float(timeline.in_core_memory.times_s[-1]), *(bar.end_s for bar in timeline.bars)) / scale_s)
     figure.text(LEFT, 0.945, _title(timeline), fontsize=12.5, fontweight="bold", color=_INK)
     figure.text(LEFT, 0.905, timeline.subtitle, fontsize=8.5, color=_QUIET)
     _legend(figure, streams, y=0.86, handlelength=1.0, handleheight=0.9)
