@@ -146,7 +146,7 @@ def in_a_process(cache: str, *words: str) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["it says nothing"])[-1]}
-    said = [line for line in done.stderr.splitlines() if "poochplan:" in line]
+    said = [line[line.index("poochplan:") :] for line in done.stderr.splitlines() if "poochplan:" in line]
     return {**json.loads(done.stdout.splitlines()[-1]), "said": said[1:]}
 
 
