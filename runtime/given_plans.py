@@ -21,7 +21,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.units import format_bytes
 
-from .plan_in_force import MOST_PLANS, PlanInForce
+from .plan_in_force import MOST_PLANS, REMEDY, PlanInForce
 from .plan_source import PlanSource
 
 
@@ -98,7 +98,9 @@ class GivenPlans(PlanSource):
     def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
         """While the training waits; the new plan is followed from the next step on."""
         name = str(plan.kind)
-        if self._replan is None or self._times[name] == MOST_PLANS:
+        if self._replan is None:
+            return REMEDY
+        if self._times[name] == MOST_PLANS:
             return f"it has been planned anew {self._times[name]} times, and grows on: let go of what is kept"
         beside_bytes = self._beside_bytes[name] + more_bytes
         try:

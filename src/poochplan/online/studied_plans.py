@@ -144,9 +144,11 @@ class StudiedPlans(Observer):
 
     def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
         self._following = None
+        if self._is_one_region:
+            return self._before.driver()
         if not self._build.is_ready:
             self._known.earned.spend(self._build.wait)
-        if self._is_one_region or not self._build.is_ready:  # nothing can be profiled before the allocator counts
+        if not self._build.is_ready:  # nothing can be profiled before the allocator counts
             return self._before.driver()
         self._known.poll()
         if self._is_planner:
