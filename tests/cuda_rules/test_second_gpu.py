@@ -20,12 +20,10 @@ from tests.cuda_rules.machine import Machine, on_stand_in
 from tests.gpu import cases
 from tests.gpu.conftest import small_measurements
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, equal, snapshot, train
+from tests.runtime.nets import LINK, equal, train
 from tests.runtime.random_plans import random_plan
 
 SECOND = torch.device("cuda", 1)
-PLANNED_BY = 16
-"""Behind this step planning is waited for."""
 
 
 @pytest.fixture(params=[True, False], ids=["cupy", "registered"])
@@ -60,22 +58,14 @@ def test_auto_studies_plans_and_follows_there(gpu: Machine, tmp_path: Path) -> N
     case = cases.CASES["embedding"]
     (tmp_path / "user").mkdir()
     with empty_cache(tmp_path / "user"):
-        in_core = train(case, PLANNED_BY + 4)[0]
+        in_core = train(case, cases.PLANNED_BY + 4)[0]
         model, step, optimizer = case.fresh()
         torch.manual_seed(1)
-        seen = []
         options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
         with poochplan.auto(model, optimizer, budget="80%", cache=tmp_path, **options) as session:
-            for number in range(PLANNED_BY + 4):
-                optimizer.zero_grad(set_to_none=True)
-                loss = step()
-                loss.backward()
-                seen.append(snapshot(model, loss))
-                optimizer.step()
-                if number == PLANNED_BY:
-                    session.wait_until_planned(240)
+            seen = cases.turns_until_planned(session, (model, step, optimizer), cases.PLANNED_BY + 4)
     assert equal(in_core, seen)
-    assert session.followed > 0
+    assert session.report().steps_followed > 0
 
 
 def test_its_link_is_measured_and_pages_are_pinned_for_it(gpu: Machine) -> None:

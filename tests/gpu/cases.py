@@ -12,10 +12,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.nets import Case, Recurrent, Residual
+from poochplan.runtime.session import Session
+from tests.runtime.nets import Case, Recurrent, Residual, snapshot
 
 WHERE = torch.device(os.environ.get("POOCH_GPU_TESTS_DEVICE", "cuda"))
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
+Training = tuple[nn.Module, Callable[[], torch.Tensor], torch.optim.Optimizer]
+"""As :meth:`Case.fresh` gives it."""
+PLANNED_BY = 16
+"""Behind this turn planning is waited for."""
 
 
 class Heads(nn.Module):
@@ -159,3 +164,17 @@ CASES = {
 BY_DAY = ("residual", "autocast", "embedding", "checkpointed", "two_streams", "sdpa_flash")
 """What the stand-in runs each time; a GPU, and ``make test-all DEEP=1``, run all."""
 ON_CUDA_ALONE = {name for name in CASES if name.startswith("sdpa_") and name != "sdpa_math"}
+
+
+def turns_until_planned(session: Session, training: Training, count: int) -> list[list[torch.Tensor]]:
+    """Turns of a loop, which waits for its plan behind the :data:`PLANNED_BY`-th; what each gave."""
+    (model, step, optimizer), seen = training, []
+    for number in range(count):
+        optimizer.zero_grad(set_to_none=True)
+        loss = step()
+        loss.backward()
+        seen.append(snapshot(model, loss))
+        optimizer.step()
+        if number == PLANNED_BY:
+            session.wait_until_planned(240)
+    return seen

@@ -15,17 +15,15 @@ import poochplan
 from poochplan.cli import main
 from poochplan.errors import BudgetExceededError
 from poochplan.planner.planning import smallest_budget
-from tests.gpu.cases import CASES, WHERE, Made
+from tests.gpu.cases import CASES, PLANNED_BY, WHERE, Made, turns_until_planned
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, Case, equal, snapshot, train
+from tests.runtime.nets import LINK, Case, equal, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(WHERE.type != "cuda", reason="about CUDA alone"),
 ]
-PLANNED_BY = 16
-"""Behind this step planning is waited for."""
 WORKLOAD = """
 import torch
 
@@ -103,21 +101,13 @@ def test_a_trainers_callback_trains_with_the_bits_of_plain_training(tmp_path: Pa
     callback = hf.PlanCallback(budget="80%", cache=tmp_path / "plans", **options)
     nobody: Any = None
     torch.manual_seed(1)
-    seen = []
     callback.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
     session = callback.session
     assert session is not None
-    for number in range(PLANNED_BY + 3):
-        optimizer.zero_grad(set_to_none=True)
-        loss = step()
-        loss.backward()
-        seen.append(snapshot(model, loss))
-        optimizer.step()
-        if number == PLANNED_BY:
-            session.wait_until_planned(240)
+    seen = turns_until_planned(session, (model, step, optimizer), PLANNED_BY + 3)
     callback.on_train_end(nobody, nobody, nobody)
     assert equal(in_core, seen)
-    assert session.followed > 0
+    assert session.report().steps_followed > 0
 
 
 def _compiled_in_part(backend: str) -> Case:
