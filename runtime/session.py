@@ -26,7 +26,6 @@ from poochplan.runtime.engine.step_events import StepEvents, weakly
 from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
 from poochplan.runtime.watch.tally import Tally
 from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full, no_arena
-from poochplan.runtime.watch.users_line import users_line
 
 from .attachment import Attachment
 from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
@@ -309,11 +308,9 @@ class Session:
         try:
             self._device.reserve_host(planned_bytes)
         except OSError as error:
-            warnings.warn(
-                f"poochplan: the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
-                "values that do not fit are kept",
-                RuntimeWarning,
-                stacklevel=users_line(),
+            self._teller.warn(
+                f"the host tier cannot hold the planned {planned_bytes} bytes ({error.strerror}); "
+                "values that do not fit are kept"
             )
 
     # -- told by the attachment ----------------------------------------------------------------------------------

@@ -46,10 +46,10 @@ def profile_inside(
     optimizers = [] if optimizer is None else [optimizer]
     observer = Observer(model, optimizers, where, spill_dir=spill_dir, link=link, fits=fits, workload=workload)
     unmetered = Settings(meter="never")
-    with preserved(model, optimizer), Session({"": model}, where, opened, observer, unmetered):
+    with preserved(model, optimizer), Session({"": model}, where, opened, observer, unmetered) as session:
         for _ in range(MOST_STEPS):
             step()
-            observer.settle()
+            session.wait_until_planned()
             if observer.lines and all(line.next_watch is None for line in observer.lines.values()):
                 break
     return _largest(list(observer.lines.values()))

@@ -217,10 +217,6 @@ class Observer(PlanSource):
             self._attachment.engine.fallbacks.silent = False
         return watch
 
-    def settle(self) -> None:
-        """Between segments: what the last one has told is worked off now."""
-        self._attachment.settle()
-
     def close(self) -> None:
         if self._watch is not None:  # the loop has ended in a segment, and without leaving its session
             self._take_off(stepped=False)
