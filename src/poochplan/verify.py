@@ -26,6 +26,7 @@ from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
+from poochplan.tensors.switches import torch_switches
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .errors import StepError
@@ -278,15 +279,7 @@ def certificate_of(compared: Comparison, seed: int) -> Certificate:
         seed=seed,
         versions=versions_here(plan.device),
         host=this_host(),
-        flags={
-            "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-            "threads": str(torch.get_num_threads()),
-            "float32 matmul precision": torch.get_float32_matmul_precision(),
-            "oneDNN": str(torch.backends.mkldnn.enabled),
-            "cuDNN": str(torch.backends.cudnn.enabled),
-            "cuDNN benchmark": str(torch.backends.cudnn.benchmark),
-            "default dtype": str(torch.get_default_dtype()),
-        },
+        flags={**torch_switches(), "threads": str(torch.get_num_threads())},
         equal=compared.difference is None,
         in_core=tuple(record.digests() for record in compared.in_core.records),
         planned=tuple(record.digests() for record in compared.planned.records),

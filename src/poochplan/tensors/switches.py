@@ -42,6 +42,11 @@ _OF_KERNELS = (
 )
 
 
+def torch_switches() -> dict[str, str]:
+    """All that torch itself can be set to, by name; autocast is the calling thread's."""
+    return {name: str(_read(flag)) for name, flag in _FLAGS.items()}
+
+
 def kernel_switches(kind: str) -> dict[str, str]:
     """Precision, cuDNN and determinism: what decides which kernels of a GPU a step runs, their seconds, workspace and
     bits. Empty on the CPU, where a profile says its threads.
@@ -57,7 +62,7 @@ class Switches:
 
     def now(self) -> str:
         """Autocast of the calling thread, precision, algorithms, which modules train, and which parameters."""
-        flags = [f"{name}={_read(flag)}" for name, flag in _FLAGS.items()]
+        flags = [f"{name}={value}" for name, value in torch_switches().items()]
         modes = _digest(module.training for module in self._modules)
         trained = _digest(parameter.requires_grad for parameter in self._parameters)
         return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
