@@ -29,15 +29,9 @@ def gpu() -> Iterator[Machine]:
         assert machine.violations == []
 
 
-def _switch_benchmark_on(request: pytest.FixtureRequest) -> None:
-    """As ``torch.backends.cudnn.benchmark = True``, which torch's own test modules forbid wherever they are loaded."""
-    request.addfinalizer(lambda: torch._C._set_cudnn_benchmark(False))
-    torch._C._set_cudnn_benchmark(True)
-
-
 @pytest.fixture
-def benchmark(request: pytest.FixtureRequest) -> None:
-    _switch_benchmark_on(request)
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
 
 
 def _unreplayable(profile: Profile, operator: str) -> set[str]:
@@ -66,10 +60,10 @@ def _planned_without_benchmark() -> Plan:
 
 
 def test_a_run_under_other_switches_is_told_and_its_convolutions_are_swapped(
-    gpu: Machine, request: pytest.FixtureRequest
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, plan = CASES["residual"], _planned_without_benchmark()
-    _switch_benchmark_on(request)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     in_core = train(case, 2)[0]
     with pytest.warns(RuntimeWarning, match=r"other switches of torch \(benchmark False, now True\)"):
         planned, report = train(case, 2, plan)
