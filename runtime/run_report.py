@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from poochplan.formats.display.shown_table import html_table, text_table
+from poochplan.formats.shown_table import html_table, text_table
 from poochplan.formats.plan import Departure
 from poochplan.units import format_bytes, format_seconds
 
