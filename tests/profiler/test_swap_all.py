@@ -188,6 +188,7 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
 
 OUT_OF_CORE = """
     import json, os, resource, torch
+    import numpy.ma  # which a median loads when it is first asked for: with the limit on, there may be no room
     import poochplan
     from poochplan.planner.simulator.evaluator import library
     library(None)  # built before the limit: a thread that builds it has address space of its own
