@@ -70,7 +70,7 @@ def network_row(network: str, count: int, times: int) -> dict[str, Any]:
     pairs: dict[str, list[tuple[float, float]]] = {"mix": [], "swap-all": []}
     first_s = []
     for number, wish in enumerate(mixes(problem, count)):
-        codes = codes_of(wish)
+        codes = codes_of(wish).tobytes()
         for kept in KEPT:
             budget_bytes = budget_of(profile, kept)
             for style, named in enumerate(STYLE_OF):

@@ -219,7 +219,7 @@ def test_other_threads_run_beside_an_evaluation() -> None:
 
     def all_of_them() -> list[Evaluation]:
         own = Evaluator(problem)
-        return [own.evaluate_codes(codes_of(wish), 1 << 24, 0) for wish in wishes]
+        return [own.evaluate_codes(codes_of(wish).tobytes(), 1 << 24, 0) for wish in wishes]
 
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(all_of_them) for _ in range(4)]
