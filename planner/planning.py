@@ -17,10 +17,9 @@ from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.candidate import Candidate, simulated, swap_all_on_demand
 from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.planner.simulator.schedule import keep_all
-from poochplan.planner.simulator.simulate import simulate
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .allowance import Allowance
@@ -166,8 +165,7 @@ def _optimal(
 ) -> Optimum:
     """The plan that keeps everything where that fits, in an arena or not; else the best that was found."""
     started_s = time.perf_counter()
-    schedule = keep_all(problem)
-    in_core = Candidate(KEEP_ALL, schedule.decisions, schedule, simulate(problem, schedule))
+    in_core = simulated(problem, KEEP_ALL, keep_all(problem))
     if in_core.peak_bytes <= budget_bytes:
         note = (
             f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of "

@@ -11,10 +11,9 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
+from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, Candidate, movable, simulated, try_decisions
 from poochplan.planner.simulator.evaluator import Evaluator
 from poochplan.planner.simulator.schedule import Schedule
-from poochplan.planner.simulator.simulate import simulate
 
 FITTING_STYLES = (*STYLES, ON_DEMAND)
 """All ways to schedule decisions; the last one fits whenever any schedule of these decisions does."""
@@ -159,7 +158,7 @@ class PolicyInput:
 
     def judge(self, schedule: Schedule) -> Candidate:
         """A schedule that a policy prescribes, simulated."""
-        return Candidate("", schedule.decisions, schedule, simulate(self.problem, schedule))
+        return simulated(self.problem, "", schedule)
 
     def first_that_fits(self, count: int, make: Callable[[int], Candidate]) -> tuple[int, Candidate]:
         """The first of ``count`` plans that fits, when each fits where the one before it does; else the last one.

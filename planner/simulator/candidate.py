@@ -37,6 +37,11 @@ class Candidate:
         return max(0, self.peak_bytes - budget_bytes), simulation.step_s, moved
 
 
+def simulated(problem: Problem, policy: str, schedule: Schedule) -> Candidate:
+    """A schedule that is there, simulated."""
+    return Candidate(policy, schedule.decisions, schedule, simulate(problem, schedule))
+
+
 def movable(problem: Problem) -> list[int]:
     """Saved values that may be something else than kept."""
     return [value for value, reason in enumerate(problem.must_keep) if not reason]
