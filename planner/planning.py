@@ -146,18 +146,14 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least
             smallest_budget_bytes=smallest_bytes,
         )
     where = smallest.simulation.peak_layer or "one moment of the step"
+    also = "".join(f"; {line}" for line in limits(profile))  # what else would make it smaller
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
         f"{smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share} of the in-core peak of "
         f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
-        f"pass a budget of {share} or more, or make the batch smaller{_also(profile)}",
+        f"pass a budget of {share} or more, or make the batch smaller{also}",
         smallest_budget_bytes=smallest_bytes,
     )
-
-
-def _also(profile: Profile) -> str:
-    """What else would make the smallest budget smaller."""
-    return "".join(f"; {line}" for line in limits(profile))
 
 
 def _optimal(
@@ -174,10 +170,14 @@ def _optimal(
         return Optimum(in_core, KEEP_ALL, (note,))
     _check_feasible(profile, problem, budget_bytes)
     given = PolicyInput(profile, problem, budget_bytes)
-    proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
+
+    def propose(name: str, allowance: Allowance) -> Candidate:
+        return run_policy(name, replace(given, allowance=allowance))
+
     library(None if search.evaluations is not None else BUILD_SHARE * search.time_limit_s)
     fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
     spent_s = time.perf_counter() - started_s
+    proposals = [partial(propose, name) for name in STRONG_POLICIES]
     optimum = optimise(problem, budget_bytes, search, proposals, watch, spent_s, fitting)
     best = optimum.best
     if best.peak_bytes > budget_bytes:
@@ -190,11 +190,6 @@ def _optimal(
         return optimum
     note = f"its decisions were found by annealing that began at the plan of {best.policy!r}"
     return replace(optimum, policy="annealing", notes=(note, *optimum.notes))
-
-
-def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:
-    """The plan of another policy, in the time that there is."""
-    return run_policy(name, replace(given, allowance=allowance))
 
 
 def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Optimum:

@@ -15,7 +15,7 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Device, Kind, Link, LinkDirection, Profile
+from poochplan.formats.profile import Kind, Link, LinkDirection, Profile
 from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.candidate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -59,7 +59,9 @@ def for_machine(
     if device_memory is not None:
         memory_bytes = parse_bytes(device_memory, "device memory")
         _check_memory(profile, memory_bytes)
-        changed = msgspec.structs.replace(changed, device=_with_memory(changed.device, memory_bytes))
+        name = f"{changed.device.name} ({format_bytes(memory_bytes)})"
+        device = msgspec.structs.replace(changed.device, name=name, memory_bytes=memory_bytes)
+        changed = msgspec.structs.replace(changed, device=device)
         assumed.append(
             f"device memory {format_bytes(memory_bytes)}, instead of {format_bytes(profile.device.memory_bytes)}"
         )
@@ -167,11 +169,6 @@ def _scaled(record: Record, scale: float) -> Record:
     """The same with all seconds so many times as long."""
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__ if name.endswith("_s"))
     return msgspec.structs.replace(record, **{name: value * scale for name, value in fields if value is not None})
-
-
-def _with_memory(device: Device, memory_bytes: int) -> Device:
-    name = f"{device.name} ({format_bytes(memory_bytes)})"
-    return msgspec.structs.replace(device, name=name, memory_bytes=memory_bytes)
 
 
 def _check_memory(profile: Profile, memory_bytes: int) -> None:

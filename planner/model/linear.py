@@ -34,10 +34,6 @@ class SolverStatus(StrEnum):
         return SolverStatus.NO_SOLUTION if self.has_solution else self
 
 
-Result = tuple[SolverStatus, Floats | None, float | None, float | None]
-"""Status, value of each column, objective, and what no solution is below."""
-
-
 Term = tuple[int, float]
 """A column and its coefficient."""
 

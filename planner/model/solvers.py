@@ -17,7 +17,7 @@ import numpy as np
 
 from poochplan.errors import SolverError, UsageError
 from poochplan.formats.occupancy import Floats
-from poochplan.planner.model.linear import Arrays, Result, SolverStatus, proven_bound
+from poochplan.planner.model.linear import Arrays, SolverStatus, proven_bound
 
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _LONGEST_SOLVE_S = 300.0
@@ -50,10 +50,10 @@ class LinearSolution:
     """What a solver says about a linear model."""
 
     status: SolverStatus
-    values: Floats | None
+    values: Floats | None = None
     """Per column; None when none was found."""
-    objective: float | None
-    bound: float | None
+    objective: float | None = None
+    bound: float | None = None
     """No solution of the model is below it; None when nothing is proven."""
 
 
@@ -116,16 +116,13 @@ def solve_linear(
     """
     try:
         if solver == "highs":
-            status, values, objective, bound = _solve_highs(model, limits, relaxed, cancel)
-        else:
-            name = _SHORT.get(solver, solver)
-            status, values, objective, bound = solve_with_pulp(model, name, limits.time_s, limits.gap, relaxed)
+            return _solve_highs(model, limits, relaxed, cancel)
+        return _solve_with_pulp(model, _SHORT.get(solver, solver), limits, relaxed)
     except (OSError, RuntimeError) as error:
         raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
-    return LinearSolution(status, values, objective, bound)
 
 
-def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> Result:
+def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> LinearSolution:
     import highspy
 
     highs = _highs(limits)
@@ -133,7 +130,7 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
     if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
-        return SolverStatus.TOO_LARGE, None, None, None
+        return LinearSolution(SolverStatus.TOO_LARGE)
     checks = _Checks(limits.most_checks)
     if limits.most_checks is not None:
         highs.cbMipInterrupt += checks
@@ -145,12 +142,10 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
     status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return status.without_solution(), None, None, _finite(info.mip_dual_bound) if is_integral else None
+        return LinearSolution(status.without_solution(), bound=_finite(info.mip_dual_bound) if is_integral else None)
     solution = highs.getSolution()
-    values = np.array(solution.col_value)
-    if is_integral:
-        return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
-    return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
+    bound = _finite(info.mip_dual_bound) if is_integral else proven_bound(model, np.array(solution.row_dual))
+    return LinearSolution(status, np.array(solution.col_value), float(info.objective_function_value), bound)
 
 
 class _Checks:
@@ -296,17 +291,11 @@ def solver_names(*, only_installed: bool = False) -> dict[str, str]:
     return {name.lower(): name for name in _pulp().listSolvers(onlyAvailable=only_installed)}
 
 
-def solve_with_pulp(model: Arrays, solver: str, time_s: float, gap: float, relaxed: bool) -> Result:
-    """What the solver of that name, PuLP's in any case, says within so many seconds or that relative gap.
-
-    Raises
-    ------
-    RuntimeError
-        The solver died.
-    """
+def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: bool) -> LinearSolution:
+    """What the solver of that name, PuLP's in any case, says."""
     pulp = _pulp()
     problem, variables, rows = _pulp_model(model, relaxed)
-    options = {"timeLimit": time_s, "gapRel": gap, "threads": 1}
+    options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -323,13 +312,13 @@ def solve_with_pulp(model: Arrays, solver: str, time_s: float, gap: float, relax
     status = statuses.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
     found = [variable.varValue for variable in variables]
     if not status.has_solution or all(value is None for value in found):
-        return status.without_solution(), None, None, None
+        return LinearSolution(status.without_solution())
     # A variable that stands in no row is unknown to the solver: any value will do.
     values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None
     if relaxed and all(row.pi is not None for row in rows):
         bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
-    return status, values, float(model.cost @ values), bound
+    return LinearSolution(status, values, float(model.cost @ values), bound)
 
 
 def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:

@@ -11,12 +11,9 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.allowance import Allowance
 from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, Candidate, movable, simulated, try_decisions
-from poochplan.planner.simulator.evaluator import Evaluator
+from poochplan.planner.simulator.candidate import Candidate, movable, simulated, try_decisions
+from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.schedule import Schedule
-
-FITTING_STYLES = (*STYLES, ON_DEMAND)
-"""All ways to schedule decisions; the last one fits whenever any schedule of these decisions does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +81,6 @@ class PolicyInput:
         return tuple(last_writer.get(value, -1) for value in problem.replay.value_of)
 
     @cached_property
-    def dimensions(self) -> tuple[int, ...]:
-        """Per saved value: how many dimensions its tensor has."""
-        return tuple(len(self.profile.values[value].shape) for value in self.problem.replay.value_of)
-
-    @cached_property
     def differentiable(self) -> frozenset[int]:
         """Forward ops that gradients flow through: they read a parameter, or a floating value of such an op."""
         carrying: set[int] = set()
@@ -146,7 +138,7 @@ class PolicyInput:
 
     def candidate(self, wish: Sequence[Decision]) -> Candidate:
         """Decisions, scheduled in the way that suits them best and simulated. The registry gives it its name."""
-        return try_decisions(self.problem, "", wish, self.budget_bytes, FITTING_STYLES)
+        return try_decisions(self.problem, "", wish, self.budget_bytes, STYLE_OF)
 
     def rank(self, candidate: Candidate) -> tuple[int, float, int]:
         """Smaller is better; see :meth:`Candidate.rank`."""

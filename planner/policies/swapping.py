@@ -191,7 +191,8 @@ def level_distances(given: PolicyInput) -> dict[int, int]:
     distances = {}
     for value in given.movable:
         used, producer = given.problem.first_use_point[value], given.producers[value]
-        if used >= 0 and producer >= 0 and given.dimensions[value] >= MIN_DIMENSIONS:
+        dimensions = len(given.profile.values[given.problem.replay.value_of[value]].shape)
+        if used >= 0 and producer >= 0 and dimensions >= MIN_DIMENSIONS:
             distances[value] = level_at(given, used) - given.levels[producer]
     return distances
 

@@ -372,7 +372,7 @@ class _PlanSearch:
             best = packed.candidate
         else:
             found = self.incumbents.simulated(self.incumbents.best(is_live=True))
-            best = min([found, *self.polished], key=self._rank)
+            best = min([found, *self.polished], key=lambda candidate: candidate.rank(self.budget_bytes))
         best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
@@ -398,9 +398,6 @@ class _PlanSearch:
             return self.whole.status
         has_looked_everywhere = self.is_exhausted or self.walking.is_over
         return SolveStatus.SEARCHED if has_looked_everywhere and self.is_polished else self.allowance.status
-
-    def _rank(self, candidate: Candidate) -> tuple[int, float, int]:
-        return candidate.rank(self.budget_bytes)
 
 
 def _solver_for(effort: SearchLimits) -> str:

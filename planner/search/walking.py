@@ -26,7 +26,7 @@ def simple_decisions(problem: Problem) -> Iterator[tuple[str, tuple[Decision, ..
     yield "swap-all", swap_all(problem)
     replayable = sorted(
         (value for value in movable(problem) if problem.replay.replays[value] is not None),
-        key=lambda value: (_replay_seconds_per_byte(problem, value), value),
+        key=lambda value: (problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value])), value),
     )
     for share in RECOMPUTE_SHARES:
         wish = list(swap_all(problem))
@@ -63,10 +63,6 @@ def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[in
             break
         tiny.add(value)
     return frozenset(tiny) if held <= room_bytes else frozenset()
-
-
-def _replay_seconds_per_byte(problem: Problem, value: int) -> float:
-    return problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value]))
 
 
 BASINS = 4

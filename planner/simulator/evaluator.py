@@ -107,7 +107,7 @@ DECISIONS: Final = (Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE)
 """The decision of each code."""
 
 STYLE_OF: Final = (*STYLES, ON_DEMAND)
-"""The style of each code."""
+"""The style of each code: all ways to schedule decisions. The last one fits whenever any schedule of them does."""
 
 _CODE_OF: Final = {decision: code for code, decision in enumerate(DECISIONS)}
 

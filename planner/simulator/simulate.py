@@ -139,36 +139,26 @@ class Walk:
                     self.commands.append((point, _Do.OUT, value))
                     self.copied_out.append(value)
                 for value in action.release:
-                    self._release(point, value)
+                    self.commands.append((point, _Do.WAIT_OUT, value))
+                    self.release_tick[value] = int(problem.point_ticks[point])
                 for value in action.prefetch:
                     self._fetch(point, value)
                 for value in action.replay:
                     self._replay(point, value)
             used = first_uses.get(point, -1)
-            if used >= 0:
-                self._use(point, used)
+            if used >= 0 and self.decisions[used] is Decision.RECOMPUTE:
+                self._replay(point, used)
+            elif used >= 0:
+                self._fetch(point, used)
+                self._wait(point, used)
         claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
 
-    def _release(self, point: int, value: int) -> None:
-        self.commands.append((point, _Do.WAIT_OUT, value))
-        self.release_tick[value] = int(self.problem.point_ticks[point])
-
-    def _is_away(self, value: int) -> bool:
-        return self.release_tick[value] >= 0 and self.back_tick[value] < 0
-
     def _fetch(self, point: int, value: int) -> None:
-        if self._is_away(value):
+        if self.release_tick[value] >= 0 and self.back_tick[value] < 0:
             self.back_tick[value] = int(self.problem.point_ticks[point])
             self.is_arriving[value] = True
             self.commands.append((point, _Do.IN, value))
             self.copied_in.append(value)
-
-    def _use(self, point: int, value: int) -> None:
-        if self.decisions[value] is Decision.RECOMPUTE:
-            self._replay(point, value)
-        else:
-            self._fetch(point, value)
-            self._wait(point, value)
 
     def _wait(self, point: int, value: int) -> None:
         if self.is_arriving[value]:
@@ -187,9 +177,7 @@ class Walk:
             self._wait(point, source)
         for target in targets:
             self.back_tick[target] = tick
-            replay = graph.replays[target]
-            assert replay is not None
-            for source in replay.inputs:
+            for source in graph.of(target).inputs:
                 self.claim[source] = max(self.claim[source], tick)
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
         self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds, merged.ops))
