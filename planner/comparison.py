@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
-from poochplan.planner.simulator.candidate import Candidate, simulated
 from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import Candidate, simulated
 
 from .planning import ILP
 

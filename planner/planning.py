@@ -12,17 +12,16 @@ from poochplan.formats.facts.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.allowance import SearchLimits, Watch
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance, SearchLimits, Watch
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.candidate import Candidate, simulated, swap_all_on_demand
 from poochplan.planner.simulator.evaluator import begin_build, library
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import keep_all
+from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .allowance import Allowance
 from .whatif import as_unserved
 from .writing import KEEP_ALL, write_plan
 

@@ -26,11 +26,11 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Prediction, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner.comparison import all_policies
-from poochplan.planner.model.solvers import choose_solver
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.policies.registry import unknown_policy
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.search.solvers import choose_solver
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import Simulation
 
 Cell = tuple[str, int]

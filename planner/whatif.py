@@ -16,8 +16,8 @@ from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Kind, Link, LinkDirection, Profile
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import swap_all_on_demand
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 Record = TypeVar("Record", bound=msgspec.Struct)

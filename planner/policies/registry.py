@@ -9,11 +9,11 @@ from functools import cached_property
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import Candidate, movable, simulated, try_decisions
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.simulate import Candidate, movable, simulated, try_decisions
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 from poochplan.planner.policies.registry import PolicyInput, policy
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate, try_style
 from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.schedule import Tuning
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 
 LEAST_STEPS = 3
 """Fewer repetitions are no loop: two towers that share their weights are none."""

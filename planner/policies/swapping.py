@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, PointKind
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.schedule import Schedule, Style, assemble, keep_all
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
 
 from .registry import PolicyInput, policy
 

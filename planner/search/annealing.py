@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.occupancy import Bytes
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import STYLES
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator
 from poochplan.planner.simulator.flat_problem import FlatProblem
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import STYLES
 
 OVER_BUDGET = 0.02
 """Share of the step that being over budget costs a walk, plus ``OVER_BUDGET_SLOPE`` times the share over."""

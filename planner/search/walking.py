@@ -10,13 +10,13 @@ from math import prod
 
 from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.model.bound import values_to_branch_on
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.bound import values_to_branch_on
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import movable, swap_all
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import movable, swap_all
 
 RECOMPUTE_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from poochplan.formats.occupancy import Ints, occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Style, Tuning, assemble
 
 

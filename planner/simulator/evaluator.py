@@ -17,10 +17,10 @@ from poochplan.errors import NativeError
 from poochplan.formats.occupancy import Bytes, Ints
 from poochplan.formats.plan import Decision
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, try_style
 from poochplan.planner.simulator.flat_problem import FlatProblem, flat_problem_of
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, try_style
 
 EVALUATOR: Final = NativeBuild(
     "evaluator", Path(__file__).parent / "native", ("-std=c++17", "-ffp-contract=off")

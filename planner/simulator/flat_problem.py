@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 
 NO_THREAD, COMPUTING, AHEAD = range(3)
 """Kinds of launching thread: none known, one that is the compute stream, one that works ahead of the device."""

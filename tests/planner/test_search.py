@@ -14,13 +14,13 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
-from poochplan.planner.allowance import Allowance, Progress, SearchLimits
-from poochplan.planner.model.bound import Proof
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search import annealing, optimise, polish, walking
+from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits
 from poochplan.planner.search.annealing import Walker
-from poochplan.planner.simulator.candidate import Candidate, try_decisions
+from poochplan.planner.search.bound import Proof
 from poochplan.planner.simulator.evaluator import library
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate, try_decisions
 from tests.depth import seeds, tries
 from tests.planner.checker import check
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like

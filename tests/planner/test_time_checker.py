@@ -10,8 +10,8 @@ from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds, tries
 from tests.planner.plans import plan_with, random_decisions, random_tuning

@@ -16,8 +16,8 @@ from .search import add_search_arguments, check_gaps, most_gap
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
-    from poochplan.planner.allowance import Progress
     from poochplan.planner.arena.step_layout import Laid
+    from poochplan.planner.search.allowance import Progress
 
 LAYERS_SHOWN = 12
 

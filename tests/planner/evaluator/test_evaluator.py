@@ -17,8 +17,6 @@ from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.evaluator import (
     EVALUATOR,
     STYLE_OF,
@@ -31,7 +29,9 @@ from poochplan.planner.simulator.evaluator import (
     library,
 )
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search.annealing import DRAWS, STYLES, scored, search_space_of
-from poochplan.planner.simulator.candidate import movable
 from poochplan.planner.simulator.evaluator import Evaluator, codes_of
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (

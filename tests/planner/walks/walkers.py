@@ -11,8 +11,7 @@ import numpy as np
 from poochplan.errors import PoochError
 from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import (
     DRAWS,
     Limits,
@@ -24,9 +23,10 @@ from poochplan.planner.search.annealing import (
     step,
 )
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import movable, swap_all, swap_all_on_demand
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
 from tests.planner.random_profiles import (
     random_profile,
     with_random_thread,

@@ -13,8 +13,8 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
-from poochplan.planner.problem.replays import ReplayGraph, build_replay_graph
-from poochplan.planner.problem.validate import check_profile
+from poochplan.planner.simulator.replays import ReplayGraph, build_replay_graph
+from poochplan.planner.simulator.validate import check_profile
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,9 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from poochplan.formats.occupancy import Ints, occupancy
-from poochplan.planner.model.fluid import FluidModel, Stretch, running_sums
-from poochplan.planner.model.linear import Term
-from poochplan.planner.model.whole_buffers import add_whole_buffers, resident_rest, resident_whole
+from poochplan.planner.search.fluid import FluidModel, Stretch, running_sums
+from poochplan.planner.search.solvers import Term
+from poochplan.planner.search.whole_buffers import add_whole_buffers, resident_rest, resident_whole
 
 
 def add_memory(model: FluidModel) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from poochplan.planner.model.fluid import Early, FluidModel, Stretch, is_written_out, running_sums
-from poochplan.planner.model.linear import Term
+from poochplan.planner.search.fluid import Early, FluidModel, Stretch, is_written_out, running_sums
+from poochplan.planner.search.solvers import Term
 
 SWAP_PREFERENCE = 1e-4
 """Weight of link time in PLAN's objective, so that no value is moved for nothing."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from poochplan.formats.profile import Link
-from poochplan.planner.model.fluid import FluidModel
-from poochplan.planner.model.linear import Term
+from poochplan.planner.search.fluid import FluidModel
+from poochplan.planner.search.solvers import Term
 
 CLASS_WIDTH = 1.5
 """Replays are told apart by the bytes that a second of them brings back, up to this factor."""
