@@ -12,8 +12,7 @@ from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
 from poochplan.planner.simulator.problem import Problem, build_problem
-from poochplan.planner.simulator.schedule import Schedule
-from poochplan.planner.simulator.simulate import Candidate, movable, simulated, try_decisions
+from poochplan.planner.simulator.simulate import Candidate, movable, try_decisions
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,10 +146,6 @@ class PolicyInput:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak is within the budget, in the first step too."""
         return candidate.peak_bytes <= self.budget_bytes
-
-    def judge(self, schedule: Schedule) -> Candidate:
-        """A schedule that a policy prescribes, simulated."""
-        return simulated(self.problem, "", schedule)
 
     def first_that_fits(self, count: int, make: Callable[[int], Candidate]) -> tuple[int, Candidate]:
         """The first of ``count`` plans that fits, when each fits where the one before it does; else the last one.

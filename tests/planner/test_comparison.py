@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from poochplan.planner.comparison import all_policies, compare_policies
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import policy_names
+from poochplan.planner.sweep import all_policies, compare_policies
 from tests.planner.random_profiles import transformer_like, unet_like
 
 
@@ -51,5 +51,5 @@ def test_the_plan_that_is_there_is_the_ilps_row() -> None:
 
 
 def test_comparing_imports_no_torch() -> None:
-    code = "import sys, poochplan.planner.comparison; sys.exit('torch' in sys.modules)"
+    code = "import sys, poochplan.planner.sweep; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

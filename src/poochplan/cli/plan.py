@@ -143,7 +143,7 @@ class PlanVerb(Verb):
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
         """Shows what every policy makes of the budget; returns it as data."""
-        from poochplan.planner.comparison import compare_policies
+        from poochplan.planner.sweep import compare_policies
         from poochplan.report.policies import policy_table
 
         with self.progress("comparing policies"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from poochplan.planner.comparison import ComparisonRow
+from poochplan.planner.sweep import ComparisonRow
 from poochplan.units import format_bytes, format_seconds
 
 from .tables import overhead_text
