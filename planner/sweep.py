@@ -1,4 +1,5 @@
-"""The frontier of memory against overhead: every policy at every budget, each judged by the same simulator.
+"""Every policy at every budget, the frontier of memory against overhead; or all of them at the budget of one plan.
+Each is judged by the same simulator.
 
 A cell of the sweep is one policy at one budget. Cells know nothing of each other, so they run in processes of their
 own, with one solver thread each, and a cell that fails loses no other.
@@ -23,15 +24,21 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeAlias
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import Prediction, SolveStatus
+from poochplan.formats.plan import Plan, Prediction, SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner.comparison import all_policies
-from poochplan.planner.model.solvers import choose_solver
 from poochplan.planner.planning import ILP, plan, smallest_budget
-from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.simulate import Simulation
+from poochplan.planner.search.solvers import choose_solver
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.schedule import schedule_of
+from poochplan.planner.simulator.simulate import Candidate, Simulation, simulated
+
+
+def all_policies() -> tuple[str, ...]:
+    """Names of the policies that are compared: the ILP first."""
+    return (ILP, *policy_names())
+
 
 Cell = tuple[str, int]
 """A policy and a budget in bytes."""
@@ -262,7 +269,7 @@ def sweep(
     Parameters
     ----------
     budgets: bytes; :func:`default_budgets` when None.
-    policies: names of ``comparison.all_policies``; all of them when None.
+    policies: names of :func:`all_policies`; all of them when None.
     processes: how many cells run at a time; as many as this process has cores when None. With 1 they run in this
         process; otherwise the calling script needs the usual ``if __name__ == "__main__":``.
     finished: called with each cell as it is done, in any order. When the sweep is interrupted the processes are ended
@@ -319,3 +326,57 @@ def default_budgets(
 def _usable_processors() -> int:
     """Those that this process may use, where the system tells (Linux); else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """What one policy's plan does within one budget."""
+
+    policy: str
+    peak_bytes: int
+    """Most live bytes at any moment, the first step included."""
+    fits: bool
+    step_s: float
+    overhead: float
+    """Simulated step time over in-core step time, minus 1."""
+    stall_s: float
+    replay_s: float
+    interference_s: float
+    moved_bytes: int
+    """Over the link, out and in together."""
+    ilp_margin: float | None
+    """By how much of the in-core step the ILP's plan is faster; None where this one does not fit."""
+    wall_s: float
+    """Seconds it took to decide."""
+
+
+def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
+    """What every policy makes of the profile and the budget of ``made``, the ILP's plan: a row each, those that fit
+    first, the fastest first.
+    """
+    given = PolicyInput.of(profile, made.budget_bytes)
+    ilp = simulated(given.problem, ILP, schedule_of(made, given.problem))
+    scale_s = made.prediction.in_core_step_s or 1.0
+
+    def row(found: Candidate, wall_s: float) -> ComparisonRow:
+        simulation, fits = found.simulation, given.fits(found)
+        return ComparisonRow(
+            policy=found.policy,
+            peak_bytes=found.peak_bytes,
+            fits=fits,
+            step_s=simulation.step_s,
+            overhead=simulation.step_s / scale_s - 1,
+            stall_s=simulation.stall_s,
+            replay_s=simulation.replay_s,
+            interference_s=simulation.interference_s,
+            moved_bytes=simulation.out_bytes + simulation.in_bytes,
+            ilp_margin=(simulation.step_s - ilp.simulation.step_s) / scale_s if fits else None,
+            wall_s=wall_s,
+        )
+
+    rows = [row(ilp, made.solve.wall_s)]
+    for name in policy_names():
+        started_s = time.perf_counter()
+        found = run_policy(name, given)
+        rows.append(row(found, time.perf_counter() - started_s))
+    return tuple(sorted(rows, key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes)))

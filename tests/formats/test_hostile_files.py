@@ -25,7 +25,7 @@ from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import Departure, Plan, PointActions
 from poochplan.formats.profile import Device, ModelSignature, Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.validate import check_profile
+from poochplan.planner.simulator.validate import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.profiler.link import cache as link_cache
 from poochplan.report.inspection.any_file import load_any

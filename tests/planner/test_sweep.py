@@ -13,10 +13,9 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.sweep import Solving, SweepPoint, default_budgets, sweep
+from poochplan.planner.sweep import Solving, SweepPoint, all_policies, default_budgets, sweep
 from tests.depth import tries
 from tests.planner.random_profiles import resnet_like, transformer_like
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler import profiling
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.profiler.trials.parts import parts_of

@@ -9,8 +9,8 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import DEEP

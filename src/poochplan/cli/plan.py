@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from .search import add_search_arguments, check_gaps, most_gap
 if TYPE_CHECKING:
     from poochplan.formats.plan import Plan
     from poochplan.formats.profile import Profile
-    from poochplan.planner.allowance import Progress
     from poochplan.planner.arena.step_layout import Laid
+    from poochplan.planner.search.allowance import Progress
 
 LAYERS_SHOWN = 12
 
@@ -142,15 +143,13 @@ class PlanVerb(Verb):
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
         """Shows what every policy makes of the budget; returns it as data."""
-        from poochplan.planner.comparison import compare_policies, comparison_rows
-        from poochplan.report.policies import policy_data, policy_table
+        from poochplan.planner.sweep import compare_policies
+        from poochplan.report.policies import policy_table
 
-        seconds: dict[str, float] = {}
         with self.progress("comparing policies"):
-            found = compare_policies(profile, made.budget_bytes, ilp_plan=made, seconds=seconds)
-        rows = comparison_rows(found, made.budget_bytes, made.prediction.in_core_step_s)
-        self.show(policy_table("Policies, those that fit first", rows, seconds))
-        return policy_data(rows, seconds)
+            rows = compare_policies(profile, made)
+        self.show(policy_table("Policies, those that fit first", rows))
+        return [asdict(row) for row in rows]
 
     def _kept(self, profile: Profile, made: Plan) -> Laid | None:
         """The arena of the step that keeps everything, where this machine's runtime may serve one."""

@@ -69,7 +69,7 @@ class SweepVerb(Verb):
 
     def run(self) -> dict[str, Any]:
         from poochplan.formats.profile import Profile
-        from poochplan.planner.comparison import all_policies
+        from poochplan.planner.sweep import all_policies
         from poochplan.report.frontier import frontier_of
 
         options, most = self.options, most_gap(self.options)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poochplan.formats.files import write_atomic
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP
+from poochplan.planner.sweep import all_policies
 from poochplan.units import format_bytes, share_of_peak
 
 from .frontier import Frontier

@@ -12,7 +12,7 @@ from poochplan.errors import ModelMismatchError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.planner.simulator.streams import Lane

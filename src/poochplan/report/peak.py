@@ -13,7 +13,7 @@ from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import OUTSIDE, saved_values
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Held, held_at
 from poochplan.units import format_bytes

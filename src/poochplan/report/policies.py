@@ -1,14 +1,12 @@
-"""The comparison of policies as a table and as data."""
+"""The comparison of policies as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable
 
 from rich.table import Table
 
-from poochplan.planner.comparison import ComparisonRow
+from poochplan.planner.sweep import ComparisonRow
 from poochplan.units import format_bytes, format_seconds
 
 from .tables import overhead_text
@@ -16,11 +14,8 @@ from .tables import overhead_text
 _COLUMNS = ("peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
 
 
-def policy_table(title: str, rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> Table:
-    """One row per policy; ``seconds`` says how long each took to decide.
-
-    "ilp gains" is by how many points of overhead the ILP's plan is faster.
-    """
+def policy_table(title: str, rows: Iterable[ComparisonRow]) -> Table:
+    """One row per policy; "ilp gains" is by how many points of overhead the ILP's plan is faster."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     table.add_column("policy", no_wrap=True)
     for column in _COLUMNS:
@@ -35,11 +30,6 @@ def policy_table(title: str, rows: Iterable[ComparisonRow], seconds: Mapping[str
             format_seconds(row.replay_s),
             format_bytes(row.moved_bytes),
             "-" if row.ilp_margin is None else f"{100 * row.ilp_margin:.1f}",
-            format_seconds(seconds[row.policy]),
+            format_seconds(row.wall_s),
         )
     return table
-
-
-def policy_data(rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """What ``--json`` prints of the comparison: the fields of each row, and ``wall_s``."""
-    return [{**asdict(row), "wall_s": seconds[row.policy]} for row in rows]

@@ -9,13 +9,12 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
-from poochplan.planner.model.decision_constraints import add_decisions, add_early_returns, add_link
-from poochplan.planner.model.fluid import FluidModel, Request, slots_of
-from poochplan.planner.model.linear import SolverStatus
-from poochplan.planner.model.memory_constraints import add_memory
-from poochplan.planner.model.solvers import SolverLimits, solve_linear
-from poochplan.planner.model.time_constraints import add_time
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.decision_constraints import add_decisions, add_early_returns, add_link
+from poochplan.planner.search.fluid import FluidModel, Request, slots_of
+from poochplan.planner.search.memory_constraints import add_memory
+from poochplan.planner.search.solvers import SolverLimits, SolverStatus, solve_linear
+from poochplan.planner.search.time_constraints import add_time
+from poochplan.planner.simulator.problem import Problem
 
 
 def build_fluid_model(problem: Problem, request: Request) -> FluidModel:

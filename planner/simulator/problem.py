@@ -13,8 +13,8 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
-from poochplan.planner.problem.replays import ReplayGraph, build_replay_graph
-from poochplan.planner.problem.validate import check_profile
+from poochplan.planner.simulator.replays import ReplayGraph, build_replay_graph
+from poochplan.planner.simulator.validate import check_profile
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,11 +227,8 @@ class Problem:
 
     def replay_seconds(self, value: int) -> float:
         """Seconds of the compute stream for a value's own replay; it has one."""
-        replay = self.replay.replays[value]
-        assert replay is not None
-        on_compute_s = (
-            self.launch_cost.replay_s if self.launch_cost is not None and self.launch_cost.is_compute else 0.0
-        )
+        replay, cost = self.replay.of(value), self.launch_cost
+        on_compute_s = cost.replay_s if cost is not None and cost.is_compute else 0.0
         return replay.seconds + on_compute_s * len(replay.ops)
 
     def layer_at(self, tick: int) -> str:
@@ -273,7 +270,7 @@ def build_problem(profile: Profile) -> Problem:
     return Problem(
         tick_count=profile.tick_count,
         op_ticks=op_ticks,
-        op_layers=tuple(_op_layer(op.layer, op.phase) for op in profile.ops),
+        op_layers=tuple(op.layer or ("optimizer" if op.phase is Phase.OPTIMIZER else "") for op in profile.ops),
         work_before_op_s=work,
         point_ticks=point_ticks,
         point_work_s=work[list(point_ops)],
@@ -335,10 +332,6 @@ def _must_keep(profile: Profile, value_of: list[int], first_use: Ints) -> tuple[
             reason = "held by something other than autograd until it is used"
         reasons.append(reason)
     return tuple(reasons)
-
-
-def _op_layer(layer: str, phase: Phase) -> str:
-    return layer or ("optimizer" if phase is Phase.OPTIMIZER else "")
 
 
 def _first_step_less_bytes(profile: Profile) -> Ints:

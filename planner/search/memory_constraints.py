@@ -8,24 +8,13 @@ replay may run: what BOUND counts as there by the end of a slot's points need no
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 
 import numpy as np
 
 from poochplan.formats.occupancy import Ints, occupancy
-from poochplan.planner.model.fluid import FluidModel, Stretch, running_sums
-from poochplan.planner.model.linear import Term
-from poochplan.planner.model.whole_buffers import add_whole_buffers, resident_rest, resident_whole
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """A value held after its own last use for a later replay."""
-
-    first_tick: int
-    last_tick: int
-    column: int
-    scaled_bytes: float
+from poochplan.planner.search.fluid import FluidModel, Stretch, running_sums
+from poochplan.planner.search.solvers import Term
+from poochplan.planner.search.whole_buffers import add_whole_buffers, resident_rest, resident_whole
 
 
 def add_memory(model: FluidModel) -> None:
@@ -35,7 +24,7 @@ def add_memory(model: FluidModel) -> None:
     ticks = _row_ticks(model, fixed, movable, inside)
     slots = [model.slots.at_tick(tick) for tick in ticks]
     kept = _kept_columns(model, ticks)
-    early = running_sums(model, len(ticks), [*_claimed(model, ticks), *_returned(model, ticks, slots)])
+    early = running_sums(model, len(ticks), [*_claims(model, ticks), *_returned(model, ticks, slots)])
     alive = running_sums(model, len(ticks), _saved_and_alive(model, ticks, slots))
     whole = add_whole_buffers(model, ticks) if model.request.whole else None
     for row, (tick, slot) in enumerate(zip(ticks, slots, strict=True)):
@@ -43,7 +32,8 @@ def add_memory(model: FluidModel) -> None:
         terms: list[Term] = [(kept[row], 1.0), *inside.get(tick, ()), *early[row]]
         terms += model.replayed_ahead.get(slot, ())
         if whole is None or model.is_bound:  # both kinds of row hold of every plan
-            fluid = [*terms, *_ahead_terms(model, slot)]
+            ahead = [(columns[slot], 1.0) for columns in (model.ahead, model.arriving) if slot in columns]
+            fluid = [*terms, *ahead]  # ``ahead``: back before they are needed
             backlog: list[Term] = [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]
             _add_rows(model, fluid, backlog, room)
         if whole is not None:
@@ -134,11 +124,6 @@ def _saved_and_alive(model: FluidModel, ticks: list[int], slots: list[int]) -> l
     ]
 
 
-def _ahead_terms(model: FluidModel, slot: int) -> list[Term]:
-    """Bytes that are back before they are needed."""
-    return [(model.ahead[slot], 1.0), (model.arriving[slot], 1.0)] if slot in model.ahead else []
-
-
 def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Stretch]:
     """Recomputed values that are back before their own need."""
     spans = []
@@ -154,28 +139,20 @@ def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Str
     return spans
 
 
-def _claimed(model: FluidModel, ticks: list[int]) -> list[Stretch]:
-    """Inputs that are held for a later replay."""
-    spans = []
-    for claim in _claims(model):
-        start, stop = bisect_left(ticks, claim.first_tick), bisect_right(ticks, claim.last_tick)
-        spans.append(Stretch(start, stop, claim.column, claim.scaled_bytes))
-    return spans
-
-
-def _claims(model: FluidModel) -> list[_Claim]:
-    """Claims on inputs whose own last use is over, from one late consumer's use to the next.
+def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
+    """Inputs held for a later replay when their own last use is over, from one late consumer's use to the next.
 
     BOUND counts a claim up to the last slot before the consumer's use, and only for a replay that is not done by then.
     """
     problem, linear = model.problem, model.linear
-    claims: list[_Claim] = []
+    claims: list[Stretch] = []
     for value, users in model.consumers.items():
         if model.is_bound and problem.first_use_point[value] < 0:
             continue
         late = sorted((int(problem.first_use[u]), u) for u in users if problem.first_use[u] > problem.freed[value])
         if model.is_bound:
-            late = [(tick, user) for tick, user in late if _last_early_slot(model, user) == model.use_slot[user] - 1]
+            back = {user: returns[-1].slot for user, returns in model.early.items()}
+            late = [(tick, user) for tick, user in late if back.get(user, -1) == model.use_slot[user] - 1]
         after: int | None = None
         for index in reversed(range(len(late))):
             tick, user = late[index]
@@ -191,14 +168,9 @@ def _claims(model: FluidModel) -> list[_Claim]:
             last = min(tick, problem.tick_count - 1)
             if model.is_bound:
                 last = int(model.slots.start_tick[model.use_slot[user]]) - 1 if tick < problem.tick_count else first - 1
-            claims.append(_Claim(first, last, held, model.resident[value]))
+            claims.append(Stretch(bisect_left(ticks, first), bisect_right(ticks, last), held, model.resident[value]))
             after = held
     return claims
-
-
-def _last_early_slot(model: FluidModel, value: int) -> int:
-    returns = model.early.get(value)
-    return returns[-1].slot if returns else -1
 
 
 def _inside_replays(model: FluidModel) -> dict[int, list[Term]]:

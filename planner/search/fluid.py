@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints
-from poochplan.planner.model.linear import LinearModel, Term
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.solvers import LinearModel, Term
+from poochplan.planner.simulator.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from poochplan.planner.model.fluid import Early, FluidModel, Stretch, is_written_out, running_sums
-from poochplan.planner.model.linear import Term
+from poochplan.planner.search.fluid import Early, FluidModel, Stretch, is_written_out, running_sums
+from poochplan.planner.search.solvers import Term
 
 SWAP_PREFERENCE = 1e-4
 """Weight of link time in PLAN's objective, so that no value is moved for nothing."""
@@ -29,9 +29,7 @@ def add_decisions(model: FluidModel) -> None:
             model.recompute[value] = linear.column(1.0, cost=recompute_cost, integer=True)
             linear.row([(model.swap[value], 1), (model.recompute[value], 1)], high=1)
     for value in model.recompute:
-        replay = problem.replay.replays[value]
-        assert replay is not None
-        for source in replay.inputs:
+        for source in problem.replay.of(value).inputs:
             model.consumers.setdefault(source, []).append(value)
     if request.host_bytes is not None:
         host = [(column, model.moved[value]) for value, column in model.swap.items()]
@@ -59,19 +57,14 @@ def add_early_returns(model: FluidModel) -> None:
             wanted.update(before_death.get(user, ()))
         wanted = {slot for slot in wanted if slot < model.use_slot[value]}
         window = sorted(wanted | before_death.get(value, set()))[-model.window :]
-        if _is_dense(model, value):
+        # BOUND asks of every slot whether a large value is back: it takes much room.
+        share = DENSE_SHARE_OF_MANY if model.problem.value_count > MANY_VALUES else DENSE_SHARE
+        if model.is_bound and value in model.recompute and model.resident[value] > share * model.all_bytes:
             window = sorted({*window, *range(model.slots.first_backward, model.use_slot[value])})
         _add_early_columns(model, value, window, wanted)
     for value in model.request.candidates:
         for user in model.consumers.get(value, ()):
             _add_ready_rows(model, value, user)
-
-
-def _is_dense(model: FluidModel, value: int) -> bool:
-    """Whether BOUND asks of every slot whether a value is back: of a large one it takes much room."""
-    is_many = model.problem.value_count > MANY_VALUES
-    is_large = model.resident[value] > (DENSE_SHARE_OF_MANY if is_many else DENSE_SHARE) * model.all_bytes
-    return model.is_bound and is_large and value in model.recompute
 
 
 def _slots_before_an_input_goes(model: FluidModel) -> dict[int, set[int]]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
-from poochplan.planner.model.solvers import SolverLimits
+from poochplan.planner.search.solvers import SolverLimits
 
 EVALUATIONS_AT_ONCE = 64
 """How many simulations a walk takes before it asks whether to go on."""

@@ -18,15 +18,14 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance
-from poochplan.planner.model.decide import build_fluid_model
-from poochplan.planner.model.fluid import FluidModel, Purpose, Request
-from poochplan.planner.model.linear import SolverStatus, proven_bound
-from poochplan.planner.model.solvers import Cancel, SolverLimits, Warm, solve_linear
-from poochplan.planner.model.whole_buffers import large_values
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
+from poochplan.planner.search.decide import build_fluid_model
+from poochplan.planner.search.fluid import FluidModel, Purpose, Request
+from poochplan.planner.search.solvers import Cancel, SolverLimits, SolverStatus, Warm, proven_bound, solve_linear
+from poochplan.planner.search.whole_buffers import large_values
 from poochplan.planner.simulator.evaluator import DECISIONS
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import movable
 
 PROOF = 1e-7
 """A ray shows that no plan is left where what it proves of nothing is above this share of its own size."""

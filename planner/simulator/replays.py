@@ -70,6 +70,12 @@ class ReplayGraph:
     """Per value: the forward ops that create or write it, in order."""
     _merged: dict[tuple[int, ...], MergedReplay] = field(default_factory=dict, repr=False)
 
+    def of(self, value: int) -> Replay:
+        """The replay of a saved value that has one."""
+        replay = self.replays[value]
+        assert replay is not None
+        return replay
+
     def to_record(self, ops: Iterable[int]) -> set[int]:
         """What has to be recorded so that ``ops`` can be replayed: they, and every other writer of their temporaries.
 
@@ -106,10 +112,8 @@ class ReplayGraph:
         op_set: set[int] = set()
         inputs: set[int] = set()
         for target in targets:
-            replay = self.replays[target]
-            assert replay is not None
-            op_set.update(replay.ops)
-            inputs.update(replay.inputs)
+            op_set.update(self.of(target).ops)
+            inputs.update(self.of(target).inputs)
         ops = tuple(sorted(op_set))
         return MergedReplay(
             ops=ops,

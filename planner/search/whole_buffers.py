@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from poochplan.planner.model.fluid import FluidModel
-from poochplan.planner.model.linear import Term
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.fluid import FluidModel
+from poochplan.planner.search.solvers import Term
+from poochplan.planner.simulator.problem import Problem
 
 SHORT_COPIES = 1.5
 """Rows "this copy cannot be over yet" stand within so many copy times of the save, or of the use."""

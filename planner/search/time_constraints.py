@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from poochplan.formats.profile import Link
-from poochplan.planner.model.fluid import FluidModel
-from poochplan.planner.model.linear import Term
+from poochplan.planner.search.fluid import FluidModel
+from poochplan.planner.search.solvers import Term
 
 CLASS_WIDTH = 1.5
 """Replays are told apart by the bytes that a second of them brings back, up to this factor."""
@@ -196,10 +196,8 @@ def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
     """Ops that the replays of several values run, of those that backward uses, with these values."""
     users = dict[int, list[int]]()
     for value in model.recompute:
-        replay = model.problem.replay.replays[value]
-        assert replay is not None
         if model.use_slot[value] < model.slots.count:
-            for op in replay.ops:
+            for op in model.problem.replay.of(value).ops:
                 users.setdefault(op, []).append(value)
     return {op: tuple(values) for op, values in users.items() if len(values) > 1}
 
@@ -234,7 +232,7 @@ def _starts(model: FluidModel, roots: list[int], wanted: list[int]) -> set[int]:
     replays = model.problem.replay.replays
     if not wanted or not roots:
         return set()
-    earliest = min(_last_op(model, value) for value in wanted)
+    earliest = min(model.problem.replay.of(value).ops[-1] for value in wanted)
     seen: set[int] = set()
     pending = list(roots)
     while pending:
@@ -244,9 +242,3 @@ def _starts(model: FluidModel, roots: list[int], wanted: list[int]) -> set[int]:
         pending += [source for source in replay.inputs if source not in seen]
         seen.update(replay.inputs)
     return seen.intersection(wanted)
-
-
-def _last_op(model: FluidModel, value: int) -> int:
-    replay = model.problem.replay.replays[value]
-    assert replay is not None
-    return replay.ops[-1]

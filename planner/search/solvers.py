@@ -1,4 +1,5 @@
-"""The solvers: HiGHS in-process, and by name whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...).
+"""Linear programs as sparse arrays, the bound that row duals prove, and the solvers: HiGHS in-process, and by name
+whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...).
 
 Neither HiGHS nor PuLP is loaded before something is solved: a training loop imports this, and its plans are made in
 another process.
@@ -10,14 +11,122 @@ import functools
 import math
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from poochplan.errors import SolverError, UsageError
-from poochplan.formats.occupancy import Floats
-from poochplan.planner.model.linear import Arrays, Result, SolverStatus, proven_bound
+from poochplan.formats.occupancy import Floats, Ints
+
+
+class SolverStatus(StrEnum):
+    """How a solver's run ended."""
+
+    OPTIMAL = "optimal"  # within the gap
+    TIME_LIMIT = "time limit"  # with a solution
+    CHECK_LIMIT = "check limit"  # with a solution; see ``Limits.most_checks``
+    TOO_LARGE = "too large"  # not tried; see ``Limits.most_columns``
+    NO_SOLUTION = "no solution found"
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    NOT_SOLVED = "not solved"  # whatever else a solver may say
+
+    @property
+    def has_solution(self) -> bool:
+        """Whether a run that ended so may have found one."""
+        return self in (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
+
+    def without_solution(self) -> SolverStatus:
+        """How it ended where none was found."""
+        return SolverStatus.NO_SOLUTION if self.has_solution else self
+
+
+Term = tuple[int, float]
+"""A column and its coefficient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Minimise ``cost @ x`` with ``row_low <= A x <= row_high`` and ``low <= x <= high``; A by rows (CSR)."""
+
+    cost: Floats
+    low: Floats
+    high: Floats
+    is_integer: tuple[bool, ...]
+    row_low: Floats
+    row_high: Floats
+    start: Ints
+    column: Ints
+    coefficient: Floats
+
+
+@dataclass
+class LinearModel:
+    """State: the columns and rows added so far."""
+
+    cost: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
+    _row_low: list[float] = field(default_factory=list)
+    _row_high: list[float] = field(default_factory=list)
+    _start: list[int] = field(default_factory=lambda: [0])
+    _column: list[int] = field(default_factory=list)
+    _coefficient: list[float] = field(default_factory=list)
+
+    def column(self, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
+        """Adds a variable between 0 and ``high``; every column is bounded, so that :func:`proven_bound` is finite."""
+        self.cost.append(cost)
+        self.low.append(0.0)
+        self.high.append(high)
+        self.is_integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: Iterable[Term], *, low: float = -math.inf, high: float = math.inf) -> None:
+        """Adds ``low <= sum(coefficient * column) <= high``; a column that comes twice is added up."""
+        merged: dict[int, float] = {}
+        for column, coefficient in terms:
+            merged[column] = merged.get(column, 0.0) + coefficient
+        self._column.extend(merged)
+        self._coefficient.extend(merged.values())
+        self._start.append(len(self._column))
+        self._row_low.append(low)
+        self._row_high.append(high)
+
+    def arrays(self) -> Arrays:
+        """The model as arrays."""
+        return Arrays(
+            cost=np.array(self.cost),
+            low=np.array(self.low),
+            high=np.array(self.high),
+            is_integer=tuple(self.is_integer),
+            row_low=np.array(self._row_low),
+            row_high=np.array(self._row_high),
+            start=np.array(self._start, dtype=np.int64),
+            column=np.array(self._column, dtype=np.int64),
+            coefficient=np.array(self._coefficient),
+        )
+
+
+def proven_bound(model: Arrays, row_duals: Floats) -> float:
+    """A lower bound on the model's optimum that holds for any ``row_duals``, however inexact the solver was.
+
+    The Lagrangian of the rows, minimised over the columns' bounds (Neumaier and Shcherbina, "Safe bounds in linear and
+    mixed-integer linear programming", Mathematical Programming 99, 2004, section 2): a dual of the wrong sign for a
+    one-sided row is taken as 0.
+    """
+    duals = np.where((row_duals > 0) & np.isneginf(model.row_low), 0.0, row_duals)
+    duals = np.where((duals < 0) & np.isposinf(model.row_high), 0.0, duals)
+    side = np.where(duals > 0, model.row_low, model.row_high)
+    constant = float(np.sum(duals[duals != 0] * side[duals != 0]))
+    rows = np.repeat(np.arange(len(model.row_low)), np.diff(model.start))
+    priced = np.bincount(model.column, weights=model.coefficient * duals[rows], minlength=len(model.cost))
+    reduced = model.cost - priced
+    return constant + float(np.sum(np.where(reduced > 0, reduced * model.low, reduced * model.high)))
+
 
 _SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
 _LONGEST_SOLVE_S = 300.0
@@ -50,10 +159,10 @@ class LinearSolution:
     """What a solver says about a linear model."""
 
     status: SolverStatus
-    values: Floats | None
+    values: Floats | None = None
     """Per column; None when none was found."""
-    objective: float | None
-    bound: float | None
+    objective: float | None = None
+    bound: float | None = None
     """No solution of the model is below it; None when nothing is proven."""
 
 
@@ -116,16 +225,13 @@ def solve_linear(
     """
     try:
         if solver == "highs":
-            status, values, objective, bound = _solve_highs(model, limits, relaxed, cancel)
-        else:
-            name = _SHORT.get(solver, solver)
-            status, values, objective, bound = solve_with_pulp(model, name, limits.time_s, limits.gap, relaxed)
+            return _solve_highs(model, limits, relaxed, cancel)
+        return _solve_with_pulp(model, _SHORT.get(solver, solver), limits, relaxed)
     except (OSError, RuntimeError) as error:
         raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
-    return LinearSolution(status, values, objective, bound)
 
 
-def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> Result:
+def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> LinearSolution:
     import highspy
 
     highs = _highs(limits)
@@ -133,7 +239,7 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
         cancel.attach(highs)
     is_integral = any(model.is_integer) and not relaxed
     if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
-        return SolverStatus.TOO_LARGE, None, None, None
+        return LinearSolution(SolverStatus.TOO_LARGE)
     checks = _Checks(limits.most_checks)
     if limits.most_checks is not None:
         highs.cbMipInterrupt += checks
@@ -145,12 +251,10 @@ def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Can
     status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return status.without_solution(), None, None, _finite(info.mip_dual_bound) if is_integral else None
+        return LinearSolution(status.without_solution(), bound=_finite(info.mip_dual_bound) if is_integral else None)
     solution = highs.getSolution()
-    values = np.array(solution.col_value)
-    if is_integral:
-        return status, values, float(info.objective_function_value), _finite(info.mip_dual_bound)
-    return status, values, float(info.objective_function_value), proven_bound(model, np.array(solution.row_dual))
+    bound = _finite(info.mip_dual_bound) if is_integral else proven_bound(model, np.array(solution.row_dual))
+    return LinearSolution(status, np.array(solution.col_value), float(info.objective_function_value), bound)
 
 
 class _Checks:
@@ -296,17 +400,11 @@ def solver_names(*, only_installed: bool = False) -> dict[str, str]:
     return {name.lower(): name for name in _pulp().listSolvers(onlyAvailable=only_installed)}
 
 
-def solve_with_pulp(model: Arrays, solver: str, time_s: float, gap: float, relaxed: bool) -> Result:
-    """What the solver of that name, PuLP's in any case, says within so many seconds or that relative gap.
-
-    Raises
-    ------
-    RuntimeError
-        The solver died.
-    """
+def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: bool) -> LinearSolution:
+    """What the solver of that name, PuLP's in any case, says."""
     pulp = _pulp()
     problem, variables, rows = _pulp_model(model, relaxed)
-    options = {"timeLimit": time_s, "gapRel": gap, "threads": 1}
+    options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -323,13 +421,13 @@ def solve_with_pulp(model: Arrays, solver: str, time_s: float, gap: float, relax
     status = statuses.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
     found = [variable.varValue for variable in variables]
     if not status.has_solution or all(value is None for value in found):
-        return status.without_solution(), None, None, None
+        return LinearSolution(status.without_solution())
     # A variable that stands in no row is unknown to the solver: any value will do.
     values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
     bound = None
     if relaxed and all(row.pi is not None for row in rows):
         bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
-    return status, values, float(model.cost @ values), bound
+    return LinearSolution(status, values, float(model.cost @ values), bound)
 
 
 def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:
