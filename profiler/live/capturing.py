@@ -169,7 +169,8 @@ class Capturing(Watch):
         return self._engines.observed(outputs, run) if self.scene.there_before is None else run()
 
     def runs_another(self) -> None:
-        self._engines.nodes.runs_another()
+        if self.scene.there_before is None:
+            self._engines.nodes.runs_another()
 
     @property
     def _engines(self) -> EngineCapture:

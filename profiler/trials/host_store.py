@@ -1,4 +1,4 @@
-"""HostStore: storages in a host tier of its own: copies that replays are compared with, and those of a swapping capture."""
+"""HostStore: storages in a host tier of its own, copies to compare replays with, and of a capture that swaps."""
 
 from __future__ import annotations
 
