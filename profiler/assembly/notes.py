@@ -14,6 +14,11 @@ from .values import value_names
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
+SWAPPED = (
+    "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
+    "less the time in which they swapped"
+)
+
 
 def model_notes(model: torch.nn.Module) -> list[str]:
     """Whether the model, or a part of it, was in eval mode."""

@@ -1,71 +1,20 @@
-"""Mode ``swap-all``: steps whose saved values lie on the host from save to use, so that a step that does not fit runs.
-
-Steps run under the runtime's engine in its safe policy, each copy waited for, so that no copy runs beside an op and
-the time of swapping is just the time inside the hooks. The capture keeps what it copies on the host too.
-"""
+"""HostStore: storages in a host tier of its own, copies to compare replays with, and of a capture that swaps."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from poochplan.formats.plan import host_aligned
 from poochplan.profiler.capture.captured import Clone
-from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.always import Always
-from poochplan.runtime.drivers.swap_each import SwapEach, no_room
-from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.regions.arrivals import arriving
-from poochplan.tensors.modes import uncompiled_hooks
+from poochplan.runtime.drivers.swap_each import no_room
 from poochplan.torch_private.tensor_internals import without_modes
-
-
-class SwapAll:
-    """Runs steps in which every saved value is swapped at once. ``seconds``: all that was spent on it so far."""
-
-    def __init__(self, model: torch.nn.Module, where: torch.device, spill_dir: str | Path | None, clock: Clock) -> None:
-        self._device = open_device(where, spill_dir)
-        self._engine = Engine(Always(lambda: SwapEach(at_once=True)), self._device, model)
-        self._clock = clock
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """One step, within the block."""
-        engine = self._engine
-        own = self._timed(engine.pack), self._timed(engine.unpack)
-        with uncompiled_hooks(*arriving(*own, engine.may_wait, engine.model, self._device.kind)):
-            self._engine.begin()
-            try:
-                yield
-            finally:
-                self._engine.end()
-
-    def _timed(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed(argument: Any) -> Any:
-            self._clock.synchronize()
-            start_s = time.perf_counter()
-            with without_modes():  # the ops of moving are not the step's
-                result = hook(argument)
-            self._clock.synchronize()
-            self.seconds += time.perf_counter() - start_s
-            return result
-
-        return timed
-
-    def close(self) -> None:
-        """Gives the host tier back."""
-        self._device.close()
 
 
 class HostStore:
