@@ -16,7 +16,7 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.regions.arrivals import arriving
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import Geometry
@@ -37,7 +37,7 @@ class ClonedCapture(Capture):
         with (
             around_compiled(model, self.around_region),
             before_forward(model, self._called),
-            uncompiled_hooks(*arriving(self.pack, self.unpack, self.may_wait, model, self.device_type)),
+            uncompiled_hooks(*deferring(self.pack, self.unpack, self.may_wait, model, self.device_type)),
             super().running(model),
         ):
             yield self

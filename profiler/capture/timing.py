@@ -16,8 +16,8 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.compiled_regions import around_backward
-from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.torch_private.tensor_internals import last_sequence_number

@@ -13,7 +13,7 @@ from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import steps_differ
-from poochplan.profiler.graphs.graph_capture import GraphCapture, capturing_graphs
+from poochplan.profiler.compiled.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.real import Runner, captured
 from poochplan.profiler.request import Options

@@ -19,13 +19,13 @@ from poochplan.profiler.capture.captured import Clone
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.torch_private.tensor_internals import without_modes
 
@@ -44,7 +44,7 @@ class SwapAll:
         """One step, within the block."""
         engine = self._engine
         own = self._timed(engine.pack), self._timed(engine.unpack)
-        with uncompiled_hooks(*arriving(*own, engine.may_wait, engine.model, self._device.kind)):
+        with uncompiled_hooks(*deferring(*own, engine.may_wait, engine.model, self._device.kind)):
             self._engine.begin()
             try:
                 yield
