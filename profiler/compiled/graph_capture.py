@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -134,16 +135,12 @@ class GraphCapture(FakeCapture):
 
     def told_of_graphs(self, profile: Profile) -> Profile:
         """The profile, with what saved each value, and why it is never recomputed in its graph."""
-        handles: dict[int, int] = {}
-        for handle in profile.handles:
-            handles[handle.value] = handles.get(handle.value, 0) + 1
-        return msgspec.structs.replace(
-            profile,
-            values=tuple(
-                self._told(number, value, handles[number]) if number in handles else value
-                for number, value in enumerate(profile.values)
-            ),
+        handles = Counter(handle.value for handle in profile.handles)
+        values = (
+            self._told(number, value, handles[number]) if number in handles else value
+            for number, value in enumerate(profile.values)
         )
+        return msgspec.structs.replace(profile, values=tuple(values))
 
     def _told(self, number: int, value: Value, handle_count: int) -> Value:
         by = self._saved_by.get(number, [])

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.compiler_internals import counts_as_graph_pass, takes_several_passes
+from poochplan.torch_private.compiler_internals import counts_as, takes_several_passes
 
 from .nodes import inputs_of, is_extern, is_gradient, is_part, readers, rounds_in_kernels, views_of
 from .points import DEFERRED_UNPACK
@@ -36,7 +36,7 @@ class AnchoringPass:
     """
 
     def __init__(self, first: Any = None) -> None:
-        counts_as_graph_pass(AnchoringPass)
+        counts_as(AnchoringPass, "CustomGraphPass")
         self.first = first
 
     def __call__(self, graph: torch.fx.Graph) -> None:

@@ -38,20 +38,10 @@ def parts_are_measured(device_type: str) -> bool:
 # -- placeholders ----------------------------------------------------------------------------------------------------
 
 
-class _Waiting:
-    """What one placeholder waits for; held by the table, until the placeholder is filled for good or dies."""
-
-    __slots__ = ("again", "unpack", "watch")
-
-    def __init__(
-        self, storage: torch.UntypedStorage, key: int, unpack: Callable[[], torch.Tensor], again: bool
-    ) -> None:
-        self.unpack, self.again = unpack, again
-        self.watch = weakref.ref(storage, lambda _: _WAITING.pop(key, None))
-
-
-_WAITING: dict[int, _Waiting] = {}
-"""By the identity of the placeholder's storage, which autograd leaves as it is where it makes tensors anew."""
+_WAITING: dict[int, tuple[Callable[[], torch.Tensor], bool, weakref.ref[torch.UntypedStorage]]] = {}
+"""By the identity of a placeholder's storage, which autograd leaves as it is where it makes tensors anew: what gives
+the tensor, whether again each time, and what ends the entry when the placeholder dies.
+"""
 
 
 def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, again: bool = False) -> torch.Tensor:
@@ -60,7 +50,7 @@ def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, a
         placeholder = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
     storage = placeholder.untyped_storage()
     key = storage_identity(storage)
-    _WAITING[key] = _Waiting(storage, key, unpack, again)
+    _WAITING[key] = unpack, again, weakref.ref(storage, lambda _: _WAITING.pop(key, None))
     return placeholder
 
 
@@ -83,9 +73,10 @@ def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
             "expected a saved tensor to be unpacked in a compiled backward once, found that it is gone; "
             "hooks of your own around saved tensors must hand back what they were given"
         )
-    if not found.again:
+    unpack, again, _ = found
+    if not again:
         del _WAITING[key]
-    return found.unpack
+    return unpack
 
 
 def waiting() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES
-from poochplan.torch_private.compiler_internals import counts_as_partitioner, stock_partition
+from poochplan.torch_private.compiler_internals import counts_as, stock_partition
 from poochplan.torch_private.tensor_internals import pytree
 
 from .anchors import VERSION, in_memory_from
@@ -41,7 +41,7 @@ class Partitioner:
     """
 
     def __init__(self, replays: Replays | None = None) -> None:
-        counts_as_partitioner(Partitioner)
+        counts_as(Partitioner, "CustomPartitionerFn")
         self.digest = ""
         if replays is not None:
             text = repr(sorted((key, sorted(names)) for key, names in replays.items()))
@@ -71,14 +71,12 @@ class Partitioner:
             if not (rounds_in_kernels(forward.graph) or rounds_in_kernels(backward.graph)):
                 defer_unpacks(split)
         elif joint_inputs and not (_holds_graphs(forward) or _holds_graphs(backward)):
-            self._graph_mode(split, graph_key(forward.graph, num_fwd_outputs, static))
+            key = graph_key(forward.graph, num_fwd_outputs, static)
+            if names := _REPLAYS[self.digest].get(key, ()):
+                write_replays(split, names)
+            self.saw(key, split)
+            add_save_points(split, defer_unpacks(split))
         return forward, backward
-
-    def _graph_mode(self, split: Split, key: str) -> None:
-        if names := _REPLAYS[self.digest].get(key, ()):
-            write_replays(split, names)
-        self.saw(key, split)
-        add_save_points(split, defer_unpacks(split))
 
     def saw(self, key: str, split: Split) -> None:
         """Told each graph in graph mode, its replays written, before its points are put in."""
@@ -153,8 +151,11 @@ def add_save_points(split: Split, deferred: Collection[str]) -> None:
     """
     graph, output_count = split.forward.graph, split.output_count
     leaving = [node for node in saved_nodes(split) if node.name in deferred]
-    for node in leaving:
-        _move_to_base(node)
+    for node in leaving:  # views for backward stand at a forward's end, and what they are of would stay until then
+        *views, last = views_of(node)
+        for view in reversed(views):
+            last.append(view)
+            last = view
     places = {node: place for place, node in enumerate(graph.nodes)}
     behind = {node: node for node in leaving}
     if rounds_in_kernels(graph):
@@ -184,17 +185,6 @@ def _holds_graphs(module: torch.fx.GraphModule) -> bool:
     """
     held = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
     return any(isinstance(getattr(module, name, None), torch.fx.GraphModule) for name in held)
-
-
-def _move_to_base(node: Node) -> None:
-    """Views are taken where what they are of is made: those for backward stand at a forward's end, and what they are of
-    would stay until then.
-    """
-    views = views_of(node)
-    last = views.pop()
-    while views:
-        last.append(views[-1])
-        last = views.pop()
 
 
 def _may_leave(node: Node) -> bool:

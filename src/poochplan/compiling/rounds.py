@@ -81,10 +81,6 @@ class Compiling:
         self.link = found.link
         return found
 
-    def graphs(self) -> Profile:
-        """Of the step's graphs, without memory."""
-        return profiled(self.step, model=self.model, optimizer=self.optimizer, mode="fake", roofline=SHARES)
-
 
 def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s: float) -> Plan:
     """The plan for that budget, with which the model is compiled then; raises what ``compile`` raises."""
@@ -95,7 +91,8 @@ def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s
     measured = compiling.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("capturing its graphs without memory")
-    graphs = as_measured(compiling.graphs(), measured)
+    step, model, optimizer = compiling.step, compiling.model, compiling.optimizer
+    graphs = as_measured(profiled(step, model=model, optimizer=optimizer, mode="fake", roofline=SHARES), measured)
     found = _rounds(compiling, graphs, measured, budget_bytes, time_limit_s)
     unequal = _unequal(compiling, found, stock)
     if unequal and found.replays:
@@ -169,22 +166,19 @@ def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_byte
             break
         goal_bytes -= max(measured.in_core_peak_bytes - budget_bytes, 0)
     if not found:
-        raise _infeasible(min(smallest.values()), budget_bytes, in_core)
+        smallest_bytes = min(smallest.values())
+        share = share_of_peak(smallest_bytes, in_core.in_core_peak_bytes)
+        raise InfeasibleError(
+            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
+            f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core "
+            "peak); pass that, or make the batch smaller",
+            smallest_budget_bytes=smallest_bytes,
+        )
     best = min(found, key=lambda one: found[one].prediction.overhead)
     if best != compiled:
         compiling.say(f"compiling with {len(best)} values recomputed in the graphs, which cost least")
         compiling.compile(best)
     return found[best]
-
-
-def _infeasible(smallest_bytes: int, budget_bytes: int, in_core: Profile) -> InfeasibleError:
-    share = share_of_peak(smallest_bytes, in_core.in_core_peak_bytes)
-    return InfeasibleError(
-        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
-        f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core peak); "
-        "pass that, or make the batch smaller",
-        smallest_budget_bytes=smallest_bytes,
-    )
 
 
 def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Plan:
