@@ -26,9 +26,8 @@ from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.values import UNWRITTEN
 from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.devices.opening import model_device, open_device
-from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.course import Course
-from poochplan.runtime.drivers.follow import Follow
+from poochplan.runtime.drivers.follow import Always, Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle

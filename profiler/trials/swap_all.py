@@ -23,7 +23,7 @@ from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.always import Always
+from poochplan.runtime.drivers.follow import Always
 from poochplan.runtime.drivers.swap_each import SwapEach, no_room
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import uncompiled_hooks

@@ -152,10 +152,10 @@ def add_save_points(split: Split, deferred: Collection[str]) -> None:
     graph, output_count = split.forward.graph, split.output_count
     leaving = [node for node in saved_nodes(split) if node.name in deferred]
     for node in leaving:  # views for backward stand at a forward's end, and what they are of would stay until then
-        *views, last = views_of(node)
+        *views, base = views_of(node)
         for view in reversed(views):
-            last.append(view)
-            last = view
+            base.append(view)
+            base = view
     places = {node: place for place, node in enumerate(graph.nodes)}
     behind = {node: node for node in leaving}
     if rounds_in_kernels(graph):
