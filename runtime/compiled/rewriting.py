@@ -1,15 +1,7 @@
-"""The rules by which a plan's replays are written into compiled graphs; ``docs/graph-mode.md`` argues for them.
+"""A plan's replays, written into compiled graphs; ``docs/graph-mode.md`` has the rules and argues for them.
 
 A joint graph was split into a forward, which gives what it *saves*, and a backward, which takes it. To recompute a
-saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again:
-
-1. A replay is copies of forward nodes, back to nodes that are saved (recomputed ones among them, whose own replay then
-   comes first and stays), inputs of the graph, and numbers that random ops are drawn from.
-2. A node that reads an input which the step writes is never copied: backward would read what was written.
-3. What is drawn is drawn once: a copy draws from the saved seed.
-4. A replay stands before the first node of the backward that needs it, and its nodes nowhere else.
-5. Nothing is copied that may be rounded in memory in one place and not in another: a kernel that computes in 32 bits
-   what a node tells in 16 rounds it only where it leaves the kernel, and what leaves depends on what is fused.
+saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again.
 """
 
 from __future__ import annotations
