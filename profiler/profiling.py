@@ -41,9 +41,9 @@ from poochplan.profiler.trials.host_store import HostedCapture, HostStore
 from poochplan.runtime.allocator.building import build
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.attachment import check_no_session
+from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
@@ -233,7 +233,7 @@ def _profile_real(
     if options.link is None and where.type == "cpu":
         choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
     with preserved(model, runner.optimizer), current(where), ExitStack() as memory, ExitStack() as stack:
-        stack.enter_context(arrivals_compiled(model, where.type))  # a model is compiled once, and by the first step
+        stack.enter_context(compiled_deferring(model, where.type))  # a model is compiled once, and by the first step
         if mode == "run":
             _wait_for_builds()
             plain_s = plain_step_s(runner, options)

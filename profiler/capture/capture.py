@@ -21,8 +21,8 @@ from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (

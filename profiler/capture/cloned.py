@@ -15,7 +15,7 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.regions.arrivals import arriving
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import Geometry
 
@@ -33,7 +33,7 @@ class ClonedCapture(Capture):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         with (
-            uncompiled_hooks(*arriving(self.pack, self.unpack, self.may_wait, model, self.device_type)),
+            uncompiled_hooks(*deferring(self.pack, self.unpack, self.may_wait, model, self.device_type)),
             super().running(model),
         ):
             yield self

@@ -13,7 +13,7 @@ from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.timing import difference_note
-from poochplan.profiler.graphs.graph_capture import GraphCapture, capturing_graphs
+from poochplan.profiler.compiled.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link.measure import measure_link
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction

@@ -14,13 +14,13 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.paired import HookSeconds
+from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .watch import Pack, Scene, Unpack, Watch

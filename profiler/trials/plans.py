@@ -13,8 +13,8 @@ from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.attachment import AroundRegion
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 
@@ -66,7 +66,7 @@ def under(
 
         return quiet
 
-    hooks = arriving(pack, unpack, engine.may_wait, model, engine.device.kind)
+    hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
     with around_compiled(model, quietly), uncompiled_hooks(*hooks):
         engine.begin()
         try:

@@ -1,31 +1,35 @@
-"""The rules by which a plan's replays are written into compiled graphs; ``docs/graph-mode.md`` argues for them.
+"""A plan's replays, written into compiled graphs; ``docs/graph-mode.md`` has the rules and argues for them.
 
 A joint graph was split into a forward, which gives what it *saves*, and a backward, which takes it. To recompute a
-saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again:
-
-1. A replay is copies of forward nodes, back to nodes that are saved (recomputed ones among them, whose own replay then
-   comes first and stays), inputs of the graph, and numbers that random ops are drawn from.
-2. A node that reads an input which the step writes is never copied: backward would read what was written.
-3. What is drawn is drawn once: a copy draws from the saved seed.
-4. A replay stands before the first node of the backward that needs it, and its nodes nowhere else.
-5. Nothing is copied that may be rounded in memory in one place and not in another: a kernel that computes in 32 bits
-   what a node tells in 16 rounds it only where it leaves the kernel, and what leaves depends on what is fused.
+saved node is to save it no longer, and to have copies of the forward's nodes in the backward make it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.runtime.regions.nodes import base_of, is_extern, is_part, is_view, readers, tells_16_bits
 from poochplan.tensors.operators import is_chosen_by_timing, traits
 from poochplan.torch_private.compiler_internals import mutated_inputs
 from poochplan.torch_private.tensor_internals import OpOverload, pytree, schema_of
 
-Node = torch.fx.Node
+from .nodes import (
+    Node,
+    base_of,
+    give,
+    given_by,
+    inputs_of,
+    is_extern,
+    is_part,
+    is_view,
+    readers,
+    tells_16_bits,
+    writes,
+)
+
 _SEEDS = ("inductor_seeds", "inductor_lookup_seed", "inductor_seed")
 _IMPURE = "it depends on {name}, which draws anew or writes each time it runs"
 _ROUNDED = "its bits depend on where {name} is rounded to 16 bits, which depends on what is fused with it"
@@ -43,7 +47,7 @@ class Split(NamedTuple):
 
     def saved(self) -> tuple[Node, ...]:
         """What the forward saves, in the order in which it gives it; without numbers."""
-        nodes = (one for one in given_by(self.forward)[self.output_count :] if isinstance(one, Node))
+        nodes = (one for one in given_by(self.forward.graph)[self.output_count :] if isinstance(one, Node))
         return tuple(node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))
 
 
@@ -72,16 +76,16 @@ def write_replays(split: Split, names: Collection[str]) -> None:
     Raises ``UsageError`` where one cannot be: the plan was made for other code.
     """
     saved = split.saved()
-    replayed = {node: None for node in saved if node.name in names}
+    replayed = dict.fromkeys(node for node in saved if node.name in names)
     if len(replayed) < len(set(names)):
         lost = ", ".join(sorted(set(names) - {node.name for node in saved}))
         raise UsageError(f"expected saved tensors named {lost} in the compiled graph, found none; plan it again")
     for node in replayed:
         if why := why_never_replayed(split, node):
             raise UsageError(f"{node.name} cannot be recomputed: {why}; plan it again")
-    _save_also(split, list(_read_first(replayed, set(saved))))
-    _Replays(split, list(replayed)).write()
-    _save_no_more(split, set(replayed))
+    _save_also(split, replayed)
+    _Replays(split, replayed).write()
+    _save_no_more(split, replayed)
     for half in (split.forward, split.backward):
         half.graph.eliminate_dead_code()
         half.graph.lint()
@@ -117,7 +121,7 @@ def _is_impure(node: Node) -> bool:
     value = node.meta.get("val")
     if is_chosen_by_timing(facts, value.device.type if isinstance(value, torch.Tensor) else ""):
         return True
-    return not facts.trusted or bool(schema_of(node.target).is_mutable) or (facts.random and _draws(node))
+    return not facts.trusted or writes(node) or (facts.random and _draws(node))
 
 
 def _draws(node: Node) -> bool:
@@ -143,7 +147,7 @@ def _rounded_by_chance(split: Split, node: Node, run: list[Node]) -> Node | None
     """Of a replay of ``node`` that runs ``run``, what one kernel may both make and read: in the forward, or in the
     replay and what reads that. Rounded to 16 bits or not, as the compiler likes.
     """
-    taken = [one for one in split.backward.graph.find_nodes(op="placeholder") if one.name == node.name]
+    taken = [one for one in inputs_of(split.backward.graph) if one.name == node.name]
     read = [node] if any(_may_fuse(reader) for one in taken for reader in readers(one)) else []
     read += [given for reader in run if _may_fuse(reader) for given in reader.all_input_nodes]
     return next((one for one in read if tells_16_bits(one) and _may_fuse(base_of(one))), None)
@@ -154,33 +158,28 @@ def _may_fuse(node: Node) -> bool:
     return node.op == "call_function" and not (is_view(node) or is_part(node) or is_extern(node))
 
 
-def _read_first(replayed: Collection[Node], saved: set[Node]) -> Iterator[Node]:
-    """What replays start from and nothing saves yet: parameters, and seeds."""
-    found: dict[Node, None] = {}
-    for node in replayed:
-        for one in _needs(node, saved):
-            if one is not node and one not in saved and _is_start(one):
-                found[one] = None
-    return iter(found)
-
-
-def _save_also(split: Split, nodes: list[Node]) -> None:
-    """In front of what is saved: tensors whose versions autograd looks at come first."""
-    given, count = given_by(split.forward), split.output_count
-    give(split.forward, (*given[:count], *nodes, *given[count:]))
+def _save_also(split: Split, replayed: Collection[Node]) -> None:
+    """What these replays start from and nothing saves yet, parameters and seeds; in front of what is saved, where the
+    tensors stand whose versions autograd looks at.
+    """
+    saved, graph = set(split.saved()), split.backward.graph
+    starts = [one for node in replayed for one in _needs(node, saved) if one is not node and _is_start(one)]
+    nodes = [one for one in dict.fromkeys(starts) if one not in saved]
+    given, count = given_by(split.forward.graph), split.output_count
+    give(split.forward.graph, (*given[:count], *nodes, *given[count:]))
     first = split.saved()[len(nodes)]
-    (place,) = [one for one in split.backward.graph.find_nodes(op="placeholder") if one.name == first.name]
+    (place,) = [one for one in inputs_of(graph) if one.name == first.name]
     for node in nodes:
-        with split.backward.graph.inserting_before(place):
-            taken = split.backward.graph.placeholder(node.name)
+        with graph.inserting_before(place):
+            taken = graph.placeholder(node.name)
         taken.meta.update(node.meta)
 
 
 def _save_no_more(split: Split, nodes: Collection[Node]) -> None:
-    given, count = given_by(split.forward), split.output_count
-    give(split.forward, (*given[:count], *(one for one in given[count:] if one not in nodes)))
+    given, count = given_by(split.forward.graph), split.output_count
+    give(split.forward.graph, (*given[:count], *(one for one in given[count:] if one not in nodes)))
     names = {node.name for node in nodes}
-    for taken in split.backward.graph.find_nodes(op="placeholder"):
+    for taken in inputs_of(split.backward.graph):
         if taken.name in names:
             split.backward.graph.erase_node(taken)
 
@@ -188,11 +187,11 @@ def _save_no_more(split: Split, nodes: Collection[Node]) -> None:
 class _Replays:
     """State: what the backward has of each forward node so far."""
 
-    def __init__(self, split: Split, replayed: list[Node]) -> None:
+    def __init__(self, split: Split, replayed: Collection[Node]) -> None:
         self._forward, self._backward, self._graph = split.forward, split.backward, split.backward.graph
         self._saved = set(split.saved())
         self._replayed = set(replayed)
-        inputs = {one.name: one for one in self._graph.find_nodes(op="placeholder")}
+        inputs = {one.name: one for one in inputs_of(self._graph)}
         self._there = {one: inputs[one.name] for one in split.forward.graph.nodes if one.name in inputs}
         self._order = {one: index for index, one in enumerate(split.forward.graph.nodes)}
         self._made: dict[Node, Node] = {}
@@ -223,16 +222,3 @@ class _Replays:
                 own[one].meta["partitioner_tag"] = "is_backward"
         self._made[node] = own[node]
         return own[node]
-
-
-def given_by(module: torch.fx.GraphModule) -> tuple[Any, ...]:
-    """What a graph returns: nodes, numbers and None."""
-    (outputs,) = module.graph.find_nodes(op="output")
-    given: Any = outputs.args[0]
-    return tuple(given)
-
-
-def give(module: torch.fx.GraphModule, given: tuple[Any, ...]) -> None:
-    """Has it return that."""
-    (outputs,) = module.graph.find_nodes(op="output")
-    outputs.args = (given,)

@@ -1,4 +1,4 @@
-"""Lessons: what was learned of steps that follow a plan, kind by kind, each from a step of the kind as it was."""
+"""What is known of steps that follow a plan, kind by kind: each is laid out as a step of the kind was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_LAID_OUT = 3
 """So many times what a kind of step takes is laid out."""
 MOST_LOGGED = 50
 """So many steps of a kind are logged, of which some may have missed nothing."""
-MOST_LESSONS = 64
+MOST_KNOWN = 64
 """Those that were not used for longest are forgotten."""
 
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Lesson:
+class KnownStep:
     """What is known of one kind of step under a plan."""
 
     plan: Plan
@@ -106,31 +106,31 @@ def misses(fates: Fates) -> int:
     return fates.taken.blocks + fates.unplanned.blocks
 
 
-class Lessons:
+class KnownSteps:
     """By plan and kind. A plan's first kind is learned at once, others when they come again."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[tuple[int, Kind], Lesson] = OrderedDict()
-        """By the identity of the plan, which the lesson holds."""
+        self._of: OrderedDict[tuple[int, Kind], KnownStep] = OrderedDict()
+        """By the identity of the plan, which the entry holds."""
 
-    def begin(self, plan: Plan, kind: Kind) -> Lesson | None:
+    def begin(self, plan: Plan, kind: Kind) -> KnownStep | None:
         """That of a step which begins; None where there is nothing to be learned of it, as it is the first of a kind
         that is not the plan's first kind.
         """
         key = id(plan), kind
-        lesson = self._of.get(key)
-        if lesson is None:
+        known = self._of.get(key)
+        if known is None:
             is_first = all(one.plan is not plan for one in self._of.values())
-            lesson = self._of[key] = Lesson(plan, steps=int(is_first))
-            if len(self._of) > MOST_LESSONS:
+            known = self._of[key] = KnownStep(plan, steps=int(is_first))
+            if len(self._of) > MOST_KNOWN:
                 self._of.popitem(last=False)
         self._of.move_to_end(key)
-        lesson.steps += 1
-        return lesson if lesson.steps > 1 else None
+        known.steps += 1
+        return known if known.steps > 1 else None
 
     def forget(self, plan: Plan) -> None:
         """Its steps are not followed any more."""
-        for key in [key for key, lesson in self._of.items() if lesson.plan is plan]:
+        for key in [key for key, known in self._of.items() if known.plan is plan]:
             del self._of[key]
 
     @property

@@ -1,10 +1,15 @@
-"""GraphCapture: the capture of a step without memory that sees into compiled callables, node by node."""
+"""GraphCapture: the capture of a step without memory that sees into compiled callables, node by node.
+
+What is compiled meanwhile is split as graph mode splits it, with all its points, and then not lowered: an interpreter
+runs both halves. The compiler's caches are left alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,10 +22,12 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.torch_private.compiler_internals import forget_compiled
-
-from .fusion import never_in_memory
-from .open_graphs import open_graphs
+from poochplan.runtime.compiled.nodes import Node, readers
+from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
+from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, deferred_unpack, save
+from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
+from poochplan.torch_private.compiler_internals import boxed, forget_compiled, not_lowered
+from poochplan.torch_private.tensor_internals import OpOverload
 
 ELSEWHERE = "it is saved outside of compiled graphs, where graph mode recomputes nothing"
 SEVERAL = "more than one compiled graph holds it, or its graph runs more than once in a step"
@@ -44,9 +51,9 @@ class GraphCapture(FakeCapture):
     def __init__(self, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
         self._layers = GraphLayers()
         super().__init__(self._layers, static, mode, roofline)
-        self._fused: frozenset[torch.fx.Node] = frozenset()
+        self._fused: frozenset[Node] = frozenset()
         self._graph: torch.fx.Graph | None = None
-        self._node: torch.fx.Node | None = None
+        self._node: Node | None = None
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: graph, node, and why it is never replayed."""
         self._runs = False
@@ -94,7 +101,7 @@ class GraphCapture(FakeCapture):
                 self.switch_off()
 
     @contextlib.contextmanager
-    def runs(self, node: torch.fx.Node) -> Iterator[None]:
+    def runs(self, node: Node) -> Iterator[None]:
         """A block in which that node of a graph runs."""
         if node.graph is not self._graph:
             self._graph, self._fused = node.graph, never_in_memory(node.graph)
@@ -105,9 +112,9 @@ class GraphCapture(FakeCapture):
             self._node, self._layers.of_node = None, outer
 
     @contextlib.contextmanager
-    def saves(self, key: str, node: torch.fx.Node, never: str) -> Iterator[None]:
-        """A block in which the graph of that key saves what the node makes."""
-        before = len(self.handles)
+    def saves(self, node: Node) -> Iterator[None]:
+        """A block in which a graph saves what the node makes."""
+        before, (key, never) = len(self.handles), node.meta[_NOTES]
         yield
         for value, *_ in self.handles[before:]:
             self._saved_by.setdefault(value, []).append((key, node.name, never))
@@ -128,16 +135,12 @@ class GraphCapture(FakeCapture):
 
     def told_of_graphs(self, profile: Profile) -> Profile:
         """The profile, with what saved each value, and why it is never recomputed in its graph."""
-        handles: dict[int, int] = {}
-        for handle in profile.handles:
-            handles[handle.value] = handles.get(handle.value, 0) + 1
-        return msgspec.structs.replace(
-            profile,
-            values=tuple(
-                self._told(number, value, handles[number]) if number in handles else value
-                for number, value in enumerate(profile.values)
-            ),
+        handles = Counter(handle.value for handle in profile.handles)
+        values = (
+            self._told(number, value, handles[number]) if number in handles else value
+            for number, value in enumerate(profile.values)
         )
+        return msgspec.structs.replace(profile, values=tuple(values))
 
     def _told(self, number: int, value: Value, handle_count: int) -> Value:
         by = self._saved_by.get(number, [])
@@ -156,15 +159,54 @@ def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
     """A block in which compiled callables run their graphs for the capture to see. What was compiled before is let go
     of, as is what is compiled in the block: the compiler counts both, and makes no code of what it has compiled often.
     """
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        def run(args: Sequence[Any]) -> Any:
+            with capture.inside():
+                return _Interpreter(graph, capture).boxed_run(list(args) if not isinstance(args, list) else args)
+
+        return boxed(run)  # it lets go of its arguments as the code would
+
     forget_compiled()
     try:
-        with open_graphs(capture):
+        with not_lowered(lower, _NotingPartitioner({})):
             yield
     finally:
         forget_compiled()
 
 
-def _layer_of(node: torch.fx.Node) -> str:
+_NOTES = "poochplan"
+"""Of a node that is saved: the key of its graph, and why it is never replayed; empty where it can be."""
+
+
+class _NotingPartitioner(Partitioner):
+    def saw(self, key: str, split: Split) -> None:
+        for node in saved_nodes(split):
+            node.meta[_NOTES] = key, why_never_replayed(split, node)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Tells the capture each node before it runs it."""
+
+    def __init__(self, graph: torch.fx.GraphModule, capture: GraphCapture) -> None:
+        super().__init__(graph)
+        self._capture = capture
+
+    def run_node(self, n: Node) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._capture.runs(n))
+            if n.target is SAVE:
+                stack.enter_context(self._capture.saves(n.all_input_nodes[0]))
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # by themselves: no mode is to see an op
+        if target in points:
+            return points[target](args[0])
+        return super().call_function(target, tuple(args), kwargs)
+
+
+def _layer_of(node: Node) -> str:
     """Path of the innermost module that the node was traced in; of the forward node's, for one of backward."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -172,3 +214,35 @@ def _layer_of(node: torch.fx.Node) -> str:
     path = next(reversed(stack.values()))[0]
     inner = path.split("L['self']", 1)[-1]
     return ".".join(next(filter(None, found)) for found in _MODULE.findall(inner) if any(found))
+
+
+# -- what the compiler fuses -----------------------------------------------------------------------------------------
+
+_MADE_ANYWHERE = ("aten.full", "aten.arange", "aten.scalar_tensor", "aten.zeros", "aten.ones", "prims.iota")
+_POINTWISE = ("prims.convert_element_type", "prims.inductor_random", "aten.where", "aten.clone", "aten.constant_pad_nd")
+_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
+
+
+def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
+    """Nodes that only pointwise nodes and reductions read.
+
+    An estimate of what Inductor's scheduler does: a pointwise node, or one that makes a constant, is computed within
+    the kernels that read it, where all of these are pointwise or reductions. It takes what its function takes, and no
+    more.
+    """
+    return frozenset(node for node in graph.nodes if _is_pointwise(node) and _all_fuse(list(readers(node))))
+
+
+def _all_fuse(reading: list[Node]) -> bool:
+    return bool(reading) and all(_is_pointwise(one) or _is_reduction(one) for one in reading)
+
+
+def _is_pointwise(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = str(node.target)
+    return torch.Tag.pointwise in node.target.tags or name.startswith((*_MADE_ANYWHERE, *_POINTWISE))
+
+
+def _is_reduction(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and str(node.target).split(".")[1] in _REDUCTIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,6 +16,28 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _EXTERN = ("convolution", "attention")
 _SINGLE = 4
 """Bytes of what kernels compute in at least."""
+
+
+def inputs_of(graph: torch.fx.Graph) -> list[Node]:
+    """What the graph is given, in order; FX calls these nodes placeholders."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def is_gradient(node: Node) -> bool:
+    """Whether it is a gradient that the backward is given; of an input."""
+    return node.name.startswith("tangents")
+
+
+def given_by(graph: torch.fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns: nodes, numbers and None."""
+    (outputs,) = graph.find_nodes(op="output")
+    return tuple(outputs.args[0])
+
+
+def give(graph: torch.fx.Graph, given: tuple[Any, ...]) -> None:
+    """Has it return that."""
+    (outputs,) = graph.find_nodes(op="output")
+    outputs.args = (given,)
 
 
 def is_view(node: Node) -> bool:
@@ -63,3 +86,13 @@ def tells_16_bits(node: Node) -> bool:
     """Whether it is rounded where it leaves a kernel, and not within."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < _SINGLE
+
+
+def rounds_in_kernels(graph: torch.fx.Graph) -> bool:
+    """Whether anything in it is told in 16 bits: rounded where it leaves a kernel, and not within."""
+    return any(map(tells_16_bits, graph.nodes))
+
+
+def writes(node: Node) -> bool:
+    """Whether its op writes into what it is given."""
+    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)

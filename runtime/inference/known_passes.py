@@ -36,7 +36,7 @@ class PassLayout:
 
 
 @dataclass
-class PassLesson:
+class KnownPass:
     """What is known of one kind of pass. States: *new*, without a layout; *laid out*; *settled*, its last served pass
     was as laid out.
     """
@@ -56,26 +56,26 @@ class PassLesson:
         return self.times < _AT_ONCE or self.passes & (self.passes - 1) == 0
 
 
-class PassLessons:
-    """The lessons by kind of pass, a limited number of them."""
+class KnownPasses:
+    """What is known by kind of pass, of a limited number of them."""
 
     def __init__(self) -> None:
-        self._laid: OrderedDict[Hashable, PassLesson] = OrderedDict()
-        self._seen: OrderedDict[Hashable, PassLesson] = OrderedDict()
+        self._laid: OrderedDict[Hashable, KnownPass] = OrderedDict()
+        self._seen: OrderedDict[Hashable, KnownPass] = OrderedDict()
 
-    def of(self, kind: Hashable) -> PassLesson:
+    def of(self, kind: Hashable) -> KnownPass:
         """That of a pass which begins."""
         if kind in self._laid:
             self._laid.move_to_end(kind)
             return self._laid[kind]
-        lesson = self._seen.setdefault(kind, PassLesson())
+        known = self._seen.setdefault(kind, KnownPass())
         self._seen.move_to_end(kind)
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
-        return lesson
+        return known
 
     def is_laid_out(self, kind: Hashable) -> None:
-        """The lesson of that kind, which :meth:`of` has given last, has a layout now."""
+        """The kind that :meth:`of` was asked for last has a layout now."""
         if kind in self._seen:
             self._laid[kind] = self._seen.pop(kind)
             if len(self._laid) > MOST_LAYOUTS:

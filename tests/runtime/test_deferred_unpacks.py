@@ -19,11 +19,11 @@ import poochplan
 from poochplan.formats.facts.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.runtime.regions import installing
-from poochplan.runtime.regions.anchors import anchor_arrivals, without_anchoring
-from poochplan.runtime.regions.arrivals import ARRIVE, arriving, told_of_points
-from poochplan.runtime.regions.hollows import waiting
-from poochplan.runtime.regions.installing import arrivals_compiled, why_no_graphs, why_none
+from poochplan.runtime.compiled import inductor
+from poochplan.runtime.compiled.anchors import anchor, without_anchoring
+from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
+from poochplan.runtime.compiled.inductor import compiled_deferring, why_no_graph_mode, why_none_deferred
+from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
 from tests.runtime.compiled_nets import fresh, loss_of, train
 from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan
@@ -35,7 +35,7 @@ SWAP, KEEP, MIXED = (0, 1, 0), (1, 0, 0), (1, 1, 2)
 
 
 class Stock(NamedTuple):
-    """Of code without arrivals: what steps give, and the profile."""
+    """Of code without deferred unpacks: what steps give, and the profile."""
 
     steps: list[list[torch.Tensor]]
     profile: Profile
@@ -61,7 +61,7 @@ def stock() -> Stock:
 
 @pytest.fixture(scope="module")
 def profile(stock: Stock) -> Iterator[Profile]:
-    """Of code with arrivals, which tests share from here on."""
+    """Of code with deferred unpacks, which tests share from here on."""
     torch._dynamo.reset()
     yield profiled(*fresh())
     torch._dynamo.reset()
@@ -140,7 +140,7 @@ def test_a_compiled_block_in_a_checkpoint_gives_the_same_gradients(stock: Stock,
 
 
 class SavesItsInputFirst(nn.Module):
-    """What a compiled backward needs first is no parameter: it arrives."""
+    """What a compiled backward needs first is no parameter: it is deferred."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: 
         reference = steps(*fresh())
     torch._dynamo.reset()
     model, batch = fresh()
-    with functorch_settings.patch(donated_buffer=False), arrivals_compiled(model, "cpu"):
+    with functorch_settings.patch(donated_buffer=False), compiled_deferring(model, "cpu"):
         assert equal(steps(model, batch), reference)  # compiled here: what goes back twice is compiled for that
 
     def once() -> torch.Tensor:
@@ -244,30 +244,30 @@ class Tied(nn.Module):
 
 @cpu_device
 def test_the_compiler_makes_one_op_of_two_where_it_does_so_in_stock_code() -> None:
-    def gradients(with_arrivals: bool) -> tuple[list[torch.Tensor], str]:
+    def gradients(is_deferred: bool) -> tuple[list[torch.Tensor], str]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, tokens = Tied(), torch.randint(64, (16, 32))
         model.compile(dynamic=False)
-        with arrivals_compiled(model, "cpu") if with_arrivals else contextlib.nullcontext(), fresh_cache():
+        with compiled_deferring(model, "cpu") if is_deferred else contextlib.nullcontext(), fresh_cache():
             _, codes = run_and_get_code(lambda: model(tokens).square().mean().backward())
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], codes[-1]
 
     (stock, stock_code), (ours, code) = gradients(False), gradients(True)
-    assert "poochplan.arrive" in code
+    assert "poochplan.deferred_unpack" in code
     assert code.count("extern_kernels.addmm(buf") == stock_code.count("extern_kernels.addmm(buf") == 1
     assert equal([stock], [ours])
 
 
-def test_what_the_compiler_s_patterns_leave_unread_arrives_no_more() -> None:
+def test_what_the_compiler_s_patterns_leave_unread_is_unpacked_no_more() -> None:
     graph = torch.fx.Graph()
     saved, given = graph.placeholder("saved"), graph.placeholder("tangents_1")
     for one in (saved, given):
         one.meta["val"] = torch.empty(4)
-    graph.call_function(ARRIVE, (saved, given)).meta["val"] = saved.meta["val"]
+    graph.call_function(DEFERRED_UNPACK, (saved, given)).meta["val"] = saved.meta["val"]
     graph.output((given,))
-    anchor_arrivals(graph)
-    assert not graph.find_nodes(op="call_function", target=ARRIVE)
+    anchor(graph)
+    assert not graph.find_nodes(op="call_function", target=DEFERRED_UNPACK)
 
 
 @cpu_device
@@ -284,9 +284,9 @@ def test_the_settings_are_there_while_they_are_needed_and_no_longer() -> None:
     model, _ = fresh()
     own = Own()
     with settings.patch(post_grad_custom_post_pass=own):
-        with arrivals_compiled(model, "cpu"):
+        with compiled_deferring(model, "cpu"):
             inside = settings.custom_partitioner_fn, settings.post_grad_custom_post_pass
-            with arrivals_compiled(model, "cpu"):
+            with compiled_deferring(model, "cpu"):
                 assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
             assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
         assert settings.post_grad_custom_post_pass is own
@@ -300,13 +300,13 @@ def test_settings_of_ours_that_somebody_has_put_back_are_nobody_s() -> None:
     model, _ = fresh()
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(contextlib.ExitStack())
-        ours.enter_context(arrivals_compiled(model, "cpu"))
+        ours.enter_context(compiled_deferring(model, "cpu"))
         stack.enter_context(settings.patch(custom_partitioner_fn=None, post_grad_custom_post_pass=None))
         ours.close()
     try:
         assert settings.custom_partitioner_fn is not None
-        assert why_none(model, "cpu") == ""
-        with arrivals_compiled(model, "cpu"):
+        assert why_none_deferred(model, "cpu") == ""
+        with compiled_deferring(model, "cpu"):
             assert without_anchoring(settings.post_grad_custom_post_pass) is None
         assert settings.custom_partitioner_fn is None
         assert settings.post_grad_custom_post_pass is None
@@ -321,9 +321,9 @@ def test_nothing_is_done_for_a_model_without_compiled_modules() -> None:
     def hook(_: Any) -> torch.Tensor:
         raise AssertionError
 
-    assert arriving(hook, hook, lambda _: None, plain, "cpu") == (hook, hook)
-    assert why_none(plain, "cpu") == ""
-    with arrivals_compiled(plain, "cpu"):
+    assert deferring(hook, hook, lambda _: None, plain, "cpu") == (hook, hook)
+    assert why_none_deferred(plain, "cpu") == ""
+    with compiled_deferring(plain, "cpu"):
         assert settings.custom_partitioner_fn is None
 
 
@@ -340,15 +340,15 @@ def test_a_partitioner_of_the_user_s_stays_and_a_reason_is_given() -> None:
 
     model, _ = fresh()
     own = Own()
-    with settings.patch(custom_partitioner_fn=own), arrivals_compiled(model, "cpu"):
+    with settings.patch(custom_partitioner_fn=own), compiled_deferring(model, "cpu"):
         assert settings.custom_partitioner_fn is own
-        assert "custom_partitioner_fn is set already" in why_none(model, "cpu")
+        assert "custom_partitioner_fn is set already" in why_none_deferred(model, "cpu")
 
 
 @cpu_device
 def test_another_torch_gets_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = fresh()
-    monkeypatch.setattr(installing, "lacking_in_compiler", lambda: "torch._inductor.config.splitter")
+    monkeypatch.setattr(inductor, "lacking_in_compiler", lambda: "torch._inductor.config.splitter")
     reason = f"need torch._inductor.config.splitter, and torch {torch.__version__} has none"
-    assert why_none(model, "cpu") == f"arrivals within a compiled backward {reason}"
-    assert why_no_graphs("cpu").startswith("expected torch._inductor.config.splitter in torch, found ")
+    assert why_none_deferred(model, "cpu") == f"deferred unpacks in a compiled backward {reason}"
+    assert why_no_graph_mode("cpu").startswith("expected torch._inductor.config.splitter in torch, found ")
