@@ -29,10 +29,11 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
+from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.schedule import schedule_of
-from poochplan.planner.simulator.simulate import Candidate, Simulation, simulated
+from poochplan.planner.simulator.simulate import Candidate
+from poochplan.planner.writing import write_plan
 
 
 def all_policies() -> tuple[str, ...]:
@@ -105,7 +106,7 @@ class Solving:
     time_limit_s: float = 20.0
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
-    """Of the ILP's budgets; see ``plan``. Policies that decide alone know none."""
+    """See ``plan``. A policy that decides alone has an arena where that of its plan happens to fit the budget."""
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -127,28 +128,33 @@ def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
         candidate = run_policy(policy, given)
         if candidate.peak_bytes > budget_bytes:
             return _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=candidate.peak_bytes)
-        overhead = given.problem.overhead(candidate.simulation.step_s)
-        return _with_plan(cell, candidate.simulation, overhead, CellStatus.FITS)
+        return _with_plan(cell, _written(given, candidate, solving.arena), CellStatus.FITS)
     limit_s, arena = solving.time_limit_s, solving.arena
     made = plan(
         profile, budget_bytes, solver=solving.solver, time_limit_s=limit_s, gap=solving.gap, threads=1, arena=arena
     )
-    found = _with_plan(cell, made.prediction, made.prediction.overhead, made.solve.status)
+    found = _with_plan(cell, made.prediction, made.solve.status)
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
     return replace(found, bound_overhead=bound, gap=made.solve.gap)
 
 
-def _with_plan(
-    cell: Cell, does: Prediction | Simulation, overhead: float, status: SolveStatus | CellStatus
-) -> SweepPoint:
+def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
+    """What a policy's plan does, by the seconds of the ILP's: those without an arena where none fits the budget."""
+    profile, is_laid_out = given.profile, arena != "off" and given.profile.device.kind == "cpu"
+    found = Optimum(candidate, candidate.policy)
+    made = write_plan(profile, given.problem, found, given.budget_bytes, None, 0.0, is_laid_out=is_laid_out)
+    return made.prediction
+
+
+def _with_plan(cell: Cell, does: Prediction, status: SolveStatus | CellStatus) -> SweepPoint:
     return SweepPoint(
         policy=cell[0],
         budget_bytes=cell[1],
         feasible=True,
         peak_bytes=max(does.peak_bytes, does.first_step_peak_bytes),
         step_s=does.step_s,
-        overhead=overhead,
+        overhead=does.overhead,
         stall_s=does.stall_s,
         replay_s=does.replay_s,
         out_bytes=does.out_bytes,
@@ -355,28 +361,29 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     first, the fastest first.
     """
     given = PolicyInput.of(profile, made.budget_bytes)
-    ilp = simulated(given.problem, ILP, schedule_of(made, given.problem))
-    scale_s = made.prediction.in_core_step_s or 1.0
+    arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
 
-    def row(found: Candidate, wall_s: float) -> ComparisonRow:
-        simulation, fits = found.simulation, given.fits(found)
+    def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
+        peak_bytes = max(does.peak_bytes, does.first_step_peak_bytes)
+        fits = peak_bytes <= made.budget_bytes
         return ComparisonRow(
-            policy=found.policy,
-            peak_bytes=found.peak_bytes,
+            policy=policy,
+            peak_bytes=peak_bytes,
             fits=fits,
-            step_s=simulation.step_s,
-            overhead=simulation.step_s / scale_s - 1,
-            stall_s=simulation.stall_s,
-            replay_s=simulation.replay_s,
-            interference_s=simulation.interference_s,
-            moved_bytes=simulation.out_bytes + simulation.in_bytes,
-            ilp_margin=(simulation.step_s - ilp.simulation.step_s) / scale_s if fits else None,
+            step_s=does.step_s,
+            overhead=does.overhead,
+            stall_s=does.stall_s,
+            replay_s=does.replay_s,
+            interference_s=does.interference_s,
+            moved_bytes=does.out_bytes + does.in_bytes,
+            ilp_margin=does.overhead - made.prediction.overhead if fits else None,
             wall_s=wall_s,
         )
 
-    rows = [row(ilp, made.solve.wall_s)]
+    rows = [row(ILP, made.prediction, made.solve.wall_s)]
     for name in policy_names():
         started_s = time.perf_counter()
         found = run_policy(name, given)
-        rows.append(row(found, time.perf_counter() - started_s))
+        wall_s = time.perf_counter() - started_s
+        rows.append(row(name, _written(given, found, arena), wall_s))
     return tuple(sorted(rows, key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes)))
