@@ -205,7 +205,7 @@ OUT_OF_CORE = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = lambda: model(batch).square().mean()
     pages = int(open("/proc/self/statm").read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (190 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (205 << 20), resource.RLIM_INFINITY))
     if os.fork() == 0:
         try:
             step().backward()
