@@ -21,12 +21,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.facts import facts_of_run, write_results
-from poochplan.planner.model.bound import integral_bound, lower_bound
-from poochplan.planner.model.solvers import SolverLimits
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import Candidate, try_decisions
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.search.bound import integral_bound, lower_bound
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 from tests.planner.random_schedules import interfering_profile, random_schedule
 
 ROUNDING = 1e-9

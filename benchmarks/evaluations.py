@@ -25,9 +25,9 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import ratio_of_pairs
 from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import swap_all, try_style
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator, codes_of, library
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import swap_all, try_style
 
 KEPT = (0.5, 0.2)
 START_UP = """
@@ -70,7 +70,7 @@ def network_row(network: str, count: int, times: int) -> dict[str, Any]:
     pairs: dict[str, list[tuple[float, float]]] = {"mix": [], "swap-all": []}
     first_s = []
     for number, wish in enumerate(mixes(problem, count)):
-        codes = codes_of(wish)
+        codes = codes_of(wish).tobytes()
         for kept in KEPT:
             budget_bytes = budget_of(profile, kept)
             for style, named in enumerate(STYLE_OF):

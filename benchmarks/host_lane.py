@@ -24,7 +24,7 @@ from torch import nn
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, compared, one_step, profiled
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.profiler.trials.handle_cost import measured_on

@@ -20,17 +20,17 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.planning import NETWORKS, budget_of, instance
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.model.decide import solve_fluid
-from poochplan.planner.model.fluid import Request
-from poochplan.planner.model.solvers import SolverLimits
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.decide import solve_fluid
+from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import movable, swap_all
+from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable, swap_all
 
 LINK = "pcie4"
 KEPT = (0.5, 0.1)

@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.plan import Decision
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import movable, try_decisions
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable, try_decisions
 from tests.planner.oracle import best_decisions, best_schedule  # the yardstick, none of the package
 from tests.planner.oracle_search import Freedom
 from tests.planner.tiny_profiles import tiny_budget, tiny_profile

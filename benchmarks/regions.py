@@ -1,4 +1,4 @@
-"""GPT-2 whose blocks are compiled one by one, with and without arrivals: smallest budget, overhead at given ones.
+"""GPT-2 whose blocks are compiled one by one, with and without deferred unpacks: smallest budget, overhead.
 
     OMP_NUM_THREADS=1 python -m benchmarks.regions -o benchmarks/results/regions.json
 

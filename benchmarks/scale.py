@@ -26,12 +26,12 @@ from benchmarks.instances import gpt_blocks
 from benchmarks.planning import budget_of
 from poochplan.formats.profile import Profile
 from poochplan.planner import for_machine, plan
-from poochplan.planner.model.bound import bound_model, bound_seconds
-from poochplan.planner.model.decide import build_fluid_model
-from poochplan.planner.model.fluid import FluidModel, Request
-from poochplan.planner.model.solvers import SolverLimits, solve_linear
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.search.bound import bound_model, bound_seconds
+from poochplan.planner.search.decide import build_fluid_model
+from poochplan.planner.search.fluid import FluidModel, Request
+from poochplan.planner.search.solvers import SolverLimits, solve_linear
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable
 
 LAYERS = (25, 112, 280)
 """460, 2,026 and 5,050 values."""

@@ -22,9 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile import Profile
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.simulator.candidate import swap_all_on_demand
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import simulate, swap_all_on_demand
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = 0.3

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from poochplan.formats.plan import Plan
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.run_report import Report
 from tests.planner.plans import plan_with

@@ -29,10 +29,9 @@ from benchmarks.resident import in_a_process
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.candidate import Candidate
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import Candidate, simulate
 from poochplan.planner.writing import BY_HAND, write_plan
 from tests.allocated_bytes import allocated_bytes
 from tests.runtime.nets import Case

@@ -12,18 +12,16 @@ from poochplan.formats.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.allowance import SearchLimits, Watch
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance, SearchLimits, Watch
 from poochplan.planner.search.optimise import Optimum, optimise
-from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
 from poochplan.planner.simulator.evaluator import begin_build, library
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import keep_all
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .allowance import Allowance
 from .whatif import as_unserved
 from .writing import KEEP_ALL, write_plan
 
@@ -147,18 +145,14 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least
             smallest_budget_bytes=smallest_bytes,
         )
     where = smallest.simulation.peak_layer or "one moment of the step"
+    also = "".join(f"; {line}" for line in limits(profile))  # what else would make it smaller
     raise InfeasibleError(
         f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}): expected at least "
         f"{smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share} of the in-core peak of "
         f"{format_bytes(profile.in_core_peak_bytes)}), which {where} needs at once whatever is swapped or recomputed; "
-        f"pass a budget of {share} or more, or make the batch smaller{_also(profile)}",
+        f"pass a budget of {share} or more, or make the batch smaller{also}",
         smallest_budget_bytes=smallest_bytes,
     )
-
-
-def _also(profile: Profile) -> str:
-    """What else would make the smallest budget smaller."""
-    return "".join(f"; {line}" for line in limits(profile))
 
 
 def _optimal(
@@ -166,8 +160,7 @@ def _optimal(
 ) -> Optimum:
     """The plan that keeps everything where that fits, in an arena or not; else the best that was found."""
     started_s = time.perf_counter()
-    schedule = keep_all(problem)
-    in_core = Candidate(KEEP_ALL, schedule.decisions, schedule, simulate(problem, schedule))
+    in_core = simulated(problem, KEEP_ALL, keep_all(problem))
     if in_core.peak_bytes <= budget_bytes:
         note = (
             f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of "
@@ -176,10 +169,14 @@ def _optimal(
         return Optimum(in_core, KEEP_ALL, (note,))
     _check_feasible(profile, problem, budget_bytes)
     given = PolicyInput(profile, problem, budget_bytes)
-    proposals = [partial(_proposal, name, given) for name in STRONG_POLICIES]
+
+    def propose(name: str, allowance: Allowance) -> Candidate:
+        return run_policy(name, replace(given, allowance=allowance))
+
     library(None if search.evaluations is not None else BUILD_SHARE * search.time_limit_s)
     fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
     spent_s = time.perf_counter() - started_s
+    proposals = [partial(propose, name) for name in STRONG_POLICIES]
     optimum = optimise(problem, budget_bytes, search, proposals, watch, spent_s, fitting)
     best = optimum.best
     if best.peak_bytes > budget_bytes:
@@ -192,11 +189,6 @@ def _optimal(
         return optimum
     note = f"its decisions were found by annealing that began at the plan of {best.policy!r}"
     return replace(optimum, policy="annealing", notes=(note, *optimum.notes))
-
-
-def _proposal(name: str, given: PolicyInput, allowance: Allowance) -> Candidate:
-    """The plan of another policy, in the time that there is."""
-    return run_policy(name, replace(given, allowance=allowance))
 
 
 def _alone(policy: str, profile: Profile, problem: Problem, budget_bytes: int) -> Optimum:

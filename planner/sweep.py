@@ -1,4 +1,5 @@
-"""The frontier of memory against overhead: every policy at every budget, each judged by the same simulator.
+"""Every policy at every budget, the frontier of memory against overhead; or all of them at the budget of one plan.
+Each is judged by the same simulator.
 
 A cell of the sweep is one policy at one budget. Cells know nothing of each other, so they run in processes of their
 own, with one solver thread each, and a cell that fails loses no other.
@@ -23,15 +24,22 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeAlias
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import Prediction, SolveStatus
+from poochplan.formats.plan import Plan, Prediction, SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner.comparison import all_policies
-from poochplan.planner.model.solvers import choose_solver
 from poochplan.planner.planning import ILP, plan, smallest_budget
-from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.simulate import Simulation
+from poochplan.planner.search.optimise import Optimum
+from poochplan.planner.search.solvers import choose_solver
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate
+from poochplan.planner.writing import write_plan
+
+
+def all_policies() -> tuple[str, ...]:
+    """Names of the policies that are compared: the ILP first."""
+    return (ILP, *policy_names())
+
 
 Cell = tuple[str, int]
 """A policy and a budget in bytes."""
@@ -98,7 +106,7 @@ class Solving:
     time_limit_s: float = 20.0
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
-    """Of the ILP's budgets; see ``plan``. Policies that decide alone know none."""
+    """See ``plan``. A policy that decides alone has an arena where that of its plan happens to fit the budget."""
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -120,28 +128,33 @@ def _plan_of(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
         candidate = run_policy(policy, given)
         if candidate.peak_bytes > budget_bytes:
             return _without_plan(cell, CellStatus.INFEASIBLE, peak_bytes=candidate.peak_bytes)
-        overhead = given.problem.overhead(candidate.simulation.step_s)
-        return _with_plan(cell, candidate.simulation, overhead, CellStatus.FITS)
+        return _with_plan(cell, _written(given, candidate, solving.arena), CellStatus.FITS)
     limit_s, arena = solving.time_limit_s, solving.arena
     made = plan(
         profile, budget_bytes, solver=solving.solver, time_limit_s=limit_s, gap=solving.gap, threads=1, arena=arena
     )
-    found = _with_plan(cell, made.prediction, made.prediction.overhead, made.solve.status)
+    found = _with_plan(cell, made.prediction, made.solve.status)
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
     return replace(found, bound_overhead=bound, gap=made.solve.gap)
 
 
-def _with_plan(
-    cell: Cell, does: Prediction | Simulation, overhead: float, status: SolveStatus | CellStatus
-) -> SweepPoint:
+def _written(given: PolicyInput, candidate: Candidate, arena: Literal["auto", "on", "off"]) -> Prediction:
+    """What a policy's plan does, by the seconds of the ILP's: those without an arena where none fits the budget."""
+    profile, is_laid_out = given.profile, arena != "off" and given.profile.device.kind == "cpu"
+    found = Optimum(candidate, candidate.policy)
+    made = write_plan(profile, given.problem, found, given.budget_bytes, None, 0.0, is_laid_out=is_laid_out)
+    return made.prediction
+
+
+def _with_plan(cell: Cell, does: Prediction, status: SolveStatus | CellStatus) -> SweepPoint:
     return SweepPoint(
         policy=cell[0],
         budget_bytes=cell[1],
         feasible=True,
         peak_bytes=max(does.peak_bytes, does.first_step_peak_bytes),
         step_s=does.step_s,
-        overhead=overhead,
+        overhead=does.overhead,
         stall_s=does.stall_s,
         replay_s=does.replay_s,
         out_bytes=does.out_bytes,
@@ -262,7 +275,7 @@ def sweep(
     Parameters
     ----------
     budgets: bytes; :func:`default_budgets` when None.
-    policies: names of ``comparison.all_policies``; all of them when None.
+    policies: names of :func:`all_policies`; all of them when None.
     processes: how many cells run at a time; as many as this process has cores when None. With 1 they run in this
         process; otherwise the calling script needs the usual ``if __name__ == "__main__":``.
     finished: called with each cell as it is done, in any order. When the sweep is interrupted the processes are ended
@@ -319,3 +332,58 @@ def default_budgets(
 def _usable_processors() -> int:
     """Those that this process may use, where the system tells (Linux); else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """What one policy's plan does within one budget."""
+
+    policy: str
+    peak_bytes: int
+    """Most live bytes at any moment, the first step included."""
+    fits: bool
+    step_s: float
+    overhead: float
+    """Simulated step time over in-core step time, minus 1."""
+    stall_s: float
+    replay_s: float
+    interference_s: float
+    moved_bytes: int
+    """Over the link, out and in together."""
+    ilp_margin: float | None
+    """By how much of the in-core step the ILP's plan is faster; None where this one does not fit."""
+    wall_s: float
+    """Seconds it took to decide."""
+
+
+def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
+    """What every policy makes of the profile and the budget of ``made``, the ILP's plan: a row each, those that fit
+    first, the fastest first.
+    """
+    given = PolicyInput.of(profile, made.budget_bytes)
+    arena: Literal["auto", "off"] = "auto" if made.layout is not None else "off"
+
+    def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
+        peak_bytes = max(does.peak_bytes, does.first_step_peak_bytes)
+        fits = peak_bytes <= made.budget_bytes
+        return ComparisonRow(
+            policy=policy,
+            peak_bytes=peak_bytes,
+            fits=fits,
+            step_s=does.step_s,
+            overhead=does.overhead,
+            stall_s=does.stall_s,
+            replay_s=does.replay_s,
+            interference_s=does.interference_s,
+            moved_bytes=does.out_bytes + does.in_bytes,
+            ilp_margin=does.overhead - made.prediction.overhead if fits else None,
+            wall_s=wall_s,
+        )
+
+    rows = [row(ILP, made.prediction, made.solve.wall_s)]
+    for name in policy_names():
+        started_s = time.perf_counter()
+        found = run_policy(name, given)
+        wall_s = time.perf_counter() - started_s
+        rows.append(row(name, _written(given, found, arena), wall_s))
+    return tuple(sorted(rows, key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes)))

@@ -7,6 +7,7 @@ it are estimates. Their memory is exact all the same: bytes do not depend on spe
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
 
@@ -14,11 +15,12 @@ from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Device, Kind, LayerTimes, Link, LinkDirection, Profile
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import swap_all_on_demand
+from poochplan.formats.profile import Kind, Link, LinkDirection, Profile
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
 
+Record = TypeVar("Record", bound=msgspec.Struct)
 MEASURED = "measured"
 """Name that leaves the profile's own link as it is."""
 
@@ -57,7 +59,9 @@ def for_machine(
     if device_memory is not None:
         memory_bytes = parse_bytes(device_memory, "device memory")
         _check_memory(profile, memory_bytes)
-        changed = msgspec.structs.replace(changed, device=_with_memory(changed.device, memory_bytes))
+        name = f"{changed.device.name} ({format_bytes(memory_bytes)})"
+        device = msgspec.structs.replace(changed.device, name=name, memory_bytes=memory_bytes)
+        changed = msgspec.structs.replace(changed, device=device)
         assumed.append(
             f"device memory {format_bytes(memory_bytes)}, instead of {format_bytes(profile.device.memory_bytes)}"
         )
@@ -150,48 +154,21 @@ def _checked(compute_scale: float) -> float:
 
 
 def _at_speed(profile: Profile, scale: float) -> Profile:
-    times = profile.times
-    scaled_times = msgspec.structs.replace(
-        times,
-        forward_s=times.forward_s * scale,
-        backward_s=times.backward_s * scale,
-        optimizer_s=times.optimizer_s * scale,
-        step_s=times.step_s * scale,
-        spread_s=times.spread_s * scale,
-        forward_spread_s=times.forward_spread_s * scale,
-        backward_spread_s=times.backward_spread_s * scale,
-        optimizer_spread_s=times.optimizer_spread_s * scale,
-        plain_step_s=None if times.plain_step_s is None else times.plain_step_s * scale,
-        unserved_step_s=None if times.unserved_step_s is None else times.unserved_step_s * scale,
-    )
-    ops = tuple(
-        msgspec.structs.replace(op, duration_s=op.duration_s * scale, spread_s=op.spread_s * scale)
-        for op in profile.ops
-    )
-    layer_times = tuple(
-        LayerTimes(
-            layer=layer.layer,
-            forward_s=layer.forward_s * scale,
-            forward_spread_s=layer.forward_spread_s * scale,
-            backward_s=layer.backward_s * scale,
-            backward_spread_s=layer.backward_spread_s * scale,
-        )
-        for layer in profile.layer_times
-    )
     device = msgspec.structs.replace(profile.device, name=f"{profile.device.name} (x{scale:g})")
     return msgspec.structs.replace(
         profile,
-        ops=ops,
-        times=scaled_times,
-        layer_times=layer_times,
+        ops=tuple(_scaled(op, scale) for op in profile.ops),
+        times=_scaled(profile.times, scale),
+        layer_times=tuple(_scaled(layer, scale) for layer in profile.layer_times),
         device=device,
         runtime=None,  # what it would take there is not known
     )
 
 
-def _with_memory(device: Device, memory_bytes: int) -> Device:
-    name = f"{device.name} ({format_bytes(memory_bytes)})"
-    return msgspec.structs.replace(device, name=name, memory_bytes=memory_bytes)
+def _scaled(record: Record, scale: float) -> Record:
+    """The same with all seconds so many times as long."""
+    fields = ((name, getattr(record, name)) for name in record.__struct_fields__ if name.endswith("_s"))
+    return msgspec.structs.replace(record, **{name: value * scale for name, value in fields if value is not None})
 
 
 def _check_memory(profile: Profile, memory_bytes: int) -> None:

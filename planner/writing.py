@@ -14,10 +14,9 @@ from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Sol
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.candidate import Candidate, try_decisions
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 
 from .whatif import as_unserved
 

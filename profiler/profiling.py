@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,21 +14,11 @@ import msgspec
 import torch
 
 from poochplan.errors import NativeError
-from poochplan.formats.profile import Kind, Link, Phase, Profile
+from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.planner.simulator.evaluator import begin_build, library
-from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import (
-    EVAL_MODE,
-    garbage_notes,
-    kept_notes,
-    model_notes,
-    region_notes,
-    runtime_notes,
-)
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
+from poochplan.profiler.assembly.notes import EVAL_MODE, SWAPPED, runtime_notes
 from poochplan.profiler.assembly.steadiness import contradicted
-from poochplan.profiler.capture.capture import Capture
-from poochplan.profiler.capture.clock import clock_of, current, library_bytes
+from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.fake.estimate import needed_without_memory
@@ -36,30 +26,36 @@ from poochplan.profiler.fake.fake_profile import fake_profile
 from poochplan.profiler.fake.memory_left import fitting_mode, memory_left
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.inside import profile_inside
+from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.live.study import drafts, step_notes
+from poochplan.profiler.live.timing_watches import TimingWatch
+from poochplan.profiler.live.verifying_watch import verify
 from poochplan.profiler.step.beside import tensors_beside
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
-from poochplan.profiler.trials.compare import verify
-from poochplan.profiler.trials.handle_cost import runtime_cost, with_handles_of
-from poochplan.profiler.trials.swap_all import HostedCapture, HostStore, SwapAll
+from poochplan.profiler.trials.handle_cost import keeping, measured_on, runtime_cost, with_handles
+from poochplan.profiler.trials.host_store import HostedCapture, HostStore
 from poochplan.runtime.allocator.building import build
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.attachment import check_no_session
+from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.regions.installing import arrivals_compiled
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
-from .real import Runner, captured
+from .real import Runner
 from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device
 from .timed_steps import plain_step_s, timed_steps, with_plain_again, with_seconds_beside
 
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
+KEPT_STEPS = 2
+"""So many keep everything under the engine, which tells what its hooks take."""
 
 
 def profile(
@@ -237,31 +233,26 @@ def _profile_real(
     if options.link is None and where.type == "cpu":
         choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
     with preserved(model, runner.optimizer), current(where), ExitStack() as memory, ExitStack() as stack:
-        stack.enter_context(arrivals_compiled(model, where.type))  # a model is compiled once, and by the first step
+        stack.enter_context(compiled_deferring(model, where.type))  # a model is compiled once, and by the first step
         if mode == "run":
             _wait_for_builds()
             plain_s = plain_step_s(runner, options)
         memory.enter_context(_session_memory(where))
-        store = None
+        steps = memory.enter_context(StepFunction(runner, where, options.spill_dir))
         if mode != "run":
-            runner.swap_all = SwapAll(model, where, options.spill_dir, clock_of(where))
-            stack.callback(runner.swap_all.close)
-            store = HostStore(where, options.spill_dir)
-            stack.callback(store.close)
             say(f"warming up ({options.warmup} steps, swapping)")
             for _ in range(options.warmup):
-                runner.one_step()
+                steps.run(TimingWatch(steps.scene, None))
             _wait_for_builds()
         check_real(runner.loss)
         say("capturing one step")
-        capture, kinds = captured(runner, _new_capture(model, where, store))
-        if store is not None:
-            store.close()  # its threads take address space
+        seen = _captured(steps, where, options, on_host=mode != "run")
+        capture = seen.capture
         link = options.link
         if link is None:  # only now: a wrong step is refused without waiting for it
             say("measuring the link")
             link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
-        draft = _assembler(capture, kinds, runner, where, link, options.workload)
+        draft = drafts(seen, link, options.workload)
         chosen: RealMode = "run" if mode == "run" else "swap-all"
         if mode == "auto":
             trial = draft("swap-all", capture.durations(), [dict.fromkeys(Phase, 0.0)], [])
@@ -270,27 +261,36 @@ def _profile_real(
             say(why)
             notes = [*notes, why]
             if chosen == "run":
-                runner.swap_all = None
                 memory.close()
                 with collected_after(capture):
                     runner.one_step()  # in-core for the first time
                 plain_s = plain_step_s(runner, options)
                 memory.enter_context(_session_memory(where))
-        timed = timed_steps(runner, capture, where, options)
-        own = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds), *region_notes(model, where)]
-        notes = [*own, *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]
+                steps = memory.enter_context(StepFunction(runner, where, options.spill_dir))
+        timed = timed_steps(steps, capture, options, moves=chosen == "swap-all")
+        notes = [*step_notes(seen), *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]
         unverified = with_seconds_beside(draft(chosen, timed.runs, timed.steps, notes), plain_s, timed)
-        del capture, draft
+        del capture, draft, seen
         stack.close()
         say("verifying replays")
-        verified = verify(unverified, model, runner.bare_step, options.spill_dir, runner.optimizer)
+        verified = verify(unverified, steps)
         if chosen == "swap-all":
             return verified
-        later: list[PhaseSeconds] = []
-        finished = with_handles_of(verified, model, lambda: later.append(runner.bare_step()), options.spill_dir)
+        kept = [steps.run(TimingWatch(steps.scene, keeping(verified))) for _ in range(KEPT_STEPS)]
+        in_hooks = [one.in_hooks for one in kept if not one.why_not]
+        finished = with_handles(verified, measured_on(where, torch.get_num_threads()), in_hooks)
         memory.close()
         finished = with_plain_again(finished, lambda: plain_step_s(runner, options))
-        return _warned(finished, contradicted(timed.steps, later))
+        return _warned(finished, contradicted(timed.steps, [one.seconds for one in kept]))
+
+
+def _captured(steps: StepFunction, where: torch.device, options: Options, *, on_host: bool) -> Capturing:
+    """One step, in which backward runs on copies of what was saved: in memory, or ``on_host``."""
+    static = static_keys(steps.scene.model, where.type)
+    if not on_host:
+        return steps.run(Capturing(steps.scene, ClonedCapture(where, LayerTracker(), static)), moves=False)
+    with closing(HostStore(where, options.spill_dir)) as store:
+        return steps.run(Capturing(steps.scene, HostedCapture(where, LayerTracker(), static, store)), moves=False)
 
 
 def _warned(profile: Profile, note: str) -> Profile:
@@ -320,39 +320,3 @@ def _session_memory(where: torch.device) -> Iterator[None]:
 
 
 CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"
-SWAPPED = (
-    "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
-    "less the time in which they swapped"
-)
-
-
-def _new_capture(model: torch.nn.Module, where: torch.device, store: HostStore | None) -> ClonedCapture:
-    tracker, static = LayerTracker(), static_keys(model, where.type)
-    if store is None:
-        return ClonedCapture(where, tracker, static)
-    return HostedCapture(where, tracker, static, store)
-
-
-def _assembler(
-    capture: Capture, kinds: dict[int, Kind], runner: Runner, where: torch.device, link: Link, workload: str
-) -> Callable[[RealMode, Floats, list[PhaseSeconds], list[str]], Profile]:
-    """:func:`assemble` for the captured step, given mode, seconds of the ops, measured steps and notes."""
-    held_bytes = library_bytes(where)
-
-    def draft(mode: RealMode, runs: Floats, measured: list[PhaseSeconds], notes: list[str]) -> Profile:
-        return assemble(
-            capture,
-            kinds,
-            runs,
-            measured,
-            model=runner.model,
-            link=link,
-            workload=workload,
-            mode=mode,
-            device=this_machine(where),
-            held_bytes={"cublas": held_bytes},
-            notes=notes,
-            accumulate=runner.accumulate,
-        )
-
-    return draft

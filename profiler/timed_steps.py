@@ -7,7 +7,6 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
@@ -15,7 +14,9 @@ from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.assembly.steadiness import JUDGED_S, MUCH, steady
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.garbage import collected_after
-from poochplan.profiler.capture.timing import time_ops
+from poochplan.profiler.capture.timing import OpRuns
+from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.live.timing_watches import OpTiming, TimingWatch
 from poochplan.runtime.arena.repeated_step import RepeatedStep
 
 from .real import Runner
@@ -44,36 +45,49 @@ def plain_step_s(runner: Runner, options: Options) -> float:
     options.say(f"warming up ({options.warmup} steps), and timing {options.iterations} by PyTorch alone")
     for _ in range(options.warmup):
         runner.one_step()
-    return median(sum(step.values()) for step in _steps(runner, options.iterations))
+    return median(sum(runner.one_step().values()) for _ in range(options.iterations))
 
 
-def timed_steps(runner: Runner, capture: Capture, where: torch.device, options: Options) -> Timed:
+def timed_steps(steps: StepFunction, capture: Capture, options: Options, *, moves: bool) -> Timed:
     """Times the step as planned steps run: on the CPU from one arena, where it can be laid out, for else the pages of
-    fresh memory would be in the seconds of ops; in-core or swapping, as the runner does it.
+    fresh memory would be in the seconds of ops; in-core, or swapping where it ``moves`` what is saved.
     """
+    runner, scene = steps.runner, steps.scene
+
+    def one_step() -> PhaseSeconds:
+        return steps.run(TimingWatch(scene, None)).seconds if moves else runner.one_step()
+
+    def several(count: int) -> list[PhaseSeconds]:
+        return [one_step() for _ in range(count)]
+
+    def again() -> list[PhaseSeconds]:
+        options.say(f"timed steps spread too much; timing {options.iterations} more")
+        return several(options.iterations)
+
+    options.say(f"timing {options.iterations} steps")
     try:
-        return _timed(runner, capture, where, options)
+        with collected_after(capture):
+            unserved = [one_step()]
+        is_cpu = scene.where.type == "cpu"
+        is_served = is_cpu and capture.memory is Memory.ALLOCATED and _is_served_now(runner, one_step, unserved)
+        timed = [] if is_served else unserved
+        timed += several(options.iterations - len(timed))
+        options.say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
+        runs = OpRuns(capture.ops)
+        for _ in range(options.iterations):
+            watch = steps.run(OpTiming(scene, None), moves=moves)
+            runs.add(watch.timer, watch.seconds)
+        times = runs.times()
+        notes = [times.note] if times.note else []
+        if not times.note:  # steps that differ may well take different times
+            judged = steady(timed, times.steps, again)
+            notes = judged.notes
+            timed[:] = judged.steps
     finally:
         if runner.arena is not None:
             runner.arena.close()
             runner.arena = None
-
-
-def _timed(runner: Runner, capture: Capture, where: torch.device, options: Options) -> Timed:
-    options.say(f"timing {options.iterations} steps")
-    with collected_after(capture):
-        unserved = [runner.one_step()]
-    is_served = where.type == "cpu" and capture.memory is Memory.ALLOCATED and _is_served_now(runner, unserved)
-    steps = [] if is_served else unserved
-    steps += _steps(runner, options.iterations - len(steps))
-    options.say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
-    times = time_ops(runner.model, where, runner.one_step, capture.ops, options.iterations)
-    notes = [times.note] if times.note else []
-    if not times.note:  # steps that differ may well take different times
-        judged = steady(steps, times.steps, lambda: _timed_again(runner, options))
-        notes = judged.notes
-        steps[:] = judged.steps
-    return Timed(steps, unserved, times.runs if times.runs is not None else capture.durations(), notes)
+    return Timed(timed, unserved, times.runs if times.runs is not None else capture.durations(), notes)
 
 
 def with_seconds_beside(profile: Profile, plain_s: float | None, timed: Timed) -> Profile:
@@ -94,25 +108,16 @@ def with_plain_again(profile: Profile, again: Callable[[], float]) -> Profile:
     return msgspec.structs.replace(profile, times=times)
 
 
-def _is_served_now(runner: Runner, unserved: list[PhaseSeconds]) -> bool:
+def _is_served_now(runner: Runner, one_step: Callable[[], PhaseSeconds], unserved: list[PhaseSeconds]) -> bool:
     """Has the runner's steps served from an arena, by one that is ordinary and written down, and one that touches its
     pages; False where a step goes on to differ from those it was laid out by.
     """
     runner.arena = RepeatedStep(packed)
-    unserved.append(runner.one_step())
+    unserved.append(one_step())
     for _ in range(2):
-        runner.one_step()
+        one_step()
         if runner.arena.is_served:
             return True
     runner.arena.close()
     runner.arena = None
     return False
-
-
-def _steps(runner: Runner, count: int) -> list[PhaseSeconds]:
-    return [runner.one_step() for _ in range(count)]
-
-
-def _timed_again(runner: Runner, options: Options) -> list[PhaseSeconds]:
-    options.say(f"timed steps spread too much; timing {options.iterations} more")
-    return _steps(runner, options.iterations)

@@ -31,8 +31,8 @@ from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backward, intercept_autograd, stand_aside
 
-from .regions.arrivals import arriving
-from .regions.installing import arrivals_compiled
+from .compiled.deferred_unpack import deferring
+from .compiled.inductor import compiled_deferring
 from .watch.users_line import Place, users_line
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -127,7 +127,7 @@ class Attachment:
                 on_idle=self._idle,
                 events=self._events,
             )
-            stack.enter_context(arrivals_compiled(self.whole, self._kind))
+            stack.enter_context(compiled_deferring(self.whole, self._kind))
             stack.enter_context(around_compiled(self.whole, self._without_modes))
             for name, model in self.models.items():
                 stack.enter_context(before_forward(model, partial(self._forward_begins, name)))
@@ -135,7 +135,7 @@ class Attachment:
             stack.enter_context(intercept_autograd(self._around_backward))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
             pack, unpack = self._make_hooks(self)
-            hooks = arriving(pack, unpack, self.engine.may_wait, self.whole, self._kind)
+            hooks = deferring(pack, unpack, self.engine.may_wait, self.whole, self._kind)
             self._hooks = uncompiled_hooks(*hooks)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))

@@ -13,9 +13,8 @@ from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
 from poochplan.runtime.drivers.diagnosis import Expected
-from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
+from poochplan.runtime.drivers.driver import Actions, Diverged, Driver, KeepAll
 from poochplan.runtime.drivers.follow import DivergencePolicy, Follow
-from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import FallbackKind

@@ -12,7 +12,7 @@ from poochplan.errors import ModelMismatchError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import ModelSignature, Profile
-from poochplan.runtime.graphs.graph_backend import written_replays
+from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.tensors.signatures import model_tensors
 
 

@@ -9,8 +9,7 @@ import torch
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.driver import Driver, KeepAll
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue

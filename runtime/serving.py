@@ -17,7 +17,7 @@ import torch
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.allocator.building import why_unavailable
-from poochplan.runtime.arena.lessons import Kind, Lesson, Lessons
+from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
 from poochplan.runtime.arena.recorded_layout import Pack
 from poochplan.runtime.arena.served_runs import ServedRuns
 from poochplan.runtime.engine.cursor import Segment
@@ -46,8 +46,8 @@ class Serving:
         self._pack, self._mode = pack, mode
         self._given_up: list[Plan] = []
         """Plans whose steps are not served any more."""
-        self._lessons = Lessons()
-        self._lesson: Lesson | None = None
+        self._kinds = KnownSteps()
+        self._known: KnownStep | None = None
         """Of the step that began last."""
         self._has_begun = False
         """Whether a step has been served, or written down: there is nothing to give back before."""
@@ -69,17 +69,17 @@ class Serving:
         self._has_begun = True
         self.learn()
         kind = Kind(bool(segment.gradient_bytes), segment.inputs)
-        self._lesson = lesson = self._lessons.begin(plan, kind) if self.serves(plan) else None
-        if lesson is None:
+        self._known = known = self._kinds.begin(plan, kind) if self.serves(plan) else None
+        if known is None:
             self._runs.stands_aside()
             return
         self._is_on = self._is_whole = True
         self._report, self._point = segment.report, 1
         self._runs.begin(
-            lesson.layout,
-            largest_bytes=self._lessons.largest_bytes,
-            room_bytes=lesson.room_bytes,
-            log=lesson.wants_log,
+            known.layout,
+            largest_bytes=self._kinds.largest_bytes,
+            room_bytes=known.room_bytes,
+            log=known.wants_log,
             point=1,
         )
 
@@ -157,25 +157,25 @@ class Serving:
 
     def forget(self, plan: Plan) -> None:
         """Its steps are not followed any more."""
-        if self._lesson is not None and self._lesson.plan is plan:
+        if self._known is not None and self._known.plan is plan:
             self.step_is_over()
             self._runs.events()
-            self._lesson = None
-        self._lessons.forget(plan)
+            self._known = None
+        self._kinds.forget(plan)
 
     def learn(self) -> None:
         """From the step before, which has ended by now; where it was not served as planned it is laid out anew."""
         self.step_is_over()
         fates, events = self._runs.fates, self._runs.events()
-        lesson, is_whole = self._lesson, self._is_whole
+        known, is_whole = self._known, self._is_whole
         self._is_whole = False  # nothing is learned twice
-        if lesson is None or not is_whole or self._point < len(lesson.plan.values) + len(lesson.plan.uses):
+        if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
             return  # it has not come to its end, as a forward whose loss nobody wanted
         if events is not None:
-            if lesson.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
+            if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
                 self._runs.laid.leave()  # what lies in places of its own there may be there to stay
         elif fates is not None:
-            lesson.served(fates)
+            known.served(fates)
 
     @property
     def arena_bytes(self) -> int:
@@ -184,10 +184,10 @@ class Serving:
 
     def report(self) -> ArenaReport | None:
         """What became of the blocks of the last step that could be served; None where there were no places for them."""
-        lesson, arena = self._lesson, self._runs.laid.arena if self._has_begun else None
-        if lesson is None or lesson.layout is None or arena is None or not self._runs.is_served:
-            return ArenaReport(larger_bytes=lesson.larger_bytes) if lesson is not None and lesson.larger_bytes else None
-        return arena_report(arena, lesson.layout.arena_bytes, functools.partial(_layer, lesson.plan))
+        known, arena = self._known, self._runs.laid.arena if self._has_begun else None
+        if known is None or known.layout is None or arena is None or not self._runs.is_served:
+            return ArenaReport(larger_bytes=known.larger_bytes) if known is not None and known.larger_bytes else None
+        return arena_report(arena, known.layout.arena_bytes, functools.partial(_layer, known.plan))
 
 
 def serving_for(mode: ArenaMode, device: str, pack: Pack | None, plans: Sequence[Plan] = ()) -> Serving | None:

@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import keep_all
+from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
 
 from .step_layout import Laid, layout_of
 

@@ -18,7 +18,7 @@ from poochplan.formats.plan import OUTSIDE, Decision, Layout, Place
 from poochplan.formats.profile import Kind, Op, OpBlock, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import ReplayRun, Walk, lives
 

@@ -8,7 +8,7 @@ from math import isqrt
 
 import numpy as np
 
-from poochplan.planner.simulator.candidate import Candidate
+from poochplan.planner.simulator.simulate import Candidate
 
 from .registry import PolicyInput, policy
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate
 from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate
 
 from .registry import PolicyInput, policy
 

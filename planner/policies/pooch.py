@@ -9,10 +9,9 @@ from itertools import combinations, islice
 
 from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision
-from poochplan.planner.simulator.candidate import Candidate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.simulator.evaluator import Evaluation
 from poochplan.planner.simulator.schedule import Style
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import Candidate, simulate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.simulator.streams import Lane, Span
 
 from .registry import PolicyInput, policy

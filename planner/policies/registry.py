@@ -9,15 +9,10 @@ from functools import cached_property
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, Candidate, movable, try_decisions
-from poochplan.planner.simulator.evaluator import Evaluator
-from poochplan.planner.simulator.schedule import Schedule
-from poochplan.planner.simulator.simulate import simulate
-
-FITTING_STYLES = (*STYLES, ON_DEMAND)
-"""All ways to schedule decisions; the last one fits whenever any schedule of these decisions does."""
+from poochplan.planner.search.allowance import Allowance
+from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import Candidate, movable, try_decisions
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +80,6 @@ class PolicyInput:
         return tuple(last_writer.get(value, -1) for value in problem.replay.value_of)
 
     @cached_property
-    def dimensions(self) -> tuple[int, ...]:
-        """Per saved value: how many dimensions its tensor has."""
-        return tuple(len(self.profile.values[value].shape) for value in self.problem.replay.value_of)
-
-    @cached_property
     def differentiable(self) -> frozenset[int]:
         """Forward ops that gradients flow through: they read a parameter, or a floating value of such an op."""
         carrying: set[int] = set()
@@ -147,7 +137,7 @@ class PolicyInput:
 
     def candidate(self, wish: Sequence[Decision]) -> Candidate:
         """Decisions, scheduled in the way that suits them best and simulated. The registry gives it its name."""
-        return try_decisions(self.problem, "", wish, self.budget_bytes, FITTING_STYLES)
+        return try_decisions(self.problem, "", wish, self.budget_bytes, STYLE_OF)
 
     def rank(self, candidate: Candidate) -> tuple[int, float, int]:
         """Smaller is better; see :meth:`Candidate.rank`."""
@@ -156,10 +146,6 @@ class PolicyInput:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak is within the budget, in the first step too."""
         return candidate.peak_bytes <= self.budget_bytes
-
-    def judge(self, schedule: Schedule) -> Candidate:
-        """A schedule that a policy prescribes, simulated."""
-        return Candidate("", schedule.decisions, schedule, simulate(self.problem, schedule))
 
     def first_that_fits(self, count: int, make: Callable[[int], Candidate]) -> tuple[int, Candidate]:
         """The first of ``count`` plans that fits, when each fits where the one before it does; else the last one.

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Op, Phase, Profile
-from poochplan.planner.policies.registry import FITTING_STYLES, PolicyInput, policy
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate, try_style
+from poochplan.planner.policies.registry import PolicyInput, policy
+from poochplan.planner.simulator.evaluator import STYLE_OF
 from poochplan.planner.simulator.schedule import Tuning
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, try_style
 
 LEAST_STEPS = 3
 """Fewer repetitions are no loop: two towers that share their weights are none."""
@@ -229,5 +230,5 @@ def _in_time(given: PolicyInput, wish: Sequence[Decision], groups: Sequence[Grou
     """These decisions in the style that suits them best; the queue outwards has the steps in the order of time."""
     order = [value for group in sorted(groups, key=lambda group: group.begin) for value in group.values]
     tuning = Tuning(out_order=tuple(order))
-    tried = [try_style(given.problem, "", wish, given.budget_bytes, style, tuning) for style in FITTING_STYLES]
+    tried = [try_style(given.problem, "", wish, given.budget_bytes, style, tuning) for style in STYLE_OF]
     return min(tried, key=given.rank)

@@ -8,9 +8,16 @@ from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, PointKind
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate, swap_all, swap_all_on_demand, try_style
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.schedule import Schedule, Style, assemble, keep_all
+from poochplan.planner.simulator.simulate import (
+    ON_DEMAND,
+    Candidate,
+    simulated,
+    swap_all,
+    swap_all_on_demand,
+    try_style,
+)
 
 from .registry import PolicyInput, policy
 
@@ -45,7 +52,7 @@ def _schedule(given: PolicyInput, trips: Iterable[_Trip]) -> Schedule:
 @policy("keep-all", "keeps everything: the in-core step")
 def run_keep_all(given: PolicyInput) -> Candidate:
     """Everything kept."""
-    return given.judge(keep_all(given.problem))
+    return simulated(given.problem, "", keep_all(given.problem))
 
 
 @policy("swap-all", "swaps out what the budget has no room for, and in as early as the budget permits")
@@ -122,7 +129,8 @@ def run_vdnn(given: PolicyInput) -> Candidate:
         start = entered[above] if above >= 0 else given.problem.use_points[0]
         prefetch = start if release < start <= used else used
         trips.append(_Trip(value, swap_out, release, prefetch))
-    return given.judge(_schedule(given, sorted(trips, key=lambda trip: (trip.swap_out, trip.value))))
+    trips.sort(key=lambda trip: (trip.swap_out, trip.value))
+    return simulated(given.problem, "", _schedule(given, trips))
 
 
 def _read_by_convolutions(given: PolicyInput) -> dict[int, int]:
@@ -170,7 +178,7 @@ def run_tflms(given: PolicyInput) -> Candidate:
     value back once, so it stands at its largest here, all uses in one group. TensorFlow's allocator waits when it has
     no memory; so the device buffer is given up when memory asks for it, and a value that memory never asks for is kept.
     """
-    in_core = given.judge(keep_all(given.problem))
+    in_core = simulated(given.problem, "", keep_all(given.problem))
     distances = level_distances(given)
     if given.fits(in_core) or not distances:
         return in_core
@@ -191,7 +199,8 @@ def level_distances(given: PolicyInput) -> dict[int, int]:
     distances = {}
     for value in given.movable:
         used, producer = given.problem.first_use_point[value], given.producers[value]
-        if used >= 0 and producer >= 0 and given.dimensions[value] >= MIN_DIMENSIONS:
+        dimensions = len(given.profile.values[given.problem.replay.value_of[value]].shape)
+        if used >= 0 and producer >= 0 and dimensions >= MIN_DIMENSIONS:
             distances[value] = level_at(given, used) - given.levels[producer]
     return distances
 
@@ -206,7 +215,7 @@ def _led(given: PolicyInput, swapped: Sequence[int], ahead: int) -> Candidate:
     tried = []
     for style in _RELEASES:
         schedule = fit(given.problem, given.wish(swap=swapped), given.budget_bytes, style)
-        tried.append(given.judge(_schedule(given, _lead(given, schedule, ahead))))
+        tried.append(simulated(given.problem, "", _schedule(given, _lead(given, schedule, ahead))))
         if given.fits(tried[-1]):
             break
     return min(tried, key=given.rank)

@@ -1,28 +1,28 @@
-"""Annealing and descent: one thread's walks through decisions, compiled or not.
+"""Annealing and descent: one thread's walks through decisions.
 
 Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", Science 220 (1983). Each step changes a few
 decisions and evaluates them; a change for the worse is taken with probability ``exp(-loss / temperature)``. The random
-numbers come from outside, so that the same numbers give the same walk, compiled or not: where the library is there,
-``walk.h`` takes these very steps.
+numbers come from outside, so that the same numbers give the same walk.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
-from poochplan.formats.occupancy import Bytes, Flags, Floats, Ints
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem
+from poochplan.formats.occupancy import Bytes
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import STYLES
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, address, addresses
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator
 from poochplan.planner.simulator.flat_problem import FlatProblem
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import STYLES
 
 OVER_BUDGET = 0.02
 """Share of the step that being over budget costs a walk, plus ``OVER_BUDGET_SLOPE`` times the share over."""
@@ -48,41 +48,34 @@ class Limits(NamedTuple):
 class SearchSpace(NamedTuple):
     """Where a walk may go: the values it may change, and which of them belong together."""
 
-    values: Ints
+    values: Sequence[int]
     """Ascending."""
-    weights: Floats
+    weights: Sequence[float]
     """Per one of ``values``: the sum of weights up to it; large values are drawn more often."""
-    by_size: Ints
+    by_size: Sequence[int]
     """The same values, the smallest first."""
-    place: Ints
-    """Per saved value: where it stands in ``by_size``; -1 for one that does not change."""
-    replayable: Flags
+    place: Mapping[int, int]
+    """Where each value stands in ``by_size``."""
+    replayable: Sequence[bool]
     """Per saved value."""
-    role: Ints
-    """Per saved value: which values have the same role in repeated layers."""
-    role_first: Ints
-    """Per role: where its values begin in ``role_values``; one entry more than roles."""
-    role_values: Ints
+    roles: Sequence[Sequence[int]]
+    """The values that have the same role in repeated layers."""
+    role: Mapping[int, Sequence[int]]
+    """Of each value, those of its role."""
 
 
-class ChainState(NamedTuple):
-    """State: where a walk is, and the best decisions it met."""
+class Scored(NamedTuple):
+    """Decisions in one style, and what a walk makes of them."""
 
-    here: Bytes
-    best: Bytes
-    trial: Bytes
-    mate: Bytes
-    """Another good plan, to take decisions from."""
-    scores: Floats
-    """Of ``here`` and of ``best``."""
-    styles: Ints
-    """Of ``here`` and of ``best``."""
+    score: float
+    style: int
+    codes: bytes
 
 
-def score(evaluator: Evaluator, limits: Limits, style: int, decisions: Bytes) -> float:
+def scored(evaluator: Evaluator, limits: Limits, style: int, codes: bytes) -> Scored:
     """The step as a share of the one that keeps all; more where the peak, or the host, is over its budget."""
     problem, budget_bytes = evaluator.problem, limits.budget_bytes
-    found = evaluator.evaluate_codes(decisions, budget_bytes, style)
+    found = evaluator.evaluate_codes(codes, budget_bytes, style)
     share = found.step_s / problem.step_s if problem.step_s > 0.0 else 1.0
     if found.peak_bytes > budget_bytes:
         share += OVER_BUDGET + OVER_BUDGET_SLOPE * (found.peak_bytes - budget_bytes) / max(1, budget_bytes)
@@ -90,163 +83,124 @@ def score(evaluator: Evaluator, limits: Limits, style: int, decisions: Bytes) ->
         over_bytes = int(problem.size_bytes[evaluator.codes == SWAP].sum()) - limits.host_bytes
         if over_bytes > 0:
             share += OVER_BUDGET + OVER_BUDGET_SLOPE * over_bytes / max(1, limits.host_bytes)
-    return share
+    return Scored(share, style, codes)
 
 
-def walk_on(
+def step(
     evaluator: Evaluator,
     space: SearchSpace,
-    state: ChainState,
     limits: Limits,
-    steps: int,
+    here: Scored,
+    mate: bytes,
     temperature: float,
-    draws: Floats,
-) -> int:
-    """Takes so many steps; returns how many evaluations they took. ``draws``: :data:`DRAWS` numbers for each."""
-    native = evaluator.native()
-    if native is not None:
-        given = addresses(space), addresses(state), np.array(limits)
-        return int(native.walk_on(evaluator.handle, *map(address, given), steps, temperature, address(draws)))
-    spent = 0
-    for step in range(steps):
-        first = step * DRAWS
-        state.trial[:] = state.here
-        style = _change(space, state.trial, state.mate, int(state.styles[0]), draws, first)
-        if style == state.styles[0] and (state.trial == state.here).all():
-            continue
-        found = score(evaluator, limits, style, state.trial)
-        spent += 1
-        loss = found - state.scores[0]
-        if loss <= 0.0 or draws[first + DRAWS - 1] < exp(-loss / temperature):
-            state.here[:] = state.trial
-            state.scores[0] = found
-            state.styles[0] = style
-            if found < state.scores[1]:
-                state.best[:] = state.trial
-                state.scores[1] = found
-                state.styles[1] = style
-    return spent
+    draws: Sequence[float],
+) -> Scored:
+    """Where a walk is after one step. ``mate``: another good plan, to take decisions from; ``draws``: :data:`DRAWS`
+    random numbers.
+    """
+    trial = bytearray(here.codes)
+    style = _change(space, trial, mate, here.style, draws)
+    if style == here.style and trial == here.codes:
+        return here
+    there = scored(evaluator, limits, style, bytes(trial))
+    loss = there.score - here.score
+    return there if loss <= 0.0 or draws[-1] < exp(-loss / temperature) else here
 
 
-def _change(space: SearchSpace, trial: Bytes, mate: Bytes, style: int, draws: Floats, first: int) -> int:
-    """Changes ``trial`` in one of the ways there are; returns the style to try it in. ``first``: of the draws."""
-    kind = draws[first]
+def _change(space: SearchSpace, trial: bytearray, mate: bytes, style: int, draws: Sequence[float]) -> int:
+    """Changes ``trial`` in one of the ways there are; returns the style to try it in."""
+    kind = draws[0]
     if kind < 0.25:
-        _exchange(space, trial, draws, first + 1)
+        _exchange(space, trial, draws)
     elif kind < 0.60:
-        _change_few(space, trial, draws, first + 1)
+        _change_few(space, trial, draws)
     elif kind < 0.75:
-        _change_role(space, trial, draws, first + 1)
+        _change_role(space, trial, draws)
     elif kind < 0.83:
-        _change_window(space, trial, draws, first + 1)
+        _change_window(space, trial, draws)
     elif kind < 0.95:
-        _copy_layer(space, trial, draws, first + 1)
+        _copy_layer(space, trial, draws)
     elif kind < 0.98:
-        _take_over(space, trial, mate, draws, first + 1)
+        _take_over(space, trial, mate, draws)
     else:
-        return int(draws[first + 1] * len(STYLES))
+        return int(draws[1] * len(STYLES))
     return style
 
 
-def _exchange(space: SearchSpace, trial: Bytes, draws: Floats, first: int) -> None:
+def _exchange(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """Two values of like size trade their decisions, where both may."""
-    count = len(space.values)
-    one = _drawn(space, draws[first])
-    away = 1 + int(draws[first + 1] * 3)
-    if draws[first + 2] < 0.5:
+    one = _drawn(space, draws[1])
+    away = 1 + int(draws[2] * 3)
+    if draws[3] < 0.5:
         away = -away
-    other = space.by_size[(space.place[one] + away) % count]
+    other = space.by_size[(space.place[one] + away) % len(space.values)]
     if (trial[one] != RECOMPUTE or space.replayable[other]) and (trial[other] != RECOMPUTE or space.replayable[one]):
-        before = trial[one]
-        trial[one] = trial[other]
-        trial[other] = before
+        trial[one], trial[other] = trial[other], trial[one]
 
 
-def _change_few(space: SearchSpace, trial: Bytes, draws: Floats, first: int) -> None:
+def _change_few(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """One to three values, drawn one by one."""
-    count = 1
-    if draws[first] > 0.57:
-        count = 2
-    if draws[first] > 0.86:
-        count = 3
+    count = 3 if draws[1] > 0.86 else 2 if draws[1] > 0.57 else 1
     for which in range(count):
-        value = _drawn(space, draws[first + 1 + 2 * which])
-        trial[value] = _decision(space, value, draws[first + 2 + 2 * which])
+        value = _drawn(space, draws[2 + 2 * which])
+        trial[value] = _decision(space, value, draws[3 + 2 * which])
 
 
-def _change_role(space: SearchSpace, trial: Bytes, draws: Floats, first: int) -> None:
+def _change_role(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """The same decision for a run of values of one role."""
-    role = space.role[_drawn(space, draws[first])]
-    low, high = space.role_first[role], space.role_first[role + 1]
-    count = 1 + int(draws[first + 1] * min(high - low, max(LONGEST_RUN, int(LONGEST_STRETCH * (high - low)))))
-    begin = low + int(draws[first + 2] * (high - low))
-    decision = int(draws[first + 3] * 3)
-    for at in range(begin, min(high, begin + count)):
-        value = space.role_values[at]
+    role = space.role[_drawn(space, draws[1])]
+    longest = min(len(role), max(LONGEST_RUN, int(LONGEST_STRETCH * len(role))))
+    begin, count = int(draws[3] * len(role)), 1 + int(draws[2] * longest)
+    decision = int(draws[4] * 3)
+    for value in role[begin : begin + count]:
         if decision != RECOMPUTE or space.replayable[value]:
             trial[value] = decision
 
 
-def _copy_layer(space: SearchSpace, trial: Bytes, draws: Floats, first: int) -> None:
+def _copy_layer(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """One layer, seldom several in a row, decide as another one does: all values of roles that each has as many of."""
-    role = space.role[_drawn(space, draws[first])]
-    layers = space.role_first[role + 1] - space.role_first[role]
+    layers = len(space.role[_drawn(space, draws[1])])
     if layers < 2:
         return
-    source = int(draws[first + 1] * layers)
+    source = int(draws[2] * layers)
     target = source + 1
-    seldom = draws[first + 4] * draws[first + 4]
+    seldom = draws[5] * draws[5]
     count = 1 + int(seldom * seldom * layers / 4)
-    if draws[first + 2] < 0.4:
+    if draws[3] < 0.4:
         target = source - count
-    elif draws[first + 2] > 0.8:
-        target = int(draws[first + 3] * layers)
+    elif draws[3] > 0.8:
+        target = int(draws[4] * layers)
     begin, end = max(0, target), min(layers, target + count)
-    for other in range(len(space.role_first) - 1):
-        low, high = space.role_first[other], space.role_first[other + 1]
-        each = (high - low) // layers
-        if each * layers == high - low:
-            for at in range(begin * each, end * each):
-                decision = trial[space.role_values[low + source * each + at % each]]
-                value = space.role_values[low + at]
-                if decision != RECOMPUTE or space.replayable[value]:
-                    trial[value] = decision
+    for role in space.roles:
+        each, rest = divmod(len(role), layers)
+        if rest:
+            continue
+        for at in range(begin * each, end * each):
+            decision, value = trial[role[source * each + at % each]], role[at]
+            if decision != RECOMPUTE or space.replayable[value]:
+                trial[value] = decision
 
 
-def _change_window(space: SearchSpace, trial: Bytes, draws: Floats, first: int) -> None:
+def _change_window(space: SearchSpace, trial: bytearray, draws: Sequence[float]) -> None:
     """Some of a few values that are saved one after another."""
-    count = len(space.values)
-    begin = int(draws[first] * count)
-    length = 2 + int(draws[first + 1] * (LONGEST_WINDOW - 1))
-    for at in range(begin, min(count, begin + length)):
-        which = first + 2 + 2 * (at - begin)
-        if draws[which] < 0.6:
-            value = space.values[at]
-            trial[value] = _decision(space, value, draws[which + 1])
+    begin, length = int(draws[1] * len(space.values)), 2 + int(draws[2] * (LONGEST_WINDOW - 1))
+    for at, value in enumerate(space.values[begin : begin + length]):
+        if draws[3 + 2 * at] < 0.6:
+            trial[value] = _decision(space, value, draws[4 + 2 * at])
 
 
-def _take_over(space: SearchSpace, trial: Bytes, mate: Bytes, draws: Floats, first: int) -> None:
+def _take_over(space: SearchSpace, trial: bytearray, mate: bytes, draws: Sequence[float]) -> None:
     """A stretch of values, saved one after another, as another good plan has them."""
     count = len(space.values)
-    begin = int(draws[first] * count)
-    length = 1 + int(draws[first + 1] * LONGEST_STRETCH * count)
-    for at in range(begin, min(count, begin + length)):
-        value = space.values[at]
+    begin, length = int(draws[1] * count), 1 + int(draws[2] * LONGEST_STRETCH * count)
+    for value in space.values[begin : begin + length]:
         trial[value] = mate[value]
 
 
 def _drawn(space: SearchSpace, draw: float) -> int:
     """One of the values, by its weight."""
-    low, high = 0, len(space.values) - 1
-    wanted = draw * space.weights[high]
-    while low < high:
-        middle = (low + high) // 2
-        if space.weights[middle] > wanted:
-            high = middle
-        else:
-            low = middle + 1
-    value: int = space.values[low]
-    return value
+    last = len(space.values) - 1
+    return space.values[bisect_right(space.weights, draw * space.weights[last], 0, last)]
 
 
 def _decision(space: SearchSpace, value: int, draw: float) -> int:
@@ -263,34 +217,27 @@ FAR_OFF = 0.01
 SEARCH_STYLES = 2
 
 
-def sweep(evaluator: Evaluator, replayable: Flags, state: ChainState, limits: Limits, values: Ints) -> int:
-    """Tries each of ``values``, and takes what gains at once; returns how many evaluations that took."""
-    native = evaluator.native()
-    if native is not None:
-        given = addresses([replayable]), addresses(state), np.array(limits), addresses([values])
-        return int(native.sweep(evaluator.handle, *map(address, given)))
+def sweep(
+    evaluator: Evaluator, replayable: Sequence[bool], limits: Limits, here: Scored, values: Iterable[int]
+) -> tuple[Scored, int]:
+    """Tries each of ``values`` with each other decision, and takes what gains at once; and how many evaluations that
+    took.
+    """
     spent = 0
     for value in values:
-        for decision in range(3):
-            if decision == state.here[value] or (decision == RECOMPUTE and not replayable[value]):
+        for decision in (KEEP, SWAP, RECOMPUTE):
+            if decision == here.codes[value] or (decision == RECOMPUTE and not replayable[value]):
                 continue
-            before = state.here[value]
-            state.here[value] = decision
-            is_better = False
+            trial = bytearray(here.codes)
+            trial[value] = decision
             for style in range(SEARCH_STYLES):
-                found = score(evaluator, limits, style, state.here)
+                there = scored(evaluator, limits, style, bytes(trial))
                 spent += 1
-                if found < state.scores[0] - MIN_GAIN:
-                    state.scores[:] = found
-                    state.styles[:] = style
-                    is_better = True
-                if found > state.scores[0] + FAR_OFF:
+                if there.score < here.score - MIN_GAIN:
+                    here = there
+                if there.score > here.score + FAR_OFF:
                     break
-            if is_better:
-                state.best[value] = decision
-            else:
-                state.here[value] = before
-    return spent
+    return here, spent
 
 
 COLDEST = 1e-5
@@ -313,7 +260,7 @@ class Walker:
         """``is_enough`` says whether a step of so many seconds ends the search."""
         self.problem, self.values, self.incumbents, self._is_enough = problem, tuple(values), incumbents, is_enough
         self._evaluator = Evaluator(problem, flat)
-        self._replayable = np.array([replay is not None for replay in problem.replay.replays])
+        self._replayable = [replay is not None for replay in problem.replay.replays]
 
     @property
     def _limits(self) -> Limits:
@@ -346,60 +293,49 @@ class Walker:
         values = [value for value in self.values if value not in set(pinned)]
         if not values:
             return start
-        space, state = search_space_of(self.problem, values), self._state(start, mate or start)
-        rng, limits = np.random.default_rng(seed), self._limits
+        space, rng, limits = search_space_of(self.problem, values), np.random.default_rng(seed), self._limits
+        here = best = scored(self._evaluator, limits, start.style, start.wish.tobytes())
+        mate_codes = (mate or start).wish.tobytes()
         while not allowance.is_spent and not self._is_over:
             if limits != self._limits:
                 limits = self._limits
-                state.scores[0] = score(self._evaluator, limits, int(state.styles[0]), state.here)
-                state.scores[1] = score(self._evaluator, limits, int(state.styles[1]), state.best)
-            steps = allowance.at_once()
+                here, best = (scored(self._evaluator, limits, each.style, each.codes) for each in (here, best))
+            before, steps = best, allowance.at_once()
             warmth = temperature * (COLDEST / temperature) ** allowance.progress
-            draws = rng.random(steps * DRAWS)
-            before = float(state.scores[1])
-            walk_on(self._evaluator, space, state, limits, steps, warmth, draws)
+            for draws in rng.random((steps, DRAWS)).tolist():
+                here = step(self._evaluator, space, limits, here, mate_codes, warmth, draws)
+                best = here if here.score < best.score else best
             allowance.spend(steps)
-            if state.scores[1] < before:
-                self._offer_best(state, start.origin, is_end=False)
-        return self._offer_best(state, start.origin)
+            if best is not before:
+                self._offer(best, start.origin, is_end=False)
+        return self._offer(best, start.origin)
 
     def descend(self, start: EvaluatedPlan, allowance: Allowance) -> EvaluatedPlan:
         """Tries each value with each other decision, the costliest first, until a whole round gains nothing."""
-        order = np.array(sorted(self.values, key=lambda v: (-self._cost(start.wish, v), v)), dtype=np.int64)
-        state = self._state(start, start)
+        order = sorted(self.values, key=lambda v: (-self._cost(start.wish, v), v))
         limits = self._limits
+        here = scored(self._evaluator, limits, start.style, start.wish.tobytes())
         last_gain = at = 0
         while at - last_gain < len(order) and not allowance.is_spent and not self._is_over:
-            some = order[[(at + step) % len(order) for step in range(SWEPT_AT_ONCE)]]
-            before = float(state.scores[0])
-            spent = sweep(self._evaluator, self._replayable, state, limits, some)
+            some = [order[(at + step) % len(order)] for step in range(SWEPT_AT_ONCE)]
+            before = here
+            here, spent = sweep(self._evaluator, self._replayable, limits, here, some)
             allowance.spend(spent)
             at += len(some)
-            if state.scores[0] < before:
+            if here is not before:
                 last_gain = at
-        return self._offer_best(state, start.origin)
+        return self._offer(here, start.origin)
 
-    def _state(self, start: EvaluatedPlan, mate: EvaluatedPlan) -> ChainState:
-        first = score(self._evaluator, self._limits, start.style, start.wish)
-        return ChainState(
-            here=start.wish.copy(),
-            best=start.wish.copy(),
-            trial=start.wish.copy(),
-            mate=mate.wish.copy(),
-            scores=np.array([first, first]),
-            styles=np.array([start.style, start.style]),
-        )
-
-    def _offer_best(self, state: ChainState, origin: str, *, is_end: bool = True) -> EvaluatedPlan:
+    def _offer(self, best: Scored, origin: str, *, is_end: bool = True) -> EvaluatedPlan:
         """On the way only what takes no packing, or ends the search."""
-        found = self._evaluated(state.best.copy(), int(state.styles[1]), origin)
+        found = self._evaluated(np.frombuffer(best.codes, dtype=np.int8), best.style, origin)
         if is_end or self.incumbents.fitting is None or self._is_enough(found.step_s):
             return self.incumbents.offer(found)
         return found
 
     def _evaluated(self, wish: Bytes, style: int, origin: str) -> EvaluatedPlan:
         within_bytes = self.incumbents.within_bytes
-        found = self._evaluator.evaluate_codes(wish, within_bytes, style)
+        found = self._evaluator.evaluate_codes(wish.tobytes(), within_bytes, style)
         decisions = self._evaluator.codes.copy()
         return EvaluatedPlan(
             wish, decisions, style, found.step_s, found.peak_bytes, found.moved_bytes, origin, within_bytes
@@ -413,23 +349,17 @@ class Walker:
 
 def search_space_of(problem: Problem, values: Sequence[int]) -> SearchSpace:
     """Where a walk over ``values`` may go."""
-    size_bytes = problem.rounded_bytes
-    by_size = sorted(values, key=lambda v: (int(size_bytes[v]), v))
-    place = np.full(problem.value_count, -1, dtype=np.int64)
-    place[by_size] = np.arange(len(by_size))
-    members = _roles(problem, values)
-    role = np.full(problem.value_count, -1, dtype=np.int64)
-    for index, group in enumerate(members):
-        role[group] = index
+    size_bytes = problem.rounded_bytes.tolist()
+    by_size = sorted(values, key=lambda v: (size_bytes[v], v))
+    roles = _roles(problem, values)
     return SearchSpace(
-        values=np.array(values, dtype=np.int64),
-        weights=np.array(list(accumulate(float(size_bytes[value]) ** 0.5 for value in values))),
-        by_size=np.array(by_size, dtype=np.int64),
-        place=place,
-        replayable=np.array([replay is not None for replay in problem.replay.replays]),
-        role=role,
-        role_first=np.array([0, *accumulate(len(group) for group in members)], dtype=np.int64),
-        role_values=np.array([value for group in members for value in group], dtype=np.int64),
+        values=values,
+        weights=list(accumulate(float(size_bytes[value]) ** 0.5 for value in values)),
+        by_size=by_size,
+        place={value: place for place, value in enumerate(by_size)},
+        replayable=[replay is not None for replay in problem.replay.replays],
+        roles=roles,
+        role={value: role for role in roles for value in role},
     )
 
 

@@ -8,9 +8,9 @@ from math import inf
 
 from poochplan.formats.occupancy import Bytes
 from poochplan.planner.arena.fitting import Fitting
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import Candidate, try_style
 from poochplan.planner.simulator.evaluator import STYLE_OF, SWAP, codes_of, decisions_of
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import Candidate, try_style
 
 KEPT = 2500
 """So many plans are remembered, those with the shortest steps; all of them where all ways to decide are tried."""

@@ -18,23 +18,23 @@ import numpy as np
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, SolveStatus
-from poochplan.planner.allowance import Allowance, Progress, SearchLimits, Watch
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting
 from poochplan.planner.arena.step_layout import Laid
-from poochplan.planner.model.bound import Proof
-from poochplan.planner.model.decide import solve_fluid
-from poochplan.planner.model.fluid import Request
-from poochplan.planner.model.solvers import choose_solver
-from poochplan.planner.model.whole_buffers import large_values
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits, Watch
 from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.bound import Proof
+from poochplan.planner.search.decide import solve_fluid
+from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.incumbents import Incumbents
 from poochplan.planner.search.polish import polish, worth_polishing
+from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
-from poochplan.planner.simulator.candidate import Candidate, least_step_s, movable, swap_all_on_demand
+from poochplan.planner.search.whole_buffers import large_values
 from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import with_recording
+from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, swap_all_on_demand
 
 TINY_SHARE = 0.005
 """Values that together hold less than this share of the saved bytes are kept, where the budget has room for them."""
@@ -372,7 +372,7 @@ class _PlanSearch:
             best = packed.candidate
         else:
             found = self.incumbents.simulated(self.incumbents.best(is_live=True))
-            best = min([found, *self.polished], key=self._rank)
+            best = min([found, *self.polished], key=lambda candidate: candidate.rank(self.budget_bytes))
         best = replace(best, schedule=with_recording(self.problem, best.schedule))
         bound_s = self.proof.bound_s
         is_near = best.simulation.step_s <= bound_s * (1 + self.effort.gap) and best.peak_bytes <= self.budget_bytes
@@ -398,9 +398,6 @@ class _PlanSearch:
             return self.whole.status
         has_looked_everywhere = self.is_exhausted or self.walking.is_over
         return SolveStatus.SEARCHED if has_looked_everywhere and self.is_polished else self.allowance.status
-
-    def _rank(self, candidate: Candidate) -> tuple[int, float, int]:
-        return candidate.rank(self.budget_bytes)
 
 
 def _solver_for(effort: SearchLimits) -> str:

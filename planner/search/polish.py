@@ -14,13 +14,13 @@ import numpy as np
 
 from poochplan.formats.occupancy import occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.incumbents import EvaluatedPlan
-from poochplan.planner.simulator.candidate import STYLES, Candidate, least_step_s, try_style
 from poochplan.planner.simulator.construct import may_replay_at
 from poochplan.planner.simulator.evaluator import decisions_of
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import AS_STYLED, Style, Tuning, lists_of, with_recording
+from poochplan.planner.simulator.simulate import STYLES, Candidate, least_step_s, try_style
 
 ALL_MOVES = 8
 """Up to so many values that move, every move is tried."""

@@ -10,13 +10,13 @@ from math import prod
 
 from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.model.bound import values_to_branch_on
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import Walker
+from poochplan.planner.search.bound import values_to_branch_on
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import movable, swap_all
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, codes_of
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import movable, swap_all
 
 RECOMPUTE_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -26,7 +26,7 @@ def simple_decisions(problem: Problem) -> Iterator[tuple[str, tuple[Decision, ..
     yield "swap-all", swap_all(problem)
     replayable = sorted(
         (value for value in movable(problem) if problem.replay.replays[value] is not None),
-        key=lambda value: (_replay_seconds_per_byte(problem, value), value),
+        key=lambda value: (problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value])), value),
     )
     for share in RECOMPUTE_SHARES:
         wish = list(swap_all(problem))
@@ -63,10 +63,6 @@ def tiny_values(problem: Problem, room_bytes: int, share: float) -> frozenset[in
             break
         tiny.add(value)
     return frozenset(tiny) if held <= room_bytes else frozenset()
-
-
-def _replay_seconds_per_byte(problem: Problem, value: int) -> float:
-    return problem.replay_seconds(value) / max(1, int(problem.rounded_bytes[value]))
 
 
 BASINS = 4

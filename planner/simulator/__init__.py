@@ -1,1 +1,1 @@
-"""The referee: what a schedule does to memory and to time."""
+"""The step as plain arrays, and the referee: what a schedule does to its memory and to its time."""

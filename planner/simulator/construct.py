@@ -17,7 +17,7 @@ import numpy as np
 
 from poochplan.formats.occupancy import Ints, occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import AS_STYLED, Lists, Schedule, Style, Tuning, assemble
 
 
@@ -55,9 +55,7 @@ def needs_of(problem: Problem, decisions: Sequence[Decision], replay_at: Mapping
         targets = replay_closure(problem, decisions, value, back)
         for target in targets:
             back[target] = point
-            replay = problem.replay.replays[target]
-            assert replay is not None
-            for source in replay.inputs:
+            for source in problem.replay.of(target).inputs:
                 claim[source] = problem.point_ticks[point]
         for source in problem.replay.merged(targets).inputs:
             use = problem.first_use_point[source]
@@ -94,9 +92,7 @@ def replay_closure(problem: Problem, decisions: Sequence[Decision], value: int, 
     targets = {value}
     pending = [value]
     while pending:
-        replay = problem.replay.replays[pending.pop()]
-        assert replay is not None
-        for source in replay.inputs:
+        for source in problem.replay.of(pending.pop()).inputs:
             if decisions[source] is Decision.RECOMPUTE and back[source] < 0 and source not in targets:
                 targets.add(source)
                 pending.append(source)
@@ -197,14 +193,11 @@ class _Scheduler:
             return -1
         return min(max(self.death[value], int(self.end[value])), self.problem.tick_count - 1)
 
-    def _absence(self, value: int, point: int) -> slice:
-        first = max(self.death[value] + 1, self.ticks[point])
-        return slice(first, max(first, self._last_absent_tick(value, point) + 1))
-
     def _release_at(self, value: int, point: int) -> None:
         self.release[value] = point
         self.back[value] = self._need_after(value, point)
-        self.curve[self._absence(value, point)] -= self.size[value]
+        first = max(self.death[value] + 1, self.ticks[point])
+        self.curve[first : max(first, self._last_absent_tick(value, point) + 1)] -= self.size[value]
 
     def _early_point(self, value: int) -> int:
         """The last save point before which forward has let go of the value, its own at the earliest."""

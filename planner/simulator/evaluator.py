@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -16,23 +17,20 @@ from poochplan.errors import NativeError
 from poochplan.formats.occupancy import Bytes, Ints
 from poochplan.formats.plan import Decision
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, try_style
 from poochplan.planner.simulator.flat_problem import FlatProblem, flat_problem_of
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, try_style
 
 EVALUATOR: Final = NativeBuild(
     "evaluator", Path(__file__).parent / "native", ("-std=c++17", "-ffp-contract=off")
 )  # sums in the order in which they are written
-_HANDLE, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_HANDLE, _INT64 = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "evaluator_new": (_HANDLE, (_HANDLE, _INT64)),
     "evaluator_drop": (None, (_HANDLE,)),
     "evaluate": (None, (_HANDLE, _HANDLE, _INT64, _INT64, _HANDLE, _HANDLE)),
     "memory": (None, (_HANDLE, _HANDLE)),
-    "score": (_DOUBLE, (_HANDLE, _HANDLE, _INT64, _HANDLE)),
-    "walk_on": (_INT64, (_HANDLE, _HANDLE, _HANDLE, _HANDLE, _INT64, _DOUBLE, _HANDLE)),
-    "sweep": (_INT64, (_HANDLE, _HANDLE, _HANDLE, _HANDLE, _HANDLE)),
     "first_fit": (None, (_HANDLE, _HANDLE, _INT64, _HANDLE)),
     "place_all": (_INT64, (_HANDLE, _INT64, _HANDLE, _INT64, _HANDLE, _INT64, _HANDLE)),
 }
@@ -109,7 +107,7 @@ DECISIONS: Final = (Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE)
 """The decision of each code."""
 
 STYLE_OF: Final = (*STYLES, ON_DEMAND)
-"""The style of each code."""
+"""The style of each code: all ways to schedule decisions. The last one fits whenever any schedule of them does."""
 
 _CODE_OF: Final = {decision: code for code, decision in enumerate(DECISIONS)}
 
@@ -119,14 +117,13 @@ def codes_of(decisions: Sequence[Decision]) -> Bytes:
     return np.array([_CODE_OF[decision] for decision in decisions], dtype=np.int8)
 
 
-def decisions_of(codes: Bytes) -> tuple[Decision, ...]:
-    """The decisions of such an array."""
-    return tuple(DECISIONS[code] for code in codes.tolist())
+def decisions_of(codes: Bytes | bytes) -> tuple[Decision, ...]:
+    """The decisions of such an array, or of its bytes."""
+    return tuple(DECISIONS[code] for code in bytes(codes))
 
 
 POOLED: Final = 1 << 20
 """Targets, inputs and ops of merged replays that an evaluator remembers before it forgets them all."""
-_FOUND: Final = np.dtype([("step_s", "f8"), ("replay_s", "f8"), ("peak_bytes", "i8"), ("moved_bytes", "i8")])
 
 
 class Evaluation(NamedTuple):
@@ -137,6 +134,10 @@ class Evaluation(NamedTuple):
     moved_bytes: int
     replay_s: float
     """Of the step, what replays take."""
+
+
+_EVALUATION: Final = struct.Struct("dqqd")
+"""``Evaluation`` of the library."""
 
 
 class Evaluator:
@@ -151,16 +152,17 @@ class Evaluator:
         self._flat, self._pooled = flat, pooled
         self.handle: int | None = None
         """By which the library knows it."""
-        self._found = np.zeros(1, dtype=_FOUND)
+        self._found = bytearray(_EVALUATION.size)
+        self._into = address(np.frombuffer(self._found, dtype=np.int8)), address(self.codes)
         self._memory_bytes: Ints | None = None
 
     def evaluate(self, wish: Sequence[Decision], budget_bytes: int, style: Style) -> Evaluation:
         """What ``try_style`` gives for the same."""
-        return self.evaluate_codes(codes_of(wish), budget_bytes, STYLE_OF.index(style))
+        return self.evaluate_codes(codes_of(wish).tobytes(), budget_bytes, STYLE_OF.index(style))
 
-    def evaluate_codes(self, wish: Bytes, budget_bytes: int, style: int) -> Evaluation:
+    def evaluate_codes(self, wish: bytes, budget_bytes: int, style: int) -> Evaluation:
         """The same of codes."""
-        native = self.native()
+        native = self._native()
         if native is None:
             found = try_style(self.problem, "", decisions_of(wish), budget_bytes, STYLE_OF[style], recorded=False)
             said = found.simulation
@@ -168,9 +170,8 @@ class Evaluator:
             self._memory_bytes = said.memory_bytes
             return Evaluation(said.step_s, found.peak_bytes, said.out_bytes + said.in_bytes, said.replay_s)
         self._memory_bytes = None
-        native.evaluate(self.handle, address(wish), budget_bytes, style, address(self._found), address(self.codes))
-        step_s, replay_s, peak_bytes, moved_bytes = self._found[0].item()
-        return Evaluation(step_s, peak_bytes, moved_bytes, replay_s)
+        native.evaluate(self.handle, wish, budget_bytes, style, *self._into)
+        return Evaluation._make(_EVALUATION.unpack(self._found))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -185,7 +186,7 @@ class Evaluator:
             library().memory(self.handle, address(self._memory_bytes))
         return self._memory_bytes
 
-    def native(self) -> Any:
+    def _native(self) -> Any:
         """The library, which then knows this evaluator; None where there is none, or none yet."""
         native = library()
         if native is not None and self.handle is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 
 NO_THREAD, COMPUTING, AHEAD = range(3)
 """Kinds of launching thread: none known, one that is the compute stream, one that works ahead of the device."""
@@ -147,8 +147,7 @@ def _facts(problem: Problem, lists: _Lists) -> Ints:
         reverse=True,
     )
     last_save_op = 0 if cost is None else cost.last_save_op
-    unused = [value for value, point in enumerate(problem.first_use_point) if point < 0]
-    return np.array([kind, last_save_op, *lists.add(value for _, value in never), *lists.add(unused)], dtype=np.int64)
+    return np.array([kind, last_save_op, *lists.add(value for _, value in never)], dtype=np.int64)
 
 
 def _table(*columns: Iterable[int] | Ints) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 
 from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import Decision, Plan, PointActions
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 
 
 @dataclass(frozen=True)

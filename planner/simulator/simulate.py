@@ -1,4 +1,6 @@
-"""What a schedule holds at one tick: the saved values that are there, and the replay that takes most."""
+"""The simulator: what a schedule does to memory and to time; and candidate plans, which are decisions that were
+scheduled and simulated.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints, occupancy
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.problem.replays import in_order
-from poochplan.planner.simulator.construct import claim_for_never_replayed, replay_closure
-from poochplan.planner.simulator.schedule import Schedule
+from poochplan.planner.simulator.construct import claim_for_never_replayed, fit, replay_closure
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.replays import in_order
+from poochplan.planner.simulator.schedule import AS_STYLED, Schedule, Style, Tuning
 from poochplan.planner.simulator.streams import Span, Streams, recorded_before, thread_for
 
 
@@ -139,36 +141,26 @@ class Walk:
                     self.commands.append((point, _Do.OUT, value))
                     self.copied_out.append(value)
                 for value in action.release:
-                    self._release(point, value)
+                    self.commands.append((point, _Do.WAIT_OUT, value))
+                    self.release_tick[value] = int(problem.point_ticks[point])
                 for value in action.prefetch:
                     self._fetch(point, value)
                 for value in action.replay:
                     self._replay(point, value)
             used = first_uses.get(point, -1)
-            if used >= 0:
-                self._use(point, used)
+            if used >= 0 and self.decisions[used] is Decision.RECOMPUTE:
+                self._replay(point, used)
+            elif used >= 0:
+                self._fetch(point, used)
+                self._wait(point, used)
         claim_for_never_replayed(problem, self.decisions, self.back_tick, self.claim)
 
-    def _release(self, point: int, value: int) -> None:
-        self.commands.append((point, _Do.WAIT_OUT, value))
-        self.release_tick[value] = int(self.problem.point_ticks[point])
-
-    def _is_away(self, value: int) -> bool:
-        return self.release_tick[value] >= 0 and self.back_tick[value] < 0
-
     def _fetch(self, point: int, value: int) -> None:
-        if self._is_away(value):
+        if self.release_tick[value] >= 0 and self.back_tick[value] < 0:
             self.back_tick[value] = int(self.problem.point_ticks[point])
             self.is_arriving[value] = True
             self.commands.append((point, _Do.IN, value))
             self.copied_in.append(value)
-
-    def _use(self, point: int, value: int) -> None:
-        if self.decisions[value] is Decision.RECOMPUTE:
-            self._replay(point, value)
-        else:
-            self._fetch(point, value)
-            self._wait(point, value)
 
     def _wait(self, point: int, value: int) -> None:
         if self.is_arriving[value]:
@@ -187,9 +179,7 @@ class Walk:
             self._wait(point, source)
         for target in targets:
             self.back_tick[target] = tick
-            replay = graph.replays[target]
-            assert replay is not None
-            for source in replay.inputs:
+            for source in graph.of(target).inputs:
                 self.claim[source] = max(self.claim[source], tick)
         self.commands.append((point, _Do.REPLAY, len(self.replays)))
         self.replays.append(ReplayRun(tick, targets, merged.peak_bytes, merged.seconds, merged.ops))
@@ -329,3 +319,89 @@ def held_at(problem: Problem, schedule: Schedule, tick: int) -> Held:
         for target in run.targets:
             saved.remove(target)
     return Held(tuple(saved), runs[at])
+
+
+SWAP_ALL_ON_DEMAND = "swap-all on demand"
+ON_DEMAND = Style(release="early", prefetch="on_demand")
+STYLES = (Style(), Style(in_order=False), Style(release="early"))
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One plan that was tried: who proposed the decisions, the schedule, and what it does."""
+
+    policy: str
+    wish: tuple[Decision, ...]
+    """The decisions asked for; the schedule keeps swapped values that need no release."""
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.simulation.peak_bytes, self.simulation.first_step_peak_bytes)
+
+    def rank(self, budget_bytes: int) -> tuple[int, float, int]:
+        """Smaller is better: bytes over budget, then step time, then bytes moved."""
+        simulation = self.simulation
+        moved = simulation.out_bytes + simulation.in_bytes
+        return max(0, self.peak_bytes - budget_bytes), simulation.step_s, moved
+
+
+def simulated(problem: Problem, policy: str, schedule: Schedule) -> Candidate:
+    """A schedule that is there, simulated."""
+    return Candidate(policy, schedule.decisions, schedule, simulate(problem, schedule))
+
+
+def movable(problem: Problem) -> list[int]:
+    """Saved values that may be something else than kept."""
+    return [value for value, reason in enumerate(problem.must_keep) if not reason]
+
+
+def try_style(
+    problem: Problem,
+    policy: str,
+    wish: Sequence[Decision],
+    budget_bytes: int,
+    style: Style,
+    tuning: Tuning = AS_STYLED,
+    *,
+    recorded: bool = True,
+) -> Candidate:
+    """Decisions, scheduled in one style and simulated; ``recorded`` as in ``fit``."""
+    schedule = fit(problem, wish, budget_bytes, style, tuning, recorded=recorded)
+    return Candidate(policy, tuple(wish), schedule, simulate(problem, schedule))
+
+
+def try_decisions(
+    problem: Problem, policy: str, wish: Sequence[Decision], budget_bytes: int, styles: Sequence[Style] = STYLES
+) -> Candidate:
+    """Decisions, scheduled in each style; the best of them."""
+    tried = [try_style(problem, policy, wish, budget_bytes, style) for style in styles]
+    return min(tried, key=lambda candidate: candidate.rank(budget_bytes))
+
+
+def swap_all(problem: Problem) -> tuple[Decision, ...]:
+    """Every value that may be swapped is."""
+    return tuple(Decision.KEEP if reason else Decision.SWAP for reason in problem.must_keep)
+
+
+def swap_all_on_demand(problem: Problem) -> Candidate:
+    """Every value leaves as soon as it can and comes back when it is used.
+
+    Each saved value is live in its forward life and from its first use to its last, as it is in every plan: no plan of
+    this planner has a smaller peak.
+    """
+    return try_style(problem, SWAP_ALL_ON_DEMAND, swap_all(problem), 0, ON_DEMAND)
+
+
+def least_step_s(problem: Problem, wish: Sequence[Decision]) -> float:
+    """No schedule of these decisions has a shorter step: what backward uses of the recomputed runs, each op once."""
+    ops: set[int] = set()
+    for value, decision in enumerate(wish):
+        replay = problem.replay.replays[value]
+        if decision is Decision.RECOMPUTE and replay is not None and problem.first_use_point[value] >= 0:
+            ops.update(replay.ops)
+    added_s = sum(problem.replay.op_seconds[op] for op in sorted(ops))
+    if problem.launch_cost is not None and problem.launch_cost.is_compute:
+        added_s += problem.launch_cost.replay_s * len(ops)
+    return max(problem.step_s + added_s, problem.keep_all_s)

@@ -11,7 +11,7 @@ import numpy as np
 
 from poochplan.formats.occupancy import Floats, Ints
 from poochplan.formats.profile import Link
-from poochplan.planner.problem.problem import LaunchCost, Problem
+from poochplan.planner.simulator.problem import LaunchCost, Problem
 from poochplan.planner.simulator.schedule import Schedule
 
 

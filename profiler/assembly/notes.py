@@ -6,13 +6,17 @@ import torch
 
 from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
-from poochplan.runtime.graphs.graph_backend import written_replays
-from poochplan.runtime.regions.installing import why_none
+from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.units import format_bytes
 
 from .values import value_names
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
+
+SWAPPED = (
+    "every saved value was on the host while profiling: step times are estimates, of steps that swap everything "
+    "less the time in which they swapped"
+)
 
 
 def model_notes(model: torch.nn.Module) -> list[str]:
@@ -29,7 +33,7 @@ def model_notes(model: torch.nn.Module) -> list[str]:
 
 def region_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
     """Why the backwards of compiled modules are no more than one op each, where they could be several."""
-    why = why_none(model, where.type)
+    why = why_none_deferred(model, where.type)
     return [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
 
 

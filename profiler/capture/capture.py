@@ -7,7 +7,7 @@ original tells when forward itself lets go of it (forward death), and the death 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.allocated import aside
-from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import (
@@ -102,6 +102,10 @@ class Capture(ToggledMode):
             finally:
                 self.switch_off()
                 self._read_clock()
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a compiled callable."""
+        return self.regions.around(path, call)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

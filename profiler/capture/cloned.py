@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -16,9 +15,8 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.regions.arrivals import arriving
-from poochplan.tensors.modes import around_compiled, before_forward, uncompiled_hooks
-from poochplan.tensors.signatures import input_signature
+from poochplan.runtime.compiled.deferred_unpack import deferring
+from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import Geometry
 
 from .capture import Capture
@@ -35,20 +33,10 @@ class ClonedCapture(Capture):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         with (
-            around_compiled(model, self.around_region),
-            before_forward(model, self._called),
-            uncompiled_hooks(*arriving(self.pack, self.unpack, self.may_wait, model, self.device_type)),
+            uncompiled_hooks(*deferring(self.pack, self.unpack, self.may_wait, model, self.device_type)),
             super().running(model),
         ):
             yield self
-
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
-        return self.regions.around(path, call)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.inputs is None:
-            self.inputs = input_signature(args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
         if not self.is_moved(tensor):

@@ -17,13 +17,12 @@ from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_regions import around_backward
-from poochplan.runtime.regions.arrivals import told_of_points
-from poochplan.tensors.modes import ToggledMode, around_compiled
+from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.torch_private.tensor_internals import last_sequence_number
 
 from .captured import CapturedOp, Shapes, shapes_of
-from .clock import Clock, clock_of
+from .clock import Clock
 
 
 @dataclass(frozen=True)
@@ -203,31 +202,9 @@ class OpRuns:
         return OpTimes(np.array(self._runs) if self._runs else None, note, self._steps)
 
 
-def time_ops(
-    model: torch.nn.Module,
-    where: torch.device,
-    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
-    captured: list[CapturedOp],
-    iterations: int,
-) -> OpTimes:
-    """Seconds of each captured op in those of ``iterations`` steps that dispatch the same ops.
-
-    Steps in which only shapes differ are used; the note says so. ``one_step`` calls its argument as a phase begins.
-    """
-    runs = OpRuns(captured)
-    for _ in range(iterations):
-        runs.add(*_timed_step(model, where, one_step))
-    return runs.times()
-
-
-def steps_differ(
-    model: torch.nn.Module,
-    where: torch.device,
-    one_step: Callable[[Callable[[Phase], None]], PhaseSeconds],
-    captured: list[CapturedOp],
-) -> list[str]:
-    """A note, if one more step dispatches other ops than the captured one, or ops of other shapes."""
-    what, difference = _first_difference(_dispatched(captured), _timed_step(model, where, one_step)[0].ops)
+def difference_note(captured: list[CapturedOp], timer: OpTimer) -> list[str]:
+    """A note, if that step dispatched other ops than the captured one, or ops of other shapes."""
+    what, difference = _first_difference(_dispatched(captured), timer.ops)
     return [f"steps differ in {_DIFFER_IN[what]}, first at {difference}; this is one of them"] if what else []
 
 
@@ -236,22 +213,6 @@ _DIFFER_IN = {"ops": "the ops they dispatch", "shapes": "shapes"}
 
 def _dispatched(captured: list[CapturedOp]) -> list[DispatchedOp]:
     return [DispatchedOp(op.name, "" if op.phase is Phase.BACKWARD else op.layer, op.shapes) for op in captured]
-
-
-def _timed_step(
-    model: torch.nn.Module, where: torch.device, one_step: Callable[[Callable[[Phase], None]], PhaseSeconds]
-) -> tuple[OpTimer, PhaseSeconds]:
-    """The timer of one step, and what the whole step took."""
-    tracker = LayerTracker()
-    timer = OpTimer(clock_of(where), tracker)
-    points = told_of_points(timer.point, where.type)
-    with tracker.on(model), around_compiled(model, timer.region), points:
-        timer.switch_on()
-        try:
-            seconds = one_step(timer.enter)
-        finally:
-            timer.switch_off()
-    return timer, seconds
 
 
 def _first_difference(wanted: list[DispatchedOp], found: list[DispatchedOp]) -> tuple[str, str]:

@@ -6,7 +6,9 @@ import torch
 
 from poochplan.formats.profile import Kind, Profile
 from poochplan.profiler.assembly.assemble import untimed
-from poochplan.profiler.real import Runner, captured
+from poochplan.profiler.live.capturing import Capturing
+from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.real import Runner
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import static_keys
@@ -28,10 +30,11 @@ def needed_without_memory(runner: Runner) -> int | None:
             runner.one_step()
             # The durations are not used.
             fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, parse_roofline("h200"))
-            capture, kinds = captured(runner, fake)
+            steps = StepFunction(runner, torch.device("cpu"), None)
+            seen = steps.run(Capturing(steps.scene, fake), moves=False)
     except Exception:  # whatever the step does to tensors without content
         return None
-    draft = untimed(capture, kinds, model, "fake", accumulate=runner.accumulate)
+    draft = untimed(seen.capture, seen.kinds, model, "fake", accumulate=runner.accumulate)
     return draft.in_core_peak_bytes - there_bytes - _bytes_before(draft)
 
 

@@ -12,10 +12,13 @@ from poochplan.formats.profile import ROOFLINE, Device, Link, Phase, Profile
 from poochplan.profiler.assembly.assemble import assemble, this_machine
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
 from poochplan.profiler.capture.garbage import collected_after
-from poochplan.profiler.capture.timing import steps_differ
-from poochplan.profiler.graphs.graph_capture import GraphCapture, capturing_graphs
+from poochplan.profiler.capture.timing import difference_note
+from poochplan.profiler.compiled.graph_capture import GraphCapture, capturing_graphs
 from poochplan.profiler.link.measure import measure_link
-from poochplan.profiler.real import Runner, captured
+from poochplan.profiler.live.capturing import Capturing
+from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.live.timing_watches import OpTiming
+from poochplan.profiler.real import Runner
 from poochplan.profiler.request import Options
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import compiled_modules
@@ -42,11 +45,13 @@ def fake_profile(
         for _ in range(options.warmup):
             runner.one_step()
         say("capturing one step without memory")
-        capture, kinds = captured(runner, fake)
+        steps = StepFunction(runner, where, None)
+        seen = steps.run(Capturing(steps.scene, fake), moves=False)
+        capture, kinds = seen.capture, seen.kinds
         differ: list[str] = []
         if not compiled:
             with collected_after(capture):
-                differ = steps_differ(model, where, runner.one_step, capture.ops)
+                differ = difference_note(capture.ops, steps.run(OpTiming(steps.scene, None), moves=False).timer)
         about = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
         notes = [*about, *notes, *fake.notes(), *differ]
     device, link, own = _machine_of(fake, roofline, where, options)

@@ -24,6 +24,8 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.watch.census import census
+from poochplan.tensors.modes import before_forward
+from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import static_keys
 
 from .watch import Pack, Scene, Unpack, Watch
@@ -107,11 +109,12 @@ class EngineCapture(Capture):
 class Capturing(Watch):
     """``capture`` has what the segment did, ``kinds`` what its values are, ``beside_bytes`` what else was there."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
+        """``capture``: one that has hooks of its own; by default it is of what the engine moves."""
         super().__init__(scene, SwapEach(at_once=True))
         self.swaps_once = True
-        self.capture = EngineCapture(scene.model, scene.where)
-        self.nodes = self.capture.nodes
+        self.capture = capture or EngineCapture(scene.model, scene.where)
+        self.nodes = self.capture.nodes if isinstance(self.capture, EngineCapture) else None
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
@@ -121,11 +124,19 @@ class Capturing(Watch):
     def instruments(self, segment: Segment) -> Iterator[None]:
         self._number = segment.number
         self.capture.inputs = segment.inputs
-        self.has_gradients = bool(segment.gradient_bytes)
+        self.has_gradients = any(one.grad is not None for one in self.scene.model.parameters())
         gc.collect()  # what waits for it is not there for the step
         self._look_around(segment)
-        with collected_after(self.capture), self.capture.running(self.scene.model):
+        with (
+            collected_after(self.capture),
+            before_forward(self.scene.model, self._called) if self.scene.there_before else contextlib.nullcontext(),
+            self.capture.running(self.scene.model),
+        ):
             yield
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.capture.inputs is None:
+            self.capture.inputs = input_signature(args, kwargs)
 
     def _look_around(self, segment: Segment) -> None:
         """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
@@ -135,6 +146,9 @@ class Capturing(Watch):
             kinds.note_optimizer(optimizer)
         if self.has_gradients:
             kinds.note_gradients(model)
+        if self.scene.there_before is not None:
+            kinds.note(self.scene.there_before(), Kind.INPUT)  # last: what is also the model's is the model's
+            return
         storages = [bytes_of(storage) for storage in census(self.scene.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
         kinds.note(others[:NAMED], Kind.INPUT)
@@ -152,13 +166,19 @@ class Capturing(Watch):
         return self.capture.around_region(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return self.capture.observed(outputs, run)
+        return self._engines.observed(outputs, run) if self.scene.there_before is None else run()
 
     def runs_another(self) -> None:
-        self.capture.nodes.runs_another()
+        if self.scene.there_before is None:
+            self._engines.nodes.runs_another()
+
+    @property
+    def _engines(self) -> EngineCapture:
+        assert isinstance(self.capture, EngineCapture), "a capture with hooks of its own is asked for no other"
+        return self.capture
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        with self.capture.set_aside():
+        with self._engines.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -166,7 +186,7 @@ class Capturing(Watch):
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
             self.why_not, self.is_final = SAVES_AFTER_USE, True
-        self.capture.packed(tensor, handle)
+        self._engines.packed(tensor, handle)
 
     def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
         value = handle.value
@@ -174,9 +194,9 @@ class Capturing(Watch):
             return unpack(handle)
         if not handle.used:
             self.capture.used(handle.ordinal)
-        with self.capture.set_aside():
+        with self._engines.set_aside():
             tensor = unpack(handle)
-        self.capture.is_back(value, tensor.untyped_storage())
+        self._engines.is_back(value, tensor.untyped_storage())
         return tensor
 
 

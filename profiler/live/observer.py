@@ -15,10 +15,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.keep_all import KeepAll
-from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
-from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.drivers.driver import Driver, KeepAll
+from poochplan.runtime.drivers.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together

@@ -16,7 +16,7 @@ from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes, region_notes
+from poochplan.profiler.assembly.notes import SWAPPED, garbage_notes, kept_notes, model_notes, region_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
@@ -38,11 +38,6 @@ from .watch import Scene, Watch
 TIMED = 3
 """Segments that are timed whole, and as many op by op."""
 LIVE = "profiled inside a running training loop"
-SWAPPED = (
-    "every saved value was on the host while profiling: step times are those of segments that swap everything, "
-    "less the time in which they swapped"
-)
-
 HURRIED = "its inputs did not come again: times are of one captured step, and no replay was tried, so none is planned"
 
 
@@ -72,7 +67,7 @@ def study(
     most bytes that a segment may take; where it leaves none to compare in, no replay is tried and none is planned.
     """
     seen: Capturing = yield lambda: Capturing(scene)
-    draft = _drafts(seen, scene, aside(link), workload)
+    draft = drafts(seen, aside(link), workload)
     durations = seen.capture.durations()
     in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
 
@@ -89,8 +84,7 @@ def study(
         return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
 
     mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    notes = [*model_notes(scene.model), *kept_notes(seen.capture), *garbage_notes(seen.capture, seen.kinds)]
-    notes += [*region_notes(scene.model, scene.where), LIVE]
+    notes = [*step_notes(seen), LIVE]
     in_hooks: list[HookSeconds] = []
     try:
         is_plain = not is_freed_memory_given_back()  # nothing of the session's own has been set yet
@@ -169,9 +163,11 @@ def _verified(scene: Scene, profile: Profile, *, is_tight: bool) -> Studied:
             return verified.value
 
 
-def _drafts(
-    seen: Capturing, scene: Scene, link: Link, workload: str
+def drafts(
+    seen: Capturing, link: Link, workload: str
 ) -> Callable[[Literal["run", "swap-all"], Floats, list[PhaseSeconds], list[str]], Profile]:
+    """:func:`assemble` for the captured step, given mode, seconds of the ops, measured steps and notes."""
+    scene = seen.scene
     held_bytes, machine = library_bytes(scene.where), this_machine(scene.where)
 
     def draft(
@@ -193,3 +189,10 @@ def _drafts(
         )
 
     return draft
+
+
+def step_notes(seen: Capturing) -> list[str]:
+    """What is to be said of the captured step, whatever it takes."""
+    model, capture = seen.scene.model, seen.capture
+    said = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, seen.kinds)]
+    return [*said, *region_notes(model, seen.scene.where)]

@@ -11,17 +11,16 @@ import torch
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Phase
-from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.paired import HookSeconds
+from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.regions.arrivals import told_of_points
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .watch import Pack, Scene, Unpack, Watch
@@ -50,8 +49,6 @@ class TimingWatch(Watch):
     def __init__(self, scene: Scene, keeping: Instructions | None) -> None:
         super().__init__(scene, timed_driver(keeping))
         self._waits = keeping is None
-        self.hooks_s = 0.0
-        """On the wall."""
         self.in_hooks = HookSeconds()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
@@ -85,7 +82,6 @@ class PhaseTiming(TimingWatch):
 
     def __init__(self, scene: Scene, keeping: Instructions | None) -> None:
         super().__init__(scene, keeping)
-        self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         self._since_s = 0.0
         self._is_over = False
 
@@ -142,7 +138,7 @@ class OpTiming(PhaseTiming):
         return self.timer.region(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return self.timer.observed(outputs, run)
+        return run() if self.scene.there_before is not None else self.timer.observed(outputs, run)
 
     def aside(self, hook: Callable[[Any], Any], argument: Any) -> Any:
         with self.timer.paused():

@@ -14,6 +14,7 @@ import torch
 
 from poochplan.errors import named_line
 from poochplan.formats.profile import Phase
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.forward_only import is_the_compilers
@@ -45,6 +46,9 @@ class Scene:
     """The driver of a segment that nothing is known of."""
     measures_later: bool = False
     """Whether the machine's own costs are measured by somebody else, where they are not known."""
+    there_before: Callable[[], Sequence[Any]] | None = None
+    """Of a step function, whose gradients nobody uses: what a step finds beside model and optimizers. None in a loop,
+    where that is all that lives, and where no mode may be on the stack in backward."""
 
 
 class Watch:
@@ -69,6 +73,10 @@ class Watch:
         self.foreseen_bytes = 0
         """How much more that will be one day, as far as optimizers say."""
         self.phase = Phase.FORWARD
+        self.hooks_s = 0.0
+        """Seconds on the wall that were spent aside, in hooks."""
+        self.seconds: PhaseSeconds = dict.fromkeys(Phase, 0.0)
+        """Of each phase, where they are timed."""
         self.nodes: NodeListener | None = None
         """What listens to the nodes of backward."""
         self._thread = threading.get_ident()

@@ -7,15 +7,7 @@ the runtime cannot replay, is marked in the profile with the reason, and no plan
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Container, Generator
-from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Generator
 
 import msgspec
 import torch
@@ -23,24 +15,14 @@ import torch
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
-from poochplan.profiler.assembly.values import UNWRITTEN
-from poochplan.profiler.step.preserve import preserved
-from poochplan.runtime.devices.opening import model_device, open_device
-from poochplan.runtime.drivers.always import Always
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.drivers.follow import Follow
 from poochplan.runtime.drivers.swap_each import SwapEach
-from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.handle import Handle
-from poochplan.tensors.malloc import new_memory_holds
-from poochplan.tensors.storages import has_storage
-from poochplan.torch_private.tensor_internals import in_backward, without_modes
 
+from .host_store import HostStore
 from .parts import parts_of
-from .plans import instructions_for, under
-from .swap_all import HostStore
-from .untouched import bytes_of
-from .verify_replays import PIECE_BYTES, Verify
+from .plans import instructions_for
+from .verify_replays import Verify
 
 MOST_ROUNDS = 5
 MOST_TRIES = 3
@@ -48,105 +30,6 @@ MOST_TRIES = 3
 DIFFERS = "its replay gave other bits when it was tried"
 RECORDED = "its step saves other bits where a mode records it"
 UNVERIFIED = "its replay could not be verified: steps differ in what they save, or came once"
-
-
-def verify(
-    profile: Profile,
-    model: torch.nn.Module,
-    one_step: Callable[[], Any],
-    spill_dir: str | Path | None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Profile:
-    """The profile with ``unreplayable`` set on every value whose replay was tried and failed, by steps run now.
-
-    Replays are compared with what a recorded step has saved, and that, where the step repeats itself, with what one has
-    saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits. What a
-    kernel leaves unwritten holds whatever memory held, so the steps that no mode sees get memory of other bytes each,
-    and what differs between them is not compared.
-    """
-    steps = _Steps(model, one_step, model_device(model, profile.device.kind), spill_dir)
-
-    def plain(byte: int) -> list[int]:
-        with preserved(model, optimizer), new_memory_holds(byte):
-            return steps.saved(profile)
-
-    first = plain(0)
-    other = plain(1) if first == plain(0) else []  # what differs by itself tells nothing of recording
-    trials, is_first = verification(profile), True
-    try:
-        trial = next(trials)
-        while True:
-            found = list[int]()
-            tried = steps.tried(trial, found if is_first else None, _unwritten(profile))
-            if is_first and other and any(a == b != c for a, b, c in zip_longest(first, other, found)):
-                return without_replays(profile, RECORDED)
-            trial, is_first = trials.send(tried), False
-    except StopIteration as verified:
-        return cast(Profile, verified.value)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Runs steps of the model under an engine."""
-
-    model: torch.nn.Module
-    one_step: Callable[[], Any]
-    where: torch.device
-    spill_dir: str | Path | None
-
-    def saved(self, profile: Profile) -> list[int]:
-        """A sum over each tensor that a step saves which no mode sees, as :meth:`_run` takes it. Memory is about what
-        verification takes.
-        """
-        rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP
-        every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
-        instructions = msgspec.structs.replace(instructions_for(profile, every), record_from_start=False)
-        driver, sums = Follow(Course.of(instructions), SwapEach()), list[int]()
-        with closing(open_device(self.where, self.spill_dir)) as device:
-            self._run(Engine(Always(lambda: driver), device, self.model), sums, _unwritten(profile))
-        return sums
-
-    def tried(self, instructions: Instructions, sums: list[int] | None, unwritten: Container[int]) -> Verify:
-        """What one step has told; see :meth:`_run`."""
-        with contextlib.ExitStack() as stack:
-            device = stack.enter_context(closing(open_device(self.where, self.spill_dir)))
-            new_store = partial(HostStore, self.where, self.spill_dir)
-            verify = verifying(instructions, self.model, lambda: stack.enter_context(closing(new_store())))
-            self._run(Engine(Always(lambda: verify), device, self.model, rebuild=verify.rebuild), sums, unwritten)
-        return verify
-
-    def _run(self, engine: Engine, sums: list[int] | None, unwritten: Container[int]) -> None:
-        """One step of the engine's; ``sums`` takes one over each tensor that it saves, 0 for what is ``unwritten``."""
-
-        def pack(tensor: torch.Tensor) -> Handle:
-            if sums is None or in_backward():
-                return engine.pack(tensor)
-            sum_, handle = _sum(tensor, engine.device.kind), engine.pack(tensor)
-            sums.append(0 if handle.value is not None and handle.value.index in unwritten else sum_)
-            return handle
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            with under(engine, self.model, pack, engine.unpack):
-                self.one_step()
-
-
-def _unwritten(profile: Profile) -> frozenset[int]:
-    """Save points of values of which some bytes are whatever memory held: these tell nothing of recording."""
-    saved = saved_values(profile)
-    return frozenset(at for at, one in enumerate(saved) if profile.values[one].unreplayable.endswith(UNWRITTEN))
-
-
-def _sum(tensor: torch.Tensor, kind: str) -> int:
-    """Over what lies in its storage, as numbers of four bytes; 0 where it has none, or is a part of a larger one, or
-    lies elsewhere than what is replayed.
-    """
-    if not has_storage(tensor, kind) or tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
-        return 0
-    with without_modes(), torch.no_grad():
-        pieces = bytes_of(tensor.untyped_storage()).split(PIECE_BYTES)  # a sum is of numbers of eight bytes
-        words = [one[: len(one) // 4 * 4].view(torch.int32) for one in pieces]
-        return sum(int(one.sum(dtype=torch.int64)) for one in (*words, pieces[-1][len(words[-1]) * 4 :]))
 
 
 def verification(profile: Profile, *, is_tight: bool = False) -> Generator[Instructions, Verify, Profile]:

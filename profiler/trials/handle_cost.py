@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,12 +22,14 @@ from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
 from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.capture.cloned import ClonedCapture
-from poochplan.profiler.real import Runner, captured
+from poochplan.profiler.live.capturing import Capturing
+from poochplan.profiler.live.step_function import StepFunction
+from poochplan.profiler.real import Runner
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
-from poochplan.runtime.devices.opening import model_device, open_device
-from poochplan.runtime.drivers.always import Always
+from poochplan.runtime.devices.opening import open_device
+from poochplan.runtime.drivers.follow import Always
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
@@ -41,11 +41,8 @@ COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
 """Swapping is timed on a few values of 256 KiB, large enough that their pages go back to the system, as those of saved
 values do; all else on many values of one row, which cost next to nothing themselves."""
 OPS_OF_A_LAYER = 2
-_STEPS = 2
 _PAIRS = 4
 """Steps without the engine are short, and of each kind the shortest counts."""
-
-Step = Callable[[], object]
 
 
 class Chain(nn.Module):
@@ -87,21 +84,6 @@ def runtime_cost(where: torch.device, threads: int) -> RuntimeCost | None:
     return None if measured is None else measured.cost
 
 
-def with_handles_of(profile: Profile, model: nn.Module, one_step: Step, spill_dir: str | Path | None) -> Profile:
-    """The profile with what the runtime costs, handles measured on the model itself in steps that keep every value
-    under the engine; on the small network where steps differ in what they save.
-    """
-    where = model_device(model, profile.device.kind)
-    device = open_device(where, spill_dir)
-    try:
-        engine = Engine(Always.following(keeping(profile)), device, model)
-        tried = [_seconds_in_hooks(engine, model, one_step) for _ in range(_STEPS)]
-    finally:
-        device.close()
-    measured = measured_on(where, torch.get_num_threads())
-    return with_handles(profile, measured, [seconds for seconds in tried if seconds is not None])
-
-
 def keeping(profile: Profile) -> Instructions:
     """Those that keep every value."""
     instructions = instructions_for(profile, [Decision.KEEP] * len(saved_values(profile)))
@@ -121,18 +103,6 @@ def with_handles(profile: Profile, measured: Measured | None, steps: Sequence[Ho
             unpack_s=least.unpack_s / count + measured.call_s / 2,
         )
     return msgspec.structs.replace(profile, runtime=cost)
-
-
-def _seconds_in_hooks(engine: Engine, model: nn.Module, one_step: Step) -> HookSeconds | None:
-    """CPU seconds that one step spends in the engine's hooks; None for a step that is not the profile's."""
-    seconds = HookSeconds()
-    with (
-        warnings.catch_warnings(),
-        under(engine, model, seconds.timed_pack(engine.pack), seconds.timed_unpack(engine.unpack)),
-    ):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of steps that differ, as the profile says
-        one_step()
-    return None if engine.segment.diverged else seconds
 
 
 # -- on the small network --------------------------------------------------------------------------
@@ -241,10 +211,12 @@ class _Network:
         return seconds
 
     def _profile(self) -> Profile:
-        capture = ClonedCapture(self.where, LayerTracker(), static_keys(self.model, self.where.type))
         runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
-        made, kinds = captured(runner, capture)
-        return untimed(made, kinds, self.model, "run")
+        with StepFunction(runner, self.where, None) as steps:
+            static = static_keys(self.model, self.where.type)
+            capture = ClonedCapture(self.where, LayerTracker(), static)
+            seen = steps.run(Capturing(steps.scene, capture), moves=False)
+        return untimed(seen.capture, seen.kinds, self.model, "run")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

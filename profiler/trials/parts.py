@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 
 
 def parts_of(profile: Profile, parts: int) -> list[int]:

@@ -12,8 +12,9 @@ from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointAc
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
+from poochplan.runtime.attachment import AroundRegion
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.regions.arrivals import arriving
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 
@@ -46,18 +47,26 @@ def instructions_for(profile: Profile, decisions: list[Decision]) -> Instruction
 
 @contextlib.contextmanager
 def under(
-    engine: Engine, model: torch.nn.Module, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    engine: Engine,
+    model: torch.nn.Module,
+    pack: Callable[[Any], Any],
+    unpack: Callable[[Any], Any],
+    region: AroundRegion = lambda _, call: call,
 ) -> Iterator[None]:
-    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them."""
+    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them. ``region`` gives what
+    is called in the place of a compiled callable.
+    """
 
-    def quietly(_: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def quietly(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        run = region(path, call)
+
         def quiet(*args: Any, **kwargs: Any) -> Any:
             with engine.quiet():
-                return call(*args, **kwargs)
+                return run(*args, **kwargs)
 
         return quiet
 
-    hooks = arriving(pack, unpack, engine.may_wait, model, engine.device.kind)
+    hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
     with around_compiled(model, quietly), uncompiled_hooks(*hooks):
         engine.begin()
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.metering.allocated import step_scope
 
-from .lessons import misses
+from .known_steps import misses
 from .recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
 from .served_runs import ServedRuns
 

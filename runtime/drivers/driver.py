@@ -1,5 +1,7 @@
 """Driver: what decides, in one segment, about each saved value. Chooser: what gives each segment its driver.
 
+KeepAll is the simplest one, and a base for others.
+
 A driver never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's mechanism
 carries out.
 """
@@ -111,3 +113,39 @@ class Chooser(Protocol):
 
         It is asked as the segment begins, when the model is called, and at the first save; there it has to say.
         """
+
+
+class KeepAll:
+    """Nothing is moved or replayed: the step is the in-core one, but for what the hooks themselves take. Stateless."""
+
+    instructions: Instructions | None = None
+
+    def begin(self, segment: Segment) -> Actions:
+        return NOTHING
+
+    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        return Decision.KEEP
+
+    def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
+        """Any will do."""
+
+    def at_save(self, value: SavedValue, index: int | None) -> Actions:
+        return NOTHING
+
+    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
+        return NOTHING
+
+    def before_drop(self, value: SavedValue) -> None:
+        """Nothing to do."""
+
+    def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
+        return NOTHING
+
+    def copy_failed(self, value: SavedValue, error: OSError) -> None:
+        """It is kept."""
+
+    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+        return self, NOTHING
+
+    def end(self, segment: Segment, outcome: Outcome) -> None:
+        """Nothing to do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import torch
@@ -17,10 +17,16 @@ from poochplan.runtime.replays.closure import NotReplayable
 from poochplan.runtime.replays.recorded import StorageRecord
 
 from .course import Course
-from .departures import departed_at_pack, departed_at_save, departed_at_use
-from .diagnosis import UNKNOWN, Expected, Found, what_changed
-from .driver import NOTHING, Actions, Diverged, Driver
-from .keep_all import KeepAll
+from .diagnosis import (
+    UNKNOWN,
+    Expected,
+    Found,
+    departed_at_pack,
+    departed_at_save,
+    departed_at_use,
+    what_changed,
+)
+from .driver import NOTHING, Actions, Diverged, Driver, KeepAll
 from .swap_each import SwapEach
 
 
@@ -179,3 +185,20 @@ class Follow:
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
         self._to_come.clear()
+
+
+class Always:
+    """A chooser that gives every segment a driver of one make. ``alternatives``: the instructions that these follow."""
+
+    def __init__(self, make: Callable[[], Driver], alternatives: Sequence[Instructions] = ()) -> None:
+        self._make = make
+        self.alternatives = alternatives
+
+    @classmethod
+    def following(cls, instructions: Instructions) -> Always:
+        """Segments follow these."""
+        course = Course.of(instructions)
+        return cls(lambda: Follow(course, SwapEach()), [instructions])
+
+    def choose(self, segment: Segment) -> Driver:
+        return self._make()

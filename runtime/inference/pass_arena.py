@@ -18,7 +18,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.allocator.allocation_log import Table
 from poochplan.runtime.allocator.arena import Fates
 from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.runtime.arena.lessons import misses
+from poochplan.runtime.arena.known_steps import misses
 from poochplan.runtime.arena.recorded_layout import Pack, recorded_blocks, recorded_layout
 from poochplan.runtime.arena.served_runs import ServedRuns
 from poochplan.runtime.attachment import is_in_session
@@ -27,8 +27,8 @@ from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
 
+from .known_passes import Call, KnownPass, KnownPasses, PassLayout
 from .model_calls import around_calls, around_parts
-from .pass_lessons import Call, PassLayout, PassLesson, PassLessons
 from .pass_report import PassReport
 
 _here = threading.local()
@@ -63,7 +63,7 @@ class PassArena:
 
     def __init__(self, model: torch.nn.Module, pack: Pack, reason: str = "") -> None:
         self._model, self._pack, self._reason = model, pack, reason
-        self._lessons = PassLessons()
+        self._kinds = KnownPasses()
         self._runs: ServedRuns | None = None
         """From the first pass on, for it needs the allocator."""
         self._laid_out: PassLayout | None = None
@@ -99,7 +99,7 @@ class PassArena:
         """Of the last pass that was served, and the figures to compare it with."""
         arena, layout = self._runs.laid.arena if self._runs is not None else None, self._laid_out
         told = PassReport(
-            passes=self._passes, served_passes=self._served, layouts=len(self._lessons), reason=self._reason
+            passes=self._passes, served_passes=self._served, layouts=len(self._kinds), reason=self._reason
         )
         if arena is None or layout is None:
             return told
@@ -154,16 +154,16 @@ class PassArena:
     # -- a pass ------------------------------------------------------------------------------------------------
 
     def _serve(self, running: _Pass) -> None:
-        lesson = self._lessons.of(running.kind)
-        lesson.passes += 1
-        running.lesson = lesson
-        if lesson.layout is None and not lesson.is_to_be_logged:
+        known = self._kinds.of(running.kind)
+        known.passes += 1
+        running.known = known
+        if known.layout is None and not known.is_to_be_logged:
             return
         if self._runs is None:
             self._runs = ServedRuns(_scope())
-        layout, most_bytes = lesson.layout, self._lessons.arena_bytes
+        layout, most_bytes = known.layout, self._kinds.arena_bytes
         blocks = layout.blocks if layout is not None else None
-        if self._runs.begin(blocks, largest_bytes=most_bytes, room_bytes=most_bytes, log=lesson.is_to_be_logged):
+        if self._runs.begin(blocks, largest_bytes=most_bytes, room_bytes=most_bytes, log=known.is_to_be_logged):
             running.served = self._laid_out = layout
             self._served += 1
         running.is_logged = self._runs.is_logged
@@ -175,25 +175,25 @@ class PassArena:
             if self._runs is None or (running.served is None and not running.is_logged):
                 return
             events, fates = self._runs.events(), self._runs.end()
-            if is_whole and not self._is_closed and running.lesson is not None:
-                self._learn(self._runs, running, running.lesson, fates, events)
+            if is_whole and not self._is_closed and running.known is not None:
+                self._learn(self._runs, running, running.known, fates, events)
         finally:
             self._is_free.release()
 
     def _learn(
-        self, runs: ServedRuns, running: _Pass, lesson: PassLesson, fates: Fates | None, events: Table | None
+        self, runs: ServedRuns, running: _Pass, known: KnownPass, fates: Fates | None, events: Table | None
     ) -> None:
         """What has not died when the pass ends lies outside: what it returns, and what somebody keeps."""
         if fates is not None:
-            lesson.is_settled = not misses(fates)
-        if events is None or lesson.is_settled:
+            known.is_settled = not misses(fates)
+        if events is None or known.is_settled:
             return
-        lesson.times += 1
+        known.times += 1
         blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
         if len(blocks) > MOST_BLOCKS:
             return
-        lesson.layout = PassLayout(recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack), dict(running.points))
-        self._lessons.is_laid_out(running.kind)
+        known.layout = PassLayout(recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack), dict(running.points))
+        self._kinds.is_laid_out(running.kind)
         arena = runs.laid.arena
         if arena is not None and arena.live_blocks:
             runs.laid.leave()  # somebody keeps what lies in it, so that its bytes are no places any more
@@ -210,7 +210,7 @@ class _Pass:
         """Of its parts, so far."""
         self.points: dict[Call, int] = {}
         """Those that the log has marks of."""
-        self.lesson: PassLesson | None = None
+        self.known: KnownPass | None = None
         self.served: PassLayout | None = None
         self.is_logged = False
 

@@ -7,12 +7,14 @@ are known here by what is asked of them alone.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
+from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.arguments import Layout, flatten
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import version_of
@@ -238,3 +240,17 @@ class CounterBefore(NamedTuple):
     def moved(self) -> int:
         """By how much it has moved since."""
         return version_of(self.probe) - self.version
+
+
+def state_of(generator: torch.Generator) -> bytearray:
+    """The generator's state, a copy in Python's memory, since no budget has room for it: each random op on a tape has
+    one, which is of 5056 bytes for the CPU's generator.
+    """
+    with aside():
+        state = generator.get_state()
+        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # no op, which modes would look at
+
+
+def set_state_of(generator: torch.Generator, state: bytearray) -> None:
+    """Puts the generator in the state; takes nothing of the device's memory."""
+    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

@@ -13,8 +13,7 @@ from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain
 from poochplan.tensors.writes import Writes, writes_of
 from poochplan.torch_private.tensor_internals import called_below_autograd, version_of
 
-from .generators import state_of
-from .recorded import OFF, CounterBefore, RecordedOp, Scratch, View
+from .recorded import OFF, CounterBefore, RecordedOp, Scratch, View, state_of
 from .tape import Tape
 
 

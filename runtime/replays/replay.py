@@ -15,8 +15,7 @@ from poochplan.tensors.arguments import Flat, outputs_of, unflatten
 from poochplan.torch_private.tensor_internals import outside_transforms
 
 from .closure import NotReplayable, closure_of, storage_of
-from .generators import set_state_of, state_of
-from .recorded import Content, RecordedOp, Scratch, StorageRecord, View
+from .recorded import Content, RecordedOp, Scratch, StorageRecord, View, set_state_of, state_of
 
 Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
 """What a replay starts from: the storage of each content that it does not build."""

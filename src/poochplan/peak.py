@@ -15,7 +15,7 @@ from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import OUTSIDE, saved_values
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, held_at, simulate
 from poochplan.planner.whatif import as_followed

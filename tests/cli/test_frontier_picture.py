@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from poochplan.errors import OutputExistsError
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP
-from poochplan.planner.sweep import CellStatus, SweepPoint
+from poochplan.planner.sweep import CellStatus, SweepPoint, all_policies
 from poochplan.report.frontier import Frontier, draw_frontier, frontier_frame, frontier_table
 from poochplan.report.pictures import write_picture
 

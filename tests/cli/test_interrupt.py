@@ -17,7 +17,7 @@ from poochplan.cli.plan import progress_line
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner import smallest_budget
-from poochplan.planner.allowance import Progress
+from poochplan.planner.search.allowance import Progress
 from tests.planner.checker import check
 from tests.planner.random_profiles import transformer_like
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import poochplan
-from poochplan.planner.comparison import all_policies
+from poochplan.planner.sweep import all_policies
 
 Pooch = Any
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poochplan.cli.plan import share_done
-from poochplan.planner.allowance import Progress
+from poochplan.planner.search.allowance import Progress
 from poochplan.profiler.request import STAGES, stage_share
 from tests.cli.conftest import Pooch
 

@@ -15,9 +15,8 @@ import pytest
 from poochplan.formats.plan import SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import sweep as sweeping
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.sweep import CellStatus, SweepPoint
+from poochplan.planner.sweep import CellStatus, SweepPoint, all_policies
 
 Pooch = Any
 COLUMNS = [

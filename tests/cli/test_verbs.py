@@ -16,7 +16,7 @@ import torch
 
 import poochplan
 from poochplan.cli import VERBS
-from poochplan.planner.comparison import all_policies
+from poochplan.planner.sweep import all_policies
 
 Pooch = Any
 

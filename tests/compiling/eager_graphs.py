@@ -10,8 +10,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from poochplan.runtime.graphs.graph_partitioner import Replays
-from poochplan.runtime.graphs.rewriting import Split
+from poochplan.runtime.compiled.partitioner import Replays
+from poochplan.runtime.compiled.rewriting import Split
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.compiler_internals import boxed, stock_partition
 from tests.runtime.graph_nets import Noting

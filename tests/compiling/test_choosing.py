@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poochplan.compiling.choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes
-from poochplan.compiling.options import check_options, given_to_backend, given_to_torch
+from poochplan.compiling.compile import check_options
+from poochplan.compiling.rounds import as_measured, beside_in_core, graph_budget, recomputed_nodes
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
@@ -84,10 +84,3 @@ def test_an_option_that_graph_mode_does_not_take_is_one_clear_line(options: dict
         check_options(options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_options_are_parted_into_the_backend_s_and_torch_s() -> None:
-    options = {"fullgraph": True, "mode": "default", "options": {"max_autotune": False}}
-    check_options(options)
-    assert given_to_backend(options) == {"max_autotune": False}
-    assert given_to_torch(options) == {"fullgraph": True, "dynamic": False}

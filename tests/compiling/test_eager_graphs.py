@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from poochplan.runtime.regions.arrivals import arriving
-from poochplan.runtime.regions.hollows import waiting
+from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
 from poochplan.tensors.modes import uncompiled_hooks
 from tests.compiling.eager_graphs import Compiled, Make, Moved, OneGraph, op_by_op, residual, toy
 from tests.runtime.graph_nets import same
@@ -29,7 +28,7 @@ def of_others(_: torch.nn.Module, moved: Moved) -> contextlib.AbstractContextMan
 
 def our_own(model: torch.nn.Module, moved: Moved) -> contextlib.AbstractContextManager[object]:
     """As the runtime wraps its hooks: these are given each tensor at its save point, before the forward goes on."""
-    return uncompiled_hooks(*arriving(moved.pack, moved.unpack, moved.may_wait, model, "cpu"))
+    return uncompiled_hooks(*deferring(moved.pack, moved.unpack, moved.may_wait, model, "cpu"))
 
 
 def none(_: torch.nn.Module, __: Moved) -> contextlib.AbstractContextManager[object]:

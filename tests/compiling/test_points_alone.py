@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache
 
-from poochplan.compiling.reference import Bits, bits_of_a_step
-from poochplan.runtime.graphs.graph_backend import GraphBackend
+from poochplan.compiling.rounds import bits_of_a_step
+from poochplan.formats.run_record import StepDigests
+from poochplan.runtime.compiled.inductor import GraphBackend
 from tests.runtime.served import needs_compiler
 
 pytestmark = [
@@ -69,7 +70,7 @@ def made(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(CLASSES, (4,))}
 
 
-def bits(name: str, precision: str, backend: str | Callable[..., Any]) -> Bits:
+def bits(name: str, precision: str, backend: str | Callable[..., Any]) -> StepDigests:
     torch._dynamo.reset()
     model, given = made(name)
     if precision == "bfloat16":

@@ -26,7 +26,13 @@ WHERE = torch.device("cuda", 0)
 
 
 FACTS = types.SimpleNamespace(
-    name="stand-in", total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+    name="stand-in",
+    total_memory=TOTAL_BYTES,
+    pci_domain_id=0,
+    pci_bus_id=0x3B,
+    pci_device_id=0,
+    major=6,
+    minor=0,  # older than what Triton makes kernels for, which could not run here
 )
 
 

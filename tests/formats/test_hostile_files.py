@@ -26,7 +26,7 @@ from poochplan.formats.plan import Departure, Plan, PointActions
 from poochplan.formats.profile import Device, ModelSignature, Profile
 from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.validate import check_profile
+from poochplan.planner.simulator.validate import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.profiler.link import cache as link_cache
 from poochplan.report.files_shown import file_data, file_rows, load_any

@@ -16,8 +16,9 @@ from poochplan.cli import main
 from poochplan.errors import BudgetExceededError
 from poochplan.planner.planning import smallest_budget
 from tests.gpu.cases import CASES, PLANNED_BY, WHERE, Made, turns_until_planned
+from tests.gpu.conftest import ON_A_GPU
 from tests.online.caches import empty_cache
-from tests.runtime.nets import LINK, Case, equal, train
+from tests.runtime.nets import LINK, TORCH, Case, equal, train
 from tests.runtime.random_plans import random_plan
 
 pytestmark = [
@@ -123,6 +124,8 @@ def _compiled_in_part(backend: str) -> Case:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.deep)])
 def test_a_compiled_region_is_one_op_and_its_values_are_swapped_and_recomputed(backend: str) -> None:
     """By what the compiler makes of it before it makes code, which it makes for no stand-in."""
+    if TORCH >= (2, 14) and not ON_A_GPU:
+        pytest.skip("torch 2.14 begins with a node on a device's own stream, which the stand-in has not: it aborts")
     case = _compiled_in_part(backend)
     profile = case.new_profile()
     assert [op.name for op in profile.ops if "compiled" in op.name][:1] == ["compiled_region"]

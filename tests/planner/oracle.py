@@ -39,10 +39,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import Candidate, movable, try_decisions
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
-from poochplan.planner.simulator.simulate import Simulation, simulate
+from poochplan.planner.simulator.simulate import Candidate, Simulation, movable, simulate, try_decisions
 from tests.planner.oracle_clock import is_plain
 from tests.planner.oracle_search import Actions, Freedom, Search, State, subsets
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from poochplan.formats.profile import Link
-from poochplan.planner.problem.problem import LaunchCost
+from poochplan.planner.simulator.problem import LaunchCost
 
 Queue: TypeAlias = tuple[tuple[int, float], ...]
 """(value, seconds alone on the link that are left), first in, first out."""

@@ -8,9 +8,9 @@ from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem
-from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import assemble
+from poochplan.planner.simulator.simulate import movable
 from tests.planner.oracle_clock import Clock, is_plain, launch, run, take, wait_in, wait_out
 
 FUTURE, HERE, LEAVING, AWAY, DROPPED, BACK = range(6)

@@ -9,7 +9,7 @@ import msgspec
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 
 

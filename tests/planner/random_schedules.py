@@ -10,7 +10,7 @@ import msgspec
 
 from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.problem.problem import Problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
 from tests.planner.random_profiles import link, random_profile, with_random_thread
 

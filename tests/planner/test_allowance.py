@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from poochplan.formats.plan import SolveStatus
-from poochplan.planner.allowance import Allowance
+from poochplan.planner.search.allowance import Allowance
 
 NEW: dict[str, Callable[[], Allowance]] = {
     "time": lambda: Allowance(100.0),

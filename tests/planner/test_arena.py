@@ -22,8 +22,8 @@ from poochplan.planner.arena import step_layout as arena
 from poochplan.planner.arena.packing import Block, live_peak
 from poochplan.planner.arena.step_layout import blocks_of, layout_of
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style, keep_all, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import Profile
-from poochplan.planner.model.bound import lower_bound
-from poochplan.planner.model.solvers import SolverLimits
-from poochplan.planner.model.time_constraints import seconds_lost
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.search.bound import lower_bound
+from poochplan.planner.search.solvers import SolverLimits
+from poochplan.planner.search.time_constraints import seconds_lost
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
 from tests.planner.oracle import best_schedule

@@ -11,8 +11,9 @@ import pytest
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import EVALUATIONS_PER_SOLVE, Allowance
-from poochplan.planner.model.bound import (
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
+from poochplan.planner.search.bound import (
     LARGE_SHARE,
     MOST_BRANCHED,
     PINNED,
@@ -23,13 +24,11 @@ from poochplan.planner.model.bound import (
     Relaxed,
     values_to_branch_on,
 )
-from poochplan.planner.model.linear import SolverStatus
-from poochplan.planner.model.solvers import SolverLimits
-from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.solvers import SolverLimits, SolverStatus
 from poochplan.planner.search.walking import all_decisions
-from poochplan.planner.simulator.candidate import movable
 from poochplan.planner.simulator.evaluator import DECISIONS, RECOMPUTE
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
 from tests.planner.oracle_search import Freedom

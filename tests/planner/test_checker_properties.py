@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries

@@ -16,7 +16,7 @@ import pytest
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Profile
 from poochplan.planner import Plan, plan, smallest_budget
-from poochplan.planner.allowance import SearchLimits
+from poochplan.planner.search.allowance import SearchLimits
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
 
 EVALUATIONS = 2000

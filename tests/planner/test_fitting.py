@@ -13,8 +13,8 @@ from poochplan.planner.arena.fitting import HOPELESS, NO_ARENA, NO_ROOM, ROOM, F
 from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
 from poochplan.sessions import packed
 from tests.planner.random_profiles import transformer_like, unet_like
 from tests.planner.test_packing_search import UNIT, cut_rectangle

@@ -14,7 +14,7 @@ SCRIPT = """
 
     def trains():
         model = Model()
-        import poochplan.planner.model.solvers  # loads the solvers
+        import poochplan.planner.search.solvers  # loads the solvers
         return weakref.ref(model)
 
     seen = trains()

@@ -14,11 +14,10 @@ from poochplan.formats.occupancy import ints
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile, RuntimeCost
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import least_step_s
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, Style, keep_all, recording_for, recording_of
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import least_step_s, simulate
 from poochplan.planner.whatif import for_machine
 from tests.depth import seeds, tries
 from tests.planner.oracle import best_schedule

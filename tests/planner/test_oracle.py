@@ -8,8 +8,8 @@ import pytest
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable
 from tests.depth import seeds, tries
 from tests.planner.checker import check
 from tests.planner.oracle import Freedom, Optimum, best_decisions, best_schedule

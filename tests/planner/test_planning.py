@@ -10,12 +10,12 @@ import pytest
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.planner.model.decide import solve_fluid
-from poochplan.planner.model.fluid import Request
-from poochplan.planner.model.solvers import SolverLimits, choose_solver
 from poochplan.planner.planning import plan, share_that_holds, smallest_budget
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import movable, swap_all_on_demand
+from poochplan.planner.search.decide import solve_fluid
+from poochplan.planner.search.fluid import Request
+from poochplan.planner.search.solvers import SolverLimits, choose_solver
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable, swap_all_on_demand
 from poochplan.units import parse_budget
 from tests.planner.checker import check
 from tests.planner.random_profiles import Recorder, link, random_profile, resnet_like, transformer_like, unet_like

@@ -15,8 +15,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput, greedy, policies, policy_names, pooch, run_policy
-from poochplan.planner.simulator.candidate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
 from poochplan.planner.simulator.evaluator import Evaluation, Evaluator
+from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, swap_all_on_demand, try_style
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.plans import plan_with

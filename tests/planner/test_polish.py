@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import Allowance
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import least_peak_bytes, polish
-from poochplan.planner.simulator.candidate import Candidate, least_step_s, try_decisions
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Style, lists_of
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import Candidate, least_step_s, simulate, try_decisions
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.oracle import best_schedule

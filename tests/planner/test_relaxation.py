@@ -12,14 +12,12 @@ import pytest
 from benchmarks.planning import budget_of, instance
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.planner.model import bound, decision_constraints
-from poochplan.planner.model.bound import Relaxation, lower_bound
-from poochplan.planner.model.linear import LinearModel, SolverStatus, proven_bound
-from poochplan.planner.model.solvers import SolverLimits, Warm
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, movable, try_style
+from poochplan.planner.search import bound, decision_constraints
+from poochplan.planner.search.bound import Relaxation, lower_bound
+from poochplan.planner.search.solvers import LinearModel, SolverLimits, SolverStatus, Warm, proven_bound
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, movable, simulate, try_style
 from tests.depth import seeds
 from tests.planner.plans import random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from poochplan.formats.occupancy import ints
 from poochplan.formats.profile import Kind
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import recording_for
 from tests.planner.random_profiles import Recorder, link
 

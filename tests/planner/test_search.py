@@ -14,13 +14,13 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
 from poochplan.planner import plan, smallest_budget
-from poochplan.planner.allowance import Allowance, Progress, SearchLimits
-from poochplan.planner.model.bound import Proof
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.search import annealing, optimise, polish, walking
+from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits
 from poochplan.planner.search.annealing import Walker
-from poochplan.planner.simulator.candidate import Candidate, try_decisions
+from poochplan.planner.search.bound import Proof
 from poochplan.planner.simulator.evaluator import library
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import Candidate, try_decisions
 from tests.depth import seeds, tries
 from tests.planner.checker import check
 from tests.planner.random_profiles import random_profile, resnet_like, transformer_like, unet_like
@@ -267,8 +267,8 @@ def test_walks_and_polishing_simulate_no_more_than_was_asked(
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(annealing, "walk_on", int)
-    counted(annealing, "sweep", int)
+    counted(annealing, "step", lambda _: 1)
+    counted(annealing, "sweep", lambda swept: swept[1])
     counted(polish, "try_style", lambda _: 1)
     plan(profile, tight(profile), evaluations=evaluations, gap=NEVER_MET)
     at_once = annealing.SWEPT_AT_ONCE * 4  # a descent looks at its allowance after so many
@@ -283,8 +283,8 @@ class WorkClock:
         self.now_s = 1000.0
         self.began_s = self.now_s
         self._patch = monkeypatch
-        self._passes(annealing, "walk_on", lambda spent: spent)
-        self._passes(annealing, "sweep", lambda spent: spent)
+        self._passes(annealing, "step", lambda _: 1)
+        self._passes(annealing, "sweep", lambda swept: swept[1])
         self._passes(polish, "try_style", lambda _: 1)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
 

@@ -9,7 +9,7 @@ import pytest
 
 from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import Kind, Link, Profile
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Schedule, keep_all
 from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.planner.simulator.streams import Lane

@@ -10,8 +10,8 @@ from poochplan.formats.plan import Decision
 from poochplan.planner.arena import step_layout
 from poochplan.planner.arena.fitting import smallest_arena
 from poochplan.planner.arena.step_layout import layout_of
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style
 
 from .random_profiles import random_profile, transformer_like

@@ -11,12 +11,11 @@ import pytest
 
 from poochplan.errors import UsageError
 from poochplan.formats.plan import SolveStatus
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Memory, Profile
 from poochplan.planner import sweep as sweeping
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.sweep import Solving, SweepPoint, default_budgets, sweep
+from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
 from tests.depth import tries
 from tests.planner.random_profiles import resnet_like, transformer_like
 
@@ -167,3 +166,15 @@ def test_the_ilp_is_never_behind_a_policy_by_more_than_its_gap() -> None:
         fitting = {p.policy: p.step_s for p in points if p.budget_bytes == budget and p.step_s is not None}
         best = min(fitting.values())
         assert fitting[ILP] <= best * 1.005
+
+
+def test_no_policy_is_shown_below_the_bound_where_its_steps_have_no_arena(profile: Profile) -> None:
+    replace = msgspec.structs.replace
+    times = replace(profile.times, unserved_step_s=1.5 * profile.times.step_s)
+    slower = replace(profile, times=times, memory=Memory.ALLOCATED, device=replace(profile.device, kind="cpu"))
+    points = sweep(slower, [slower.in_core_peak_bytes], [ILP, *FAST], processes=1)
+    (ilp,) = [point for point in points if point.policy == ILP]
+    assert ilp.bound_overhead is not None
+    assert min(point.overhead for point in points if point.overhead is not None) >= ilp.bound_overhead - 1e-9
+    rows = compare_policies(slower, plan(slower, slower.in_core_peak_bytes))
+    assert {row.policy: row.step_s for row in rows}["keep-all"] == ilp.step_s

@@ -8,11 +8,11 @@ import pytest
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, Prediction
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import ILP, plan, smallest_budget
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.sweep import all_policies
 from tests.depth import seeds, tries
 from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.planner.random_profiles import random_profile, with_random_thread

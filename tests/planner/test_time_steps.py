@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.policies.seq2seq import Group, TimeLoop, groups_of, loops_of
-from poochplan.planner.simulator.candidate import Candidate, swap_all_on_demand
+from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand
 from poochplan.planner.whatif import for_machine
 from poochplan.workload import load_workload
 from tests.planner.checker import check

@@ -11,8 +11,8 @@ from typing import Any
 
 from poochplan.formats.profile import Kind, Link, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.simulator.candidate import movable
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable
 from tests.planner.random_profiles import Recorder, link
 
 ATTEMPTS = 200

@@ -15,7 +15,7 @@ from poochplan.formats.profile import Memory, OpBlock, Phase, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, rounded_up
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of, taken_by
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, Event, Taker, events_by_op, taken_in

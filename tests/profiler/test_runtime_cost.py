@@ -16,7 +16,7 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.notes import runtime_notes
 from poochplan.profiler.trials import handle_cost
 from poochplan.profiler.trials.handle_cost import measured_from, measured_on, runtime_cost

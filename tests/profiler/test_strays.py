@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.step_layout import blocks_of
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, POINT, Event

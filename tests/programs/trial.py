@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.run_report import FallbackKind

@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import assemble
 from tests.planner.plans import plan_with
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from poochplan.runtime.graphs.graph_partitioner import GraphPartitioner, Replays, saved_nodes
-from poochplan.runtime.graphs.rewriting import Split, why_never_replayed
+from poochplan.runtime.compiled.partitioner import Partitioner, Replays, saved_nodes
+from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
 from poochplan.torch_private.compiler_internals import not_lowered
 
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 
 
-class Noting(GraphPartitioner):
+class Noting(Partitioner):
     """Notes of each graph, by its key: why what it saves is never replayed, and its split with the replays in it."""
 
     def __init__(self, replays: Replays | None = None) -> None:

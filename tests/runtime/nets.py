@@ -158,6 +158,8 @@ def _link() -> object:
     return Link(name="spill", outward=direction, inward=direction)
 
 
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+"""The minor version of torch that runs here."""
 LINK = _link()
 
 

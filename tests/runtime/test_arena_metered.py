@@ -12,7 +12,7 @@ import poochplan
 from poochplan.runtime.allocator.arena import Arena
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.metering.allocated import AllocatedPeak
-from poochplan.runtime.replays.generators import set_state_of, state_of
+from poochplan.runtime.replays.recorded import set_state_of, state_of
 from tests.runtime.allocator.steps import filled, places
 from tests.runtime.nets import CASES
 from tests.runtime.served import SETTLED, Loop, arenas_mapped, needs_compiler, plan_of, served

@@ -1,10 +1,10 @@
-"""What arrives is read off generated code, and whatever reads a tensor in another way keeps it from arriving."""
+"""What is deferred is read off generated code, and whatever reads a tensor in another way keeps it from that."""
 
 from __future__ import annotations
 
 import pytest
 
-from poochplan.runtime.regions.generated_code import arriving_arguments
+from poochplan.runtime.compiled.deferred_unpack import deferred_arguments
 
 CODE = """
 class Runner:
@@ -13,7 +13,7 @@ class Runner:
         args.clear()
         # mul in a comment
         assert_size_stride(mul, (4, 4), (4, 1), 'input')
-        buf0 = torch.ops.poochplan.arrive.default(mul, tangents_1)
+        buf0 = torch.ops.poochplan.deferred_unpack.default(mul, tangents_1)
         buf1 = buf0
         cpp_fused_0(tangents_1, buf1, primals_1)
         del mul
@@ -24,8 +24,8 @@ def get_args():
 """
 
 
-def test_an_argument_that_is_only_checked_handed_to_the_op_and_dropped_arrives() -> None:
-    assert arriving_arguments(CODE) == {1}
+def test_an_argument_that_is_only_checked_handed_to_the_op_and_dropped_is_deferred() -> None:
+    assert deferred_arguments(CODE) == {1}
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_an_argument_that_is_only_checked_handed_to_the_op_and_dropped_arrives()
     [
         "cpp_fused_1(mul)",
         "buf2 = mul; del mul  # reuse",
-        "buf2 = torch.ops.poochplan.arrive.default(mul, None)",
-        "buf2 = torch.ops.poochplan.arrive.default(tangents_1, mul)",
+        "buf2 = torch.ops.poochplan.deferred_unpack.default(mul, None)",
+        "buf2 = torch.ops.poochplan.deferred_unpack.default(tangents_1, mul)",
         "extern_kernels.mm(reinterpret_tensor(mul, (4, 4), (1, 4), 0), buf1, out=buf2)",
     ],
 )
 def test_an_argument_that_anything_else_reads_does_not(line: str) -> None:
-    assert arriving_arguments(CODE.replace("        del mul\n", f"        {line}\n")) == frozenset()
+    assert deferred_arguments(CODE.replace("        del mul\n", f"        {line}\n")) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -47,5 +47,5 @@ def test_an_argument_that_anything_else_reads_does_not(line: str) -> None:
     ["", CODE.replace("def call(self, args)", "def run(args)"), CODE.replace(" = args\n", " = other\n"), CODE + CODE],
     ids=["none", "no call", "no arguments", "two calls"],
 )
-def test_code_of_another_kind_lets_nothing_arrive(code: str) -> None:
-    assert arriving_arguments(code) == frozenset()
+def test_code_of_another_kind_lets_nothing_be_deferred(code: str) -> None:
+    assert deferred_arguments(code) == frozenset()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.plan import HOST_ALIGNMENT_BYTES, host_aligned
-from poochplan.runtime.engine.intervals import Intervals
+from poochplan.runtime.engine.host_tier import Intervals
 
 SIZES = st.integers(0, 5 * HOST_ALIGNMENT_BYTES)
 STEPS = st.lists(

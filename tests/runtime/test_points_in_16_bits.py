@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
-from poochplan.compiling.reference import Bits, bits_of_a_step
-from poochplan.runtime.graphs.graph_backend import GraphBackend
-from poochplan.runtime.regions.installing import arrivals_compiled
+from poochplan.compiling.rounds import bits_of_a_step
+from poochplan.formats.run_record import StepDigests
+from poochplan.runtime.compiled.inductor import GraphBackend, compiled_deferring
 from tests.runtime.served import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_device]
@@ -33,7 +33,7 @@ class ScaledBeforeItsProduct(nn.Module):
 
 
 class GatedBeforeItsProduct(nn.Module):
-    """The same of a gradient in backward, beside what arrives."""
+    """The same of a gradient in backward, beside what is deferred."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class GatedBeforeItsProduct(nn.Module):
 
 
 class Both(nn.Module):
-    """The two together: the compiler fuses otherwise where there are arrivals, wherever they are anchored."""
+    """The two together: the compiler fuses otherwise where there are deferred unpacks, wherever they are anchored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class Both(nn.Module):
 
 
 @functools.cache
-def bits(network: type[nn.Module], how: str) -> Bits:
+def bits(network: type[nn.Module], how: str) -> StepDigests:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batch = network().bfloat16(), torch.randn(4, 8, 32, dtype=torch.bfloat16)
     options: dict[str, Any] = {"backend": GraphBackend()} if how == "graph mode" else {}
     model.compile(dynamic=False, **options)
-    with arrivals_compiled(model, "cpu") if how == "arrivals" else contextlib.nullcontext(), fresh_cache():
+    with compiled_deferring(model, "cpu") if how == "deferred unpacks" else contextlib.nullcontext(), fresh_cache():
         return bits_of_a_step(lambda: model(batch).float().square().mean(), model, None)
 
 
@@ -76,7 +76,7 @@ def bits(network: type[nn.Module], how: str) -> Bits:
     [
         (ScaledBeforeItsProduct, "graph mode"),
         (GatedBeforeItsProduct, "graph mode"),
-        (Both, "arrivals"),
+        (Both, "deferred unpacks"),
     ],
 )
 def test_all_bits_are_those_of_stock_code(network: type[nn.Module], how: str) -> None:

@@ -12,8 +12,8 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.runtime.replays.recorder import Recorder
 from tests.depth import seeds

@@ -15,7 +15,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.profile import Profile
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import FallbackKind, StepReport

@@ -18,8 +18,7 @@ from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.engine.host_tier import HostTier
-from poochplan.runtime.engine.intervals import Intervals
+from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.tensors import storages, writes

@@ -14,9 +14,9 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import poochplan
 from poochplan.formats.profile import Profile
-from poochplan.runtime.graphs.graph_backend import GraphBackend
-from poochplan.runtime.graphs.graph_partitioner import Replays
-from poochplan.runtime.regions.hollows import waiting
+from poochplan.runtime.compiled.deferred_unpack import waiting
+from poochplan.runtime.compiled.inductor import GraphBackend
+from poochplan.runtime.compiled.partitioner import Replays
 from tests.runtime.graph_nets import Noting, same, step
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
@@ -110,15 +110,17 @@ def test_what_a_save_point_gives_is_read_by_nothing_and_what_it_was_given_is_not
     assert len(forwards(noted)) == 2
     for body in forwards(noted):
         assert "# reuse" not in body
-        hollows = set(re.findall(r"(\w+) = torch\.ops\.poochplan\.save", body))
-        hollows |= {new for new, old in re.findall(r"^ *(\w+) = (\w+)$", body, re.MULTILINE) if old in hollows}
+        placeholders = set(re.findall(r"(\w+) = torch\.ops\.poochplan\.save", body))
+        placeholders |= {
+            new for new, old in re.findall(r"^ *(\w+) = (\w+)$", body, re.MULTILINE) if old in placeholders
+        }
         for line in body.splitlines():
-            if line.strip().startswith("#") or not hollows.intersection(re.findall(r"\w+", line)):
+            if line.strip().startswith("#") or not placeholders.intersection(re.findall(r"\w+", line)):
                 continue
             harmless = r" *(assert_\w+\(|del |return |(\w+) = (\w+)$|\w+ = torch\.ops\.poochplan\.save)"
             assert re.match(harmless, line), line
             given = re.match(r".*poochplan\.save\.default\((.*), \w+\)", line)
-            assert given is None or not hollows.intersection(re.findall(r"\w+", given.group(1))), line
+            assert given is None or not placeholders.intersection(re.findall(r"\w+", given.group(1))), line
 
 
 @pytest.mark.parametrize("which", [pytest.param("half", marks=pytest.mark.deep), "all"])

@@ -13,14 +13,13 @@ import pytest
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Link, LinkDirection, Profile
-from poochplan.planner.allowance import Allowance
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import polish
-from poochplan.planner.simulator.candidate import try_decisions
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, assemble, lists_of
-from poochplan.planner.simulator.simulate import simulate
+from poochplan.planner.simulator.simulate import simulate, try_decisions
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions, random_tuning
 from tests.runtime.nets import CASES, Case, equal, in_core, metered_peaks, train

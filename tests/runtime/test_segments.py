@@ -11,8 +11,7 @@ from torch import nn
 
 import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.keep_all import KeepAll
+from poochplan.runtime.drivers.driver import Driver, KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import plan_with

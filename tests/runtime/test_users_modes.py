@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.planner.problem.problem import build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.tensors.modes import ToggledMode
 from tests.planner.plans import plan_with
 from tests.runtime.nets import CASES, Case, equal, in_core, snapshot, train

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.problem.problem import Problem
 from poochplan.planner.simulator.construct import fit
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
 from tests.planner.plans import random_decisions, random_tuning
 from tests.runtime.nets import Case

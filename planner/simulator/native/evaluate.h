@@ -9,8 +9,9 @@
 namespace pooch {
 
 struct Evaluation {
-  double step_s, replay_s;
+  double step_s;
   int64_t peak_bytes, moved_bytes;
+  double replay_s;
 };
 
 // Evaluations of one problem, for one thread at a time.

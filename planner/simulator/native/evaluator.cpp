@@ -1,8 +1,8 @@
 // What Python calls (`evaluator.py`). Arrays are Python's; those of a problem outlive its evaluator.
 #include <new>
 
+#include "evaluate.h"
 #include "packing.h"
-#include "walk.h"
 
 using namespace pooch;
 
@@ -29,20 +29,6 @@ POOCH void pooch_evaluate(Evaluator* evaluator, const int8_t* decisions, int64_t
 // Most bytes live at each tick, in the last evaluation.
 POOCH void pooch_memory(const Evaluator* evaluator, int64_t* memory_bytes) {
   std::copy_n(evaluator->scratch.moves.begin(), evaluator->problem.ticks.count, memory_bytes);
-}
-
-POOCH double pooch_score(Evaluator* evaluator, const Limits* limits, int64_t style, const int8_t* decisions) {
-  return score(*evaluator, *limits, style, decisions);
-}
-
-POOCH int64_t pooch_walk_on(Evaluator* evaluator, const SearchSpace* space, const ChainState* state, const Limits* limits,
-                            int64_t steps, double temperature, const double* draws) {
-  return walk_on(*evaluator, *space, *state, *limits, steps, temperature, draws);
-}
-
-POOCH int64_t pooch_sweep(Evaluator* evaluator, const Rows<const bool>* replayable, const ChainState* state,
-                          const Limits* limits, const Rows<const int64_t>* values) {
-  return sweep(*evaluator, *replayable, *state, *limits, *values);
 }
 
 POOCH void pooch_first_fit(const int64_t* spans, const int64_t* order, int64_t blocks, int64_t* offsets) {

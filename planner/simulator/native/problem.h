@@ -76,11 +76,11 @@ struct Rates {
   double duplex, interference[2], out_s, fetch_s, record_s, replay_s, step_s;
 };
 
-// The thread's kind, where recording ends, and the values that backward never uses: those with a replay, what holds
-// another after it, and all of them.
+// The thread's kind, where recording ends, and the values with a replay that backward never uses, what holds another
+// after it.
 struct Facts {
   int64_t kind, last_save_op;
-  Range never, unused;
+  Range never;
 };
 
 struct Problem {

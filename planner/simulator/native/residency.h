@@ -81,133 +81,54 @@ inline void release_early(const Problem& problem, Scratch& scratch) {
   apply(scratch.curve, scratch.moves);
 }
 
-inline void stop_helping(const Problem& problem, Scratch& scratch, int64_t value) {
-  const int64_t place = scratch.values[value].place;
-  if (!scratch.helps[place]) return;
-  scratch.helps[place] = 0;
-  scratch.help_of[place / Scratch::kBlock] -= problem.values[value].size_bytes;
-}
-
-// Notes whether a release of the value at `point` would take it away at `tick`.
-inline void refresh(const Problem& problem, Scratch& scratch, int64_t number, int64_t tick, int64_t point) {
-  const Value& value = problem.values[number];
-  Chosen& here = scratch.values[number];
-  if (!here.wanted || here.release >= 0) return;
-  here.next_need = need_after(scratch.needs, here.next_need, point); // points that ask only ascend
-  const int64_t last = absent_until(problem, scratch, number, here.next_need);
-  stop_helping(problem, scratch, number);
-  if (value.death < tick && value.save_point <= point && tick <= last) {
-    scratch.helps[here.place] = 1;
-    scratch.help_of[here.place / Scratch::kBlock] += value.size_bytes;
+// Releases the front of what waits that makes a tick fit, less what it turns out not to need; returns by how many bytes
+// the tick is over the budget then.
+inline int64_t release_for(const Problem& problem, Scratch& scratch, int64_t tick, int64_t point, int64_t over_bytes) {
+  const auto helps = [&](int64_t number) {
+    const Value& value = problem.values[number];
+    if (value.death >= tick || value.save_point > point) return false;
+    const int64_t need = need_after(scratch.needs, scratch.values[number].first_need, point);
+    return tick <= absent_until(problem, scratch, number, need);
+  };
+  Ints &waiting = scratch.waiting, &tried = scratch.tried;
+  auto next = waiting.begin();
+  tried.clear();
+  for (; next != waiting.end() && over_bytes > 0; ++next) {
+    if (!helps(*next)) continue;
+    tried.push_back(*next);
+    over_bytes -= problem.values[*next].size_bytes;
   }
-}
-
-// Up to where releases have looked: at values that forward lets go of, at needs, and behind them.
-struct Passed {
-  int64_t died = 0;
-  size_t needed = 0, passed = 0;
-};
-
-// Which values a release at `point` would take away at `tick`. It changes only where forward lets go of a value, at a
-// point that needs it, behind that point, and where one that backward never uses is gone anyway.
-inline void update_help(const Problem& problem, Scratch& scratch, int64_t tick, int64_t point, Passed& up_to) {
-  const Rows<const Value>& values = problem.values;
-  const std::vector<Need>& needs = scratch.needs;
-  for (; up_to.died < values.count; ++up_to.died) {
-    const int64_t value = values[up_to.died].by_rank;
-    if (values[value].frees_tick > tick) break;
-    refresh(problem, scratch, value, tick, point);
+  for (size_t at = tried.size(); at-- > 0;) { // the last in the queue is waited for the longest
+    const int64_t size_bytes = problem.values[tried[at]].size_bytes;
+    if (at + 1 == tried.size() || size_bytes > -over_bytes) continue;
+    over_bytes += size_bytes;
+    tried[at] = -1;
   }
-  for (; up_to.needed < needs.size() && needs[up_to.needed].point <= point; ++up_to.needed) {
-    refresh(problem, scratch, needs[up_to.needed].value, tick, point);
+  for (int64_t value : tried) {
+    if (value >= 0) release(problem, scratch, value, point);
   }
-  for (; up_to.passed < needs.size() && needs[up_to.passed].point < point; ++up_to.passed) {
-    refresh(problem, scratch, needs[up_to.passed].value, tick, point);
-  }
-  for (int64_t value : problem.listed(problem.facts->unused)) refresh(problem, scratch, value, tick, point);
-}
-
-// Fills `tried` with what is released from the front of the queue until a tick fits; returns their bytes.
-//
-// Then goes back over them, but for the last, and lets stay what turns out not to be needed: what is behind in the
-// queue is waited for the longest. A block of the queue is passed at once where all of it does, or stays.
-inline int64_t find_help(const Problem& problem, Scratch& scratch, int64_t over_bytes) {
-  const Ints &helps = scratch.helps, &help_of = scratch.help_of;
-  const auto waiting = static_cast<int64_t>(scratch.queue.size());
-  int64_t helped = 0, place = 0;
-  scratch.tried.clear();
-  while (place < waiting && helped + help_of[place / Scratch::kBlock] < over_bytes) {
-    helped += help_of[place / Scratch::kBlock];
-    place += Scratch::kBlock;
-  }
-  if (place >= waiting) {
-    for (int64_t all = 0; all < waiting; ++all) {
-      if (helps[all]) scratch.tried.push_back(scratch.queue[all].value);
-    }
-    return helped;
-  }
-  for (; helped < over_bytes; ++place) {
-    if (helps[place]) helped += problem.values[scratch.queue[place].value].size_bytes;
-  }
-  int64_t spare = helped - over_bytes;
-  --place;
-  scratch.tried.push_back(scratch.queue[place].value);
-  --place;
-  while (place >= 0) {
-    if (place % Scratch::kBlock == Scratch::kBlock - 1 && help_of[place / Scratch::kBlock] <= spare) {
-      spare -= help_of[place / Scratch::kBlock];
-      place -= Scratch::kBlock;
-      continue;
-    }
-    if (helps[place]) {
-      const int64_t value = scratch.queue[place].value, size_bytes = problem.values[value].size_bytes;
-      if (size_bytes <= spare) {
-        spare -= size_bytes;
-      } else {
-        scratch.tried.push_back(value);
-      }
-    }
-    --place;
-  }
-  std::reverse(scratch.tried.begin(), scratch.tried.end());
-  return over_bytes + spare;
-}
-
-inline void start_helping(Scratch& scratch) {
-  clear(scratch.helps);
-  clear(scratch.help_of);
-  int64_t place = 0;
-  for (const Queued& queued : scratch.queue) {
-    Chosen& here = scratch.values[queued.value];
-    here.place = place++;
-    here.next_need = here.first_need;
-  }
+  const auto is_released = [&](int64_t value) { return scratch.values[value].release >= 0; };
+  waiting.erase(std::remove_if(waiting.begin(), next, is_released), next);
+  return over_bytes;
 }
 
 // Releases of what is in the queue, where memory asks for it.
 inline void release_late(const Problem& problem, Scratch& scratch, int64_t budget_bytes) {
-  start_helping(scratch);
+  Ints& waiting = scratch.waiting;
+  waiting.clear();
+  for (const Queued& queued : scratch.queue) waiting.push_back(queued.value);
   clear(scratch.moves);
   int64_t moved = 0, point = -1;
-  Passed up_to;
   for (int64_t tick = 0; tick < problem.ticks.count; ++tick) {
     moved += scratch.moves[tick];
     const int64_t over_bytes = scratch.curve[tick] + moved - budget_bytes;
     if (over_bytes <= 0) continue;
     while (point + 1 < problem.points.count && problem.points[point + 1].tick <= tick) ++point;
-    update_help(problem, scratch, tick, point, up_to);
-    const int64_t helped = find_help(problem, scratch, over_bytes);
-    for (int64_t value : scratch.tried) {
-      stop_helping(problem, scratch, value);
-      release(problem, scratch, value, point);
-    }
-    moved -= helped;
-    if (over_bytes > helped) {
+    const int64_t left_bytes = release_for(problem, scratch, tick, point, over_bytes);
+    moved -= over_bytes - left_bytes;
+    if (left_bytes > 0) {
       // These decisions do not fit: release the rest early, so that what is missing is exact.
-      for (const Queued& queued : scratch.queue) {
-        if (scratch.values[queued.value].release >= 0) continue;
-        release(problem, scratch, queued.value, problem.values[queued.value].early_point);
-      }
+      for (int64_t value : waiting) release(problem, scratch, value, problem.values[value].early_point);
       break;
     }
   }

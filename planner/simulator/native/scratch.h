@@ -15,11 +15,11 @@ inline void clear(Ints& numbers) { std::fill(numbers.begin(), numbers.end(), 0);
 // What is chosen for a value, and found of it. All -1 for none.
 struct Chosen {
   // The point that a replay brings it back at; the last tick at which a replay needs it, and at which anything does;
-  // the first of `Scratch::needs` that is its, the last one, and the first that the releases have not passed.
-  int64_t replayed_at, claim, end, first_need, final_need, next_need;
-  // Its release, the point that needs it next then, its copy back; whether the queue has it, the save point that its
-  // copy must not pass, and its place in the queue.
-  int64_t release, back, prefetch, wanted, due_at, place;
+  // the first of `Scratch::needs` that is its, and the last one.
+  int64_t replayed_at, claim, end, first_need, final_need;
+  // Its release, the point that needs it next then, its copy back; whether the queue has it, and the save point that
+  // its copy must not pass.
+  int64_t release, back, prefetch, wanted, due_at;
 };
 
 // They ascend by point.
@@ -116,9 +116,8 @@ struct Scratch {
   std::vector<Chosen> values;
   std::vector<Need> needs;
   std::vector<Run> runs;
-  Ints targets, released, fetched, tried, due, pending, by_release, by_prefetch; // values in an order
+  Ints targets, released, fetched, waiting, tried, due, pending, by_release, by_prefetch; // values in an order
   std::vector<Queued> queue;
-  Ints helps, help_of;                                // per place in the queue; bytes of each block of places
   Ints due_start, release_start, prefetch_start;      // where those of each save point, or point, begin
   Ints curve, moves;                                  // bytes at each tick; what comes and goes there
   Ints segment, block_most, block_raised;             // the most between two use points, and in a block of these
@@ -127,7 +126,6 @@ struct Scratch {
 
   Scratch(const Problem& problem, int64_t pooled)
       : decisions(problem.values.count), values(problem.values.count), pending(problem.values.count),
-        helps(problem.values.count + kBlock), help_of(problem.values.count / kBlock + 1),
         curve(problem.ticks.count + 1), moves(problem.ticks.count + 1), segment(problem.uses.count + 1),
         block_most(problem.uses.count / kBlock + 1), block_raised(problem.uses.count / kBlock + 1),
         store(problem, pooled) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import msgspec
 from poochplan.errors import GapError, UsageError
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import Progress
 from poochplan.planner.arena.fitting import kept_in_arena
 from poochplan.planner.arena.step_layout import Laid
-from poochplan.planner.comparison import compare_policies, comparison_rows
 from poochplan.planner.planning import in_arena, plan, share_that_holds
+from poochplan.planner.search.allowance import Progress
+from poochplan.planner.sweep import compare_policies
 from poochplan.report.files_shown import decision_data
-from poochplan.report.frontier import policy_data, policy_table
+from poochplan.report.frontier import policy_table
 from poochplan.report.layer_table import decisions_by_layer
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions
@@ -151,12 +152,10 @@ class PlanVerb(Verb):
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
         """Shows what every policy makes of the budget; returns it as data."""
-        seconds: dict[str, float] = {}
         with self.progress("comparing policies"):
-            found = compare_policies(profile, made.budget_bytes, ilp_plan=made, seconds=seconds)
-        rows = comparison_rows(found, made.budget_bytes, made.prediction.in_core_step_s)
-        self.show(policy_table("Policies, those that fit first", rows, seconds))
-        return policy_data(rows, seconds)
+            rows = compare_policies(profile, made)
+        self.show(policy_table("Policies, those that fit first", rows))
+        return [asdict(row) for row in rows]
 
     def _kept(self, profile: Profile, made: Plan) -> Laid | None:
         """The arena of the step that keeps everything, where this machine's runtime may serve one."""

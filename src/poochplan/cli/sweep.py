@@ -8,9 +8,8 @@ from typing import Any
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.profile import Profile
-from poochplan.planner.comparison import all_policies
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.sweep import Solving, SweepPoint, default_budgets, sweep
+from poochplan.planner.sweep import Solving, SweepPoint, all_policies, default_budgets, sweep
 from poochplan.report.frontier import Frontier, draw_frontier, frontier_of, frontier_table, write_frontier
 from poochplan.report.palette import write_picture
 from poochplan.units import format_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,11 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link
-from poochplan.runtime.graphs.graph_backend import compile_in_place
-from poochplan.runtime.regions.installing import why_no_graphs
+from poochplan.runtime.compiled.inductor import compile_in_place, why_no_graph_mode
 from poochplan.runtime.session import Session
 from poochplan.sessions import apply
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.compiler_internals import uncompile
-
-from .options import check_options, given_to_backend, given_to_torch
 
 
 def compile(
@@ -79,15 +76,14 @@ def compile(
         if plan is None:
             assert step is not None
             assert budget is not None
-            from .rounds import Measuring, Taking, planned_within  # here: a plan of before needs no planner
+            from .rounds import Compiling, planned_within  # here: a plan of before needs no planner
 
             say = progress or (lambda _: None)
-            measuring = Measuring(link, spill_dir, throttle, iterations)
-            taken = Taking(step, model, optimizer, torch_compile_options, measuring, say)
-            plan = planned_within(taken, budget, time_limit_s)
-        else:
             options = torch_compile_options
-            compile_in_place(model, plan.replays, given_to_backend(options), **given_to_torch(options))
+            compiling = Compiling(step, model, optimizer, options, link, spill_dir, throttle, iterations, say)
+            plan = planned_within(compiling, budget, time_limit_s)
+        else:
+            compile_in_place(model, plan.replays, torch_compile_options)
         return apply(plan, model, spill_dir=spill_dir)
     except BaseException:
         uncompile(model)  # so that it can be called again, with a larger budget
@@ -109,5 +105,23 @@ def _check(
     if plan is None and step is None:
         raise UsageError("compile(): expected the training step to measure, found none; pass step, a function")
     check_options(options)
-    if why := why_no_graphs(next((p.device.type for p in model.parameters()), "cpu")):
+    if why := why_no_graph_mode(next((p.device.type for p in model.parameters()), "cpu")):
         raise UsageError(f"compile(): {why}")
+
+
+# -- options of torch.compile ---------------------------------------------------------------------------------------
+
+TAKEN = ("fullgraph", "mode", "options")
+REFUSED = {"backend": "Inductor's, with graph mode in it", "dynamic": "one plan for each set of shapes"}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` for one that graph mode does not take."""
+    for name, what in REFUSED.items():
+        if options.get(name) is not None:
+            raise UsageError(f"compile(): expected no {name}, found {options[name]!r}; graph mode takes {what}")
+    for name in options:
+        if name not in (*TAKEN, *REFUSED):
+            raise UsageError(f"compile(): expected {', '.join(TAKEN[:-1])} or {TAKEN[-1]}, found {name}; leave it out")
+    if "reduce-overhead" in str(options.get("mode")) or (options.get("options") or {}).get("triton.cudagraphs"):
+        raise UsageError("compile(): expected no CUDA graphs, whose tensors cannot be moved; leave mode out")

@@ -1,28 +1,31 @@
 """The rounds of graph mode: a step is compiled as it is and measured; its graphs are planned, compiled with the plan's
-replays, and measured; and what they save is planned.
+replays, and measured; and what they save is planned. ``docs/graph-mode.md`` says it step by step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 
 from poochplan.errors import InfeasibleError, StepError
-from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Link, Profile
+from poochplan.formats.plan import Decision, Plan, Prediction
+from poochplan.formats.profile import Link, Phase, Profile
+from poochplan.formats.queries import saved_values
+from poochplan.formats.run_record import StepDigests
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
-from poochplan.runtime.graphs.graph_backend import compile_in_place
+from poochplan.profiler.step.forward_only import checked_loss
+from poochplan.profiler.step.preserve import preserved
+from poochplan.records import StepRecord
+from poochplan.runtime.compiled.inductor import compile_in_place
 from poochplan.sessions import apply
 from poochplan.torch_private.compiler_internals import compile_module, forget_compiled
 from poochplan.units import format_bytes, parse_budget, share_of_peak
-
-from .choosing import as_measured, beside_in_core, graph_budget, recomputed_nodes, with_replays, without_replays
-from .options import given_to_backend, given_to_torch
-from .reference import Bits, bits_of_a_step, first_unequal
 
 ROUNDS = 3
 """Times that graphs are planned and compiled at most."""
@@ -37,29 +40,20 @@ SHARES = "cpu-core"
 """The roofline by which ops have their shares of a measured step."""
 
 
-class Measuring(NamedTuple):
-    """How steps are profiled; see ``poochplan.profile``."""
+@dataclass
+class Compiling:
+    """A step whose model is compiled in one way and another, and how it is profiled: see ``poochplan.compile``."""
 
+    step: Callable[[], Any]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    options: dict[str, Any]
     link: Link | None
+    """Measured once where none is given."""
     spill_dir: str | Path | None
     throttle: str | float | None
     iterations: int | None
-
-
-class Taking:
-    """Profiles of one step, of code with and without replays. State: the link, once it was measured."""
-
-    def __init__(
-        self,
-        step: Callable[[], Any],
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        options: dict[str, Any],
-        measuring: Measuring,
-        say: Callable[[str], None],
-    ) -> None:
-        self.step, self.model, self.optimizer, self.options = step, model, optimizer, options
-        self.measuring, self.say = measuring, say
+    say: Callable[[str], None]
 
     def compile(self, replays: tuple[str, ...] | None) -> None:
         """In place: as it is where ``replays`` is None, else with points and these replays in the code."""
@@ -67,48 +61,44 @@ class Taking:
             forget_compiled()
             compile_module(self.model, **self.options, dynamic=False)
         else:
-            compile_in_place(self.model, replays, given_to_backend(self.options), **given_to_torch(self.options))
+            compile_in_place(self.model, replays, self.options)
 
-    def bits(self) -> Bits:
+    def bits(self) -> StepDigests:
         return bits_of_a_step(self.step, self.model, self.optimizer)
 
     def measured(self, iterations: int) -> Profile:
         """``iterations``: where the user has not said how many."""
-        how = self.measuring
         found = profiled(
             self.step,
             model=self.model,
             optimizer=self.optimizer,
-            link=how.link,
-            spill_dir=how.spill_dir,
-            throttle=how.throttle if how.link is None else None,
-            iterations=iterations if how.iterations is None else how.iterations,
+            link=self.link,
+            spill_dir=self.spill_dir,
+            throttle=self.throttle if self.link is None else None,
+            iterations=iterations if self.iterations is None else self.iterations,
             progress=self.say,
         )
-        self.measuring = how._replace(link=found.link)
+        self.link = found.link
         return found
 
-    def graphs(self) -> Profile:
-        """Of the step's graphs, without memory."""
-        return profiled(self.step, model=self.model, optimizer=self.optimizer, mode="fake", roofline=SHARES)
 
-
-def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float) -> Plan:
+def planned_within(compiling: Compiling, budget: str | int | float, time_limit_s: float) -> Plan:
     """The plan for that budget, with which the model is compiled then; raises what ``compile`` raises."""
-    say = taken.say
+    say = compiling.say
     say("compiling the step as it is")
-    taken.compile(None)
-    stock = taken.bits()
-    measured = taken.measured(_BRIEFLY)
+    compiling.compile(None)
+    stock = compiling.bits()
+    measured = compiling.measured(_BRIEFLY)
     budget_bytes = parse_budget(budget, measured.in_core_peak_bytes)
     say("capturing its graphs without memory")
-    graphs = as_measured(taken.graphs(), measured)
-    found = _rounds(taken, graphs, measured, budget_bytes, time_limit_s)
-    unequal = _unequal(taken, found, stock)
+    step, model, optimizer = compiling.step, compiling.model, compiling.optimizer
+    graphs = as_measured(profiled(step, model=model, optimizer=optimizer, mode="fake", roofline=SHARES), measured)
+    found = _rounds(compiling, graphs, measured, budget_bytes, time_limit_s)
+    unequal = _unequal(compiling, found, stock)
     if unequal and found.replays:
         say(f"{unequal} differs: nothing is recomputed in the graphs")
-        found = _rounds(taken, without_replays(graphs), measured, budget_bytes, time_limit_s)
-        unequal = _unequal(taken, found, stock)
+        found = _rounds(compiling, without_replays(graphs), measured, budget_bytes, time_limit_s)
+        unequal = _unequal(compiling, found, stock)
     if unequal:
         raise StepError(
             f"expected the bits of the same model compiled without a plan, found {unequal} to differ under one; "
@@ -118,14 +108,33 @@ def planned_within(taken: Taking, budget: str | int | float, time_limit_s: float
     return found
 
 
-def _unequal(taken: Taking, plan: Plan, stock: Bits) -> str:
+def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
     """What differs in one planned step from one of the model compiled as it is; empty where nothing does."""
-    taken.say("comparing one step with that of the model compiled as it is")
-    with apply(plan, taken.model, spill_dir=taken.measuring.spill_dir, meter="never"):
-        return first_unequal(stock, taken.bits())
+    compiling.say("comparing one step with that of the model compiled as it is")
+    with apply(plan, compiling.model, spill_dir=compiling.spill_dir, meter="never"):
+        found = compiling.bits()
+    if found.loss != stock.loss:
+        return "the loss"
+    kinds = {"gradient of": (stock.gradients, found.gradients), "buffer": (stock.buffers, found.buffers)}
+    pairs = ((f"the {what} {name}", name, *both) for what, both in kinds.items() for name in {**both[0], **both[1]})
+    return next((what for what, name, one, other in pairs if one.get(name) != other.get(name)), "")
 
 
-def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int, time_limit_s: float) -> Plan:
+def bits_of_a_step(
+    step: Callable[[], Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> StepDigests:
+    """Of the loss, each gradient and each buffer behind a step. Model, optimizer and generators stay as they were."""
+    with preserved(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = checked_loss(step(), model)
+        torch.autograd.backward(loss)
+        gradients = {name: one.grad.detach() for name, one in model.named_parameters() if one.grad is not None}
+        buffers = {name: one.detach() for name, one in model.named_buffers()}
+        return StepRecord(loss.detach(), gradients, buffers, {}).digests()
+
+
+def _rounds(compiling: Compiling, graphs: Profile, in_core: Profile, budget_bytes: int, time_limit_s: float) -> Plan:
     """Plans the graphs, compiles and measures what comes of it, and plans that; again with a lower goal where it does
     not fit, or costs far more than its graphs promise, since what the compiler makes of a graph with replays is only
     known then. The plan that costs least is the one that the model is compiled with in the end.
@@ -135,17 +144,17 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
     compiled: tuple[str, ...] = ()
     goal_bytes = graph_budget(budget_bytes, graphs, in_core)
     for _ in range(ROUNDS):
-        taken.say("planning the graphs")
+        compiling.say("planning the graphs")
         within_goal = _planned_graphs(graphs, goal_bytes, time_limit_s * _SHARE_OF_LIMIT)
         goal_bytes = min(goal_bytes, within_goal.prediction.peak_bytes)  # below it, something is planned otherwise
         replays = recomputed_nodes(graphs, within_goal)
         if replays in found or replays in smallest:
             break
-        taken.say(f"compiling with {len(replays)} values recomputed in the graphs")
-        taken.compile(replays)
+        compiling.say(f"compiling with {len(replays)} values recomputed in the graphs")
+        compiling.compile(replays)
         compiled = replays
-        measured = taken.measured(_TIMED)
-        taken.say("planning what it saves")
+        measured = compiling.measured(_TIMED)
+        compiling.say("planning what it saves")
         try:
             plan = planned(measured, budget_bytes, time_limit_s=time_limit_s)
         except InfeasibleError as error:
@@ -157,22 +166,19 @@ def _rounds(taken: Taking, graphs: Profile, in_core: Profile, budget_bytes: int,
             break
         goal_bytes -= max(measured.in_core_peak_bytes - budget_bytes, 0)
     if not found:
-        raise _infeasible(min(smallest.values()), budget_bytes, in_core)
+        smallest_bytes = min(smallest.values())
+        share = share_of_peak(smallest_bytes, in_core.in_core_peak_bytes)
+        raise InfeasibleError(
+            f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
+            f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core "
+            "peak); pass that, or make the batch smaller",
+            smallest_budget_bytes=smallest_bytes,
+        )
     best = min(found, key=lambda one: found[one].prediction.overhead)
     if best != compiled:
-        taken.say(f"compiling with {len(best)} values recomputed in the graphs, which cost least")
-        taken.compile(best)
+        compiling.say(f"compiling with {len(best)} values recomputed in the graphs, which cost least")
+        compiling.compile(best)
     return found[best]
-
-
-def _infeasible(smallest_bytes: int, budget_bytes: int, in_core: Profile) -> InfeasibleError:
-    share = share_of_peak(smallest_bytes, in_core.in_core_peak_bytes)
-    return InfeasibleError(
-        f"no plan fits a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)}) inside the compiled model: "
-        f"expected at least {smallest_bytes} bytes ({format_bytes(smallest_bytes)}, {share:.2%} of its in-core peak); "
-        "pass that, or make the batch smaller",
-        smallest_budget_bytes=smallest_bytes,
-    )
 
 
 def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Plan:
@@ -181,3 +187,81 @@ def _planned_graphs(graphs: Profile, goal_bytes: int, time_limit_s: float) -> Pl
         return planned(graphs, max(goal_bytes, 1), time_limit_s=time_limit_s, arena="off")
     except InfeasibleError as error:
         return planned(graphs, error.smallest_budget_bytes, time_limit_s=time_limit_s, arena="off")
+
+
+# -- from profiles and plans alone ------------------------------------------------------------------------------------
+
+
+def as_measured(graphs: Profile, measured: Profile) -> Profile:
+    """The profile of the graphs, with the seconds of the measured step: each phase's ops keep their shares of it.
+
+    Link, machine and what the runtime takes are the measured step's.
+    """
+    seconds = {Phase.FORWARD: measured.times.forward_s, Phase.BACKWARD: measured.times.backward_s}
+    seconds[Phase.OPTIMIZER] = measured.times.optimizer_s
+    told = dict.fromkeys(Phase, 0.0)
+    for op in graphs.ops:
+        told[op.phase] += op.duration_s
+    scale = {phase: seconds[phase] / told[phase] if told[phase] > 0 else 1.0 for phase in Phase}
+    return msgspec.structs.replace(
+        graphs,
+        ops=tuple(msgspec.structs.replace(op, duration_s=op.duration_s * scale[op.phase]) for op in graphs.ops),
+        times=measured.times,
+        link=measured.link,
+        device=measured.device,
+        runtime=measured.runtime,
+        mode=measured.mode,
+    )
+
+
+def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """The nodes, as ``graph/node``, that save what the plan recomputes; sorted."""
+    saves = saved_values(profile)
+    nodes = (
+        node
+        for number, planned in zip(saves, plan.values, strict=True)
+        if planned.decision is Decision.RECOMPUTE
+        for node in profile.values[number].nodes
+    )
+    return tuple(sorted(set(nodes)))
+
+
+def graph_budget(budget_bytes: int, graphs: Profile, measured: Profile) -> int:
+    """The budget of the measured step, for the graphs' profile: as far below its own in-core peak."""
+    return graphs.in_core_peak_bytes - (measured.in_core_peak_bytes - budget_bytes)
+
+
+def with_replays(plan: Plan, replays: tuple[str, ...], graphs: Profile) -> Plan:
+    """The plan for code in which these nodes are recomputed, with a note of it."""
+    if not replays:
+        return plan
+    wanted = set(replays)
+    size_bytes = sum(value.size_bytes for value in graphs.values if wanted.intersection(value.nodes))
+    note = f"{len(replays)} values ({format_bytes(size_bytes)}) are recomputed inside compiled graphs"
+    return msgspec.structs.replace(plan, replays=replays, notes=(*plan.notes, note))
+
+
+def without_replays(graphs: Profile) -> Profile:
+    """The profile of the graphs, with nothing that may be recomputed."""
+    why = "kernels that are fused otherwise gave other bits"
+    values = (msgspec.structs.replace(one, unreplayable=one.unreplayable or why) for one in graphs.values)
+    return msgspec.structs.replace(graphs, values=tuple(values))
+
+
+def beside_in_core(plan: Plan, in_core: Profile, graphs: Prediction) -> Plan:
+    """The plan, its prediction beside the step that is compiled as it is: its peak, and its seconds, which are those of
+    the code with replays, everything kept, less the share that replays have by ``graphs``, the graphs' own prediction.
+
+    Both codes are not timed in one run, and a machine is not as fast in one run as in the next.
+    """
+    promised = plan.prediction
+    share = graphs.in_core_step_s / (graphs.in_core_step_s + graphs.replay_s) if graphs.replay_s else 1.0
+    step_s = promised.in_core_step_s * share
+    told = msgspec.structs.replace(
+        promised,
+        in_core_peak_bytes=in_core.in_core_peak_bytes,
+        in_core_step_s=step_s,
+        overhead=promised.step_s / step_s - 1 if step_s > 0 else 0.0,
+        replay_s=promised.replay_s + promised.in_core_step_s - step_s,
+    )
+    return msgspec.structs.replace(plan, prediction=told)

@@ -11,8 +11,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.profiler.fake.memory_left import memory_left
 from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.keep_while_room import KeepWhileRoom
-from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.drivers.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.storages import own_tensors
 

@@ -16,9 +16,8 @@ from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.drivers.driver import Driver
+from poochplan.runtime.drivers.driver import Driver, KeepAll
 from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.keep_all import KeepAll
 from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.model_check import check_model

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,8 @@ from rich.table import Table
 
 from poochplan.formats.files import write_atomic
 from poochplan.formats.profile import Profile
-from poochplan.planner.comparison import ComparisonRow, all_policies
 from poochplan.planner.planning import ILP, smallest_budget
-from poochplan.planner.sweep import SweepPoint
+from poochplan.planner.sweep import ComparisonRow, SweepPoint, all_policies
 from poochplan.planner.whatif import link_text
 from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 
@@ -41,11 +40,8 @@ _LINEAR_SHARE = 0.5
 """Length of the axis below the first tick that is not 0, in decades."""
 
 
-def policy_table(heading: str, rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> Table:
-    """One row per policy; ``seconds`` says how long each took to decide.
-
-    "ilp gains" is by how many points of overhead the ILP's plan is faster.
-    """
+def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
+    """One row per policy; "ilp gains" is by how many points of overhead the ILP's plan is faster."""
     headings = ("policy", "peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
     cells = [
         [
@@ -57,16 +53,11 @@ def policy_table(heading: str, rows: Iterable[ComparisonRow], seconds: Mapping[s
             format_seconds(row.replay_s),
             format_bytes(row.moved_bytes),
             "-" if row.ilp_margin is None else f"{100 * row.ilp_margin:.1f}",
-            format_seconds(seconds[row.policy]),
+            format_seconds(row.wall_s),
         ]
         for row in rows
     ]
     return table(heading, headings, cells)
-
-
-def policy_data(rows: Iterable[ComparisonRow], seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The comparison for ``--json``: the fields of each row, and ``wall_s``."""
-    return [{**asdict(row), "wall_s": seconds[row.policy]} for row in rows]
 
 
 @dataclass(frozen=True)

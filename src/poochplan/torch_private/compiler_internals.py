@@ -8,7 +8,7 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._guards import TracingContext
@@ -224,11 +224,13 @@ def lacking_in_compiler() -> str:
     return ""
 
 
-def counts_as_partitioner(kind: type) -> None:
-    """Has Inductor take instances of the class as ``custom_partitioner_fn``. It is loaded; for constructors."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+def counts_as(kind: type, what: Literal["CustomPartitionerFn", "CustomGraphPass"]) -> None:
+    """Has Inductor take instances of the class as a partitioner, or as passes that its caches know. It is loaded; for
+    constructors.
+    """
+    import torch._inductor.custom_graph_pass
 
-    CustomPartitionerFn.register(kind)
+    getattr(torch._inductor.custom_graph_pass, what).register(kind)
 
 
 def takes_several_passes() -> bool:
@@ -236,13 +238,6 @@ def takes_several_passes() -> bool:
     import torch._inductor.custom_graph_pass
 
     return hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
-
-
-def counts_as_graph_pass(kind: type) -> None:
-    """Has Inductor take instances of the class as passes over a graph that its caches know. It is loaded, too."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    CustomGraphPass.register(kind)
 
 
 def stock_partition(joint: Any, inputs: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:

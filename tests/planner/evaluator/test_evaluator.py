@@ -17,8 +17,6 @@ from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
 from poochplan.native.native_build import NativeBuild
-from poochplan.planner.problem.problem import Problem, build_problem
-from poochplan.planner.simulator.candidate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.evaluator import (
     EVALUATOR,
     STYLE_OF,
@@ -31,7 +29,9 @@ from poochplan.planner.simulator.evaluator import (
     library,
 )
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Style
+from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
 from tests.planner.plans import random_decisions
@@ -219,7 +219,7 @@ def test_other_threads_run_beside_an_evaluation() -> None:
 
     def all_of_them() -> list[Evaluation]:
         own = Evaluator(problem)
-        return [own.evaluate_codes(codes_of(wish), 1 << 24, 0) for wish in wishes]
+        return [own.evaluate_codes(codes_of(wish).tobytes(), 1 << 24, 0) for wish in wishes]
 
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(all_of_them) for _ in range(4)]

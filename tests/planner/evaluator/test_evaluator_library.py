@@ -13,9 +13,9 @@ import pytest
 
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import plan
-from poochplan.planner.problem.problem import build_problem
 from poochplan.planner.simulator import evaluator
 from poochplan.planner.simulator.evaluator import EVALUATOR, Evaluator, library
+from poochplan.planner.simulator.problem import build_problem
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
 

@@ -11,13 +11,13 @@ import pytest
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search import annealing
-from poochplan.planner.search.annealing import FAR_OFF, MIN_GAIN, SEARCH_STYLES, Limits, Walker, score, walk_on
+from poochplan.planner.search.allowance import Allowance
+from poochplan.planner.search.annealing import FAR_OFF, MIN_GAIN, SEARCH_STYLES, Limits, Scored, Walker, scored, step
 from poochplan.planner.search.incumbents import EvaluatedPlan
-from poochplan.planner.simulator.candidate import movable, swap_all
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, decisions_of
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable, swap_all
 from tests.depth import tries
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (
@@ -58,7 +58,7 @@ def test_the_best_of_a_walk_is_no_worse_than_its_begin_and_the_simulator_says_th
 def score_of(walker: Walker, found: EvaluatedPlan) -> float:
     given = walker.incumbents
     limits = Limits(given.budget_bytes, given.host_bytes)
-    return score(Evaluator(walker.problem), limits, found.style, found.wish)
+    return scored(Evaluator(walker.problem), limits, found.style, found.wish.tobytes()).score
 
 
 def test_a_walk_so_hot_that_it_takes_every_change_still_brings_back_its_best() -> None:
@@ -98,13 +98,12 @@ def test_a_walk_takes_no_more_evaluations_than_it_may(monkeypatch: pytest.Monkey
     problem = build_problem(transformer_like(3))
     taken = 0
 
-    def counted(*given: Any) -> int:
+    def counted(*given: Any) -> Scored:
         nonlocal taken
-        spent = int(walk_on(*given))
-        taken += spent
-        return spent
+        taken += 1
+        return step(*given)
 
-    monkeypatch.setattr(annealing, "walk_on", counted)
+    monkeypatch.setattr(annealing, "step", counted)
     for most in (1, 63, 64, 65, 500):
         taken = 0
         walker = walker_for(problem)

@@ -11,11 +11,11 @@ import pytest
 
 from poochplan.planner.arena import step_layout
 from poochplan.planner.arena.fitting import Fitting
-from poochplan.planner.problem.problem import Problem, build_problem
 from poochplan.planner.search import incumbents
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import swap_all_on_demand
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import swap_all_on_demand
 from tests.planner.random_profiles import transformer_like, unet_like
 
 

@@ -1,4 +1,4 @@
-"""One walk: where it may go, and that compiled and plain code take the same."""
+"""One walk: where it may go."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from math import inf
 import numpy as np
 import pytest
 
-from poochplan.formats.occupancy import Ints
 from poochplan.formats.profile import Profile
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import build_problem
-from poochplan.planner.search.annealing import DRAWS, STYLES, ChainState, SearchSpace, score, search_space_of, walk_on
-from poochplan.planner.simulator.candidate import movable
-from poochplan.planner.simulator.evaluator import codes_of, library
+from poochplan.planner.search.annealing import DRAWS, STYLES, scored, search_space_of
+from poochplan.planner.simulator.evaluator import Evaluator, codes_of
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
-from tests.planner.evaluator.plain import run_plain
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import (
     resnet_like,
@@ -37,29 +34,6 @@ from .walkers import (
     walker_for,
 )
 
-# -- compiled or not --------------------------------------------------------------------------------------------------
-
-
-def chains() -> list[str]:
-    """What walks and descents from the same numbers come by: of each one the seconds to the bit, and the decisions."""
-    said: list[str] = []
-    for seed, problem in random_problems(8):
-        for host_bytes in (None, int(problem.size_bytes.sum()) // 3):
-            walker = walker_for(problem, host_bytes=host_bytes)
-            begin = begin_at(walker, random_decisions(problem, seed))
-            found = anneal(walker, begin, 60, seed)
-            for each in (begin, found, walker.descend(found, Allowance(evaluations=60))):
-                said.append(f"{each.step_s.hex()} {each.peak_bytes} {each.style} {each.wish.tobytes().hex()}")
-    return said
-
-
-def test_plain_python_walks_the_same_trail_as_compiled_code() -> None:
-    plain = run_plain('from tests.planner.walks.test_walks import chains; print(*chains(), sep="\\n")').splitlines()
-    assert library(None) is not None
-    assert plain == chains()
-    assert len(set(plain)) > len(plain) // 3
-
-
 # -- where a walk may go ----------------------------------------------------------------------------------------------
 
 
@@ -73,7 +47,7 @@ def test_no_change_gives_a_value_a_decision_that_it_cannot_have_or_touches_one_t
         if not values:
             continue
         steps = Steps(problem, values, temperature=inf, mate=codes_of(random_decisions(problem, seed)))
-        start = steps.state.here.copy()
+        start = steps.codes
         others = [value for value in range(problem.value_count) if value not in values]
         for _ in range(60):
             before, tried = steps.take(draws_of(kind if rng.random() < 0.7 else rng.random(), rng))
@@ -92,19 +66,8 @@ def test_the_smallest_and_the_largest_draws_lead_nowhere_else() -> None:
         for kind in KINDS.values():
             for _ in range(30):
                 steps.take([kind, *(rng.choice((0.0, HIGHEST_DRAW)) for _ in range(DRAWS - 1))])
-                assert_possible(problem, steps.state.here)
-                assert 0 <= steps.state.styles[0] < len(STYLES)
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_step_reads_no_draw_of_the_next_one(kind: float) -> None:
-    profile = transformer_like(4)
-    problem = build_problem(profile)
-    for seed in range(30):
-        rng = random.Random(seed)
-        draws = draws_of(kind, rng)
-        tried = [Steps(problem, movable(problem)).take([*draws, *([more] * DRAWS)])[1] for more in (0.0, HIGHEST_DRAW)]
-        assert (tried[0] == tried[1]).all()
+                assert_possible(problem, steps.codes)
+                assert 0 <= steps.here.style < len(STYLES)
 
 
 def test_the_last_draw_of_a_step_is_for_its_temperature_alone() -> None:
@@ -112,7 +75,7 @@ def test_the_last_draw_of_a_step_is_for_its_temperature_alone() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         draws = draws_of(list(KINDS.values())[seed % len(KINDS)], rng)
-        tried = [Steps(problem, movable(problem)).take([*draws[:-1], last])[1] for last in (0.0, HIGHEST_DRAW)]
+        tried = [Steps(problem, movable(problem), inf).take([*draws[:-1], last])[1] for last in (0.0, HIGHEST_DRAW)]
         assert (tried[0] == tried[1]).all()
 
 
@@ -135,48 +98,29 @@ def test_a_change_for_the_worse_is_taken_when_it_is_hot_and_refused_when_it_is_c
     for temperature in (1e-12, 1e12):
         steps, worse = Steps(problem, movable(problem), temperature), 0
         for _ in range(200):
-            before = float(steps.state.scores[0])
+            before = steps.here.score
             draws = draws_of(rng.random(), rng)
             steps.take([*draws[:-1], 0.5])
-            worse += float(steps.state.scores[0]) > before
-            assert steps.state.scores[1] <= steps.state.scores[0]
+            worse += steps.here.score > before
         taken[temperature] = worse
     assert taken[1e-12] == 0
     assert taken[1e12] > 10
 
 
-def test_a_walk_knows_the_scores_of_where_it_is_and_of_its_best() -> None:
+def test_a_walk_knows_the_score_of_where_it_is() -> None:
     problem = build_problem(transformer_like(3))
     rng = random.Random(0)
     steps = Steps(problem, movable(problem))
     styles = set()
     for _ in range(200):
         steps.take([rng.choice(list(KINDS.values())), *(rng.random() for _ in range(DRAWS - 1))])
-        state = steps.state
-        for which, wish in enumerate((state.here, state.best)):
-            style = int(state.styles[which])
-            assert state.scores[which] == score(steps.evaluator, steps.limits, style, wish)
-        styles.add(int(state.styles[1]))
+        here = steps.here
+        assert here == scored(Evaluator(problem), steps.limits, here.style, here.codes)
+        styles.add(here.style)
     assert len(styles) > 1
 
 
-def test_steps_at_once_are_the_same_as_one_by_one() -> None:
-    problem = build_problem(transformer_like(3))
-    rng = random.Random(0)
-    draws = np.array([rng.random() for _ in range(40 * DRAWS)])
-    at_once, one_by_one = Steps(problem, movable(problem)), Steps(problem, movable(problem))
-    walk_on(at_once.evaluator, at_once.space, at_once.state, at_once.limits, 40, at_once.temperature, draws)
-    for first in range(0, len(draws), DRAWS):
-        one_by_one.take(draws[first : first + DRAWS].tolist())
-    for name in ChainState._fields:
-        assert np.array_equal(getattr(at_once.state, name), getattr(one_by_one.state, name))
-
-
 # -- values that belong together --------------------------------------------------------------------------------------
-
-
-def groups(space: SearchSpace) -> list[Ints]:
-    return [space.role_values[a:b] for a, b in zip(space.role_first[:-1], space.role_first[1:], strict=True)]
 
 
 @pytest.mark.parametrize("profile", [transformer_like(4), resnet_like(8), unet_like(4)], ids=["gpt", "resnet", "unet"])
@@ -184,25 +128,22 @@ def test_values_of_one_role_are_alike_and_every_value_has_one_role(profile: Prof
     problem = build_problem(profile)
     values = movable(problem)
     space = search_space_of(problem, values)
-    assert sorted(space.role_values.tolist()) == values
-    for index, group in enumerate(groups(space)):
-        assert (space.role[group] == index).all()
-        assert sorted(group.tolist()) == group.tolist()
-        assert len({int(problem.rounded_bytes[value]) for value in group}) == 1
-        assert len({re.sub(r"\d+", "", problem.names[value]) for value in group}) == 1
-        assert len({problem.replay.replays[value] is None for value in group}) == 1
-    assert sorted(space.by_size.tolist()) == values
+    assert sorted(value for role in space.roles for value in role) == values == sorted(space.role)
+    for role in space.roles:
+        assert all(space.role[value] == role for value in role)
+        assert sorted(role) == role
+        assert len({int(problem.rounded_bytes[value]) for value in role}) == 1
+        assert len({re.sub(r"\d+", "", problem.names[value]) for value in role}) == 1
+        assert len({problem.replay.replays[value] is None for value in role}) == 1
+    assert sorted(space.by_size) == values
     assert (np.diff(problem.rounded_bytes[space.by_size]) >= 0).all()
-    assert (space.place[space.by_size] == np.arange(len(values))).all()
-    away = [value for value in range(problem.value_count) if value not in values]
-    assert (space.role[away] == -1).all()
-    assert (space.place[away] == -1).all()
+    assert space.place == {value: place for place, value in enumerate(space.by_size)}
 
 
 def test_each_layer_of_a_transformer_has_a_value_of_most_roles() -> None:
     layers = 6
     problem = build_problem(transformer_like(layers))
-    sizes = [len(group) for group in groups(search_space_of(problem, movable(problem)))]
+    sizes = [len(role) for role in search_space_of(problem, movable(problem)).roles]
     assert sum(size for size in sizes if size % layers == 0) > sum(sizes) // 2
 
 
@@ -214,13 +155,12 @@ def test_a_layer_that_decides_as_another_one_does_has_then_its_decisions(left_ou
         rng = random.Random(seed)
         values = [value for value in movable(problem) if not left_out or rng.random() > left_out[0]]
         steps = Steps(problem, values, temperature=inf)
-        steps.state.here[:] = codes_of(random_decisions(problem, seed))
+        steps.begin_at(codes_of(random_decisions(problem, seed)))
         before, tried = steps.take(draws_of(KINDS["layer"], rng))
         changed = np.flatnonzero(tried != before)
         assert set(changed.tolist()) <= set(values)
         for value in changed.tolist():
-            role = steps.space.role[value]
-            others = [v for v in groups(steps.space)[role].tolist() if v != value]
+            others = [v for v in steps.space.role[value] if v != value]
             assert tried[value] in before[others]
         copied += len(changed) > 1
     assert copied > 0

@@ -11,22 +11,22 @@ import numpy as np
 from poochplan.errors import PoochError
 from poochplan.formats.occupancy import Bytes
 from poochplan.formats.plan import Decision
-from poochplan.planner.allowance import Allowance
-from poochplan.planner.problem.problem import Problem, build_problem
+from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.annealing import (
     DRAWS,
-    ChainState,
     Limits,
+    Scored,
     SearchSpace,
     Walker,
-    score,
+    scored,
     search_space_of,
-    walk_on,
+    step,
 )
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.candidate import movable, swap_all, swap_all_on_demand
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
 from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
 from tests.planner.random_profiles import (
     random_profile,
     with_random_thread,
@@ -82,36 +82,34 @@ def begin_at(walker: Walker, wish: Sequence[Decision] | None = None) -> Evaluate
 
 @dataclass
 class Steps:
-    """State: a walk that is taken one step at a time, so that every trial can be looked at."""
+    """State: a walk that is taken one step at a time; where it is infinitely hot, to whatever it tries."""
 
     problem: Problem
     values: Sequence[int]
     temperature: float = WARMTH
     mate: Bytes | None = None
-    state: ChainState = field(init=False)
+    here: Scored = field(init=False)
     space: SearchSpace = field(init=False)
 
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.problem)
         self.limits = Limits(tight(self.problem), -1)
         self.space = search_space_of(self.problem, self.values)
-        here = codes_of(swap_all(self.problem))
-        first = score(self.evaluator, self.limits, 0, here)
-        self.state = ChainState(
-            here=here,
-            best=here.copy(),
-            trial=here.copy(),
-            mate=here.copy() if self.mate is None else self.mate,
-            scores=np.array([first, first]),
-            styles=np.array([0, 0]),
-        )
+        self.begin_at(codes_of(swap_all(self.problem)))
+
+    def begin_at(self, codes: Bytes) -> None:
+        self.here = scored(self.evaluator, self.limits, 0, codes.tobytes())
 
     def take(self, draws: Sequence[float]) -> tuple[Bytes, Bytes]:
-        """Where the walk was before the step, and what the step tried."""
-        before = self.state.here.copy()
-        given = np.array(draws)
-        walk_on(self.evaluator, self.space, self.state, self.limits, 1, self.temperature, given)
-        return before, self.state.trial.copy()
+        """Where the walk was before the step, and where it is behind it."""
+        before = self.codes
+        mate = self.here.codes if self.mate is None else self.mate.tobytes()
+        self.here = step(self.evaluator, self.space, self.limits, self.here, mate, self.temperature, draws)
+        return before, self.codes
+
+    @property
+    def codes(self) -> Bytes:
+        return np.frombuffer(self.here.codes, dtype=np.int8)
 
 
 def draws_of(kind: float, rng: random.Random) -> list[float]:

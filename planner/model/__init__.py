@@ -1,1 +1,0 @@
-"""The integer program: PLAN decides, BOUND proves."""

@@ -1,1 +1,0 @@
-"""The planning problem: one step as arrays, and what its replays need."""

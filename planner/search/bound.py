@@ -1,0 +1,371 @@
+"""The proven lower bound on the step time of every plan: the relaxation BOUND, first as LP, then as MIP.
+
+Proven for every plan that follows ``docs/semantics.md`` and releases a value, if at all, before its first use; the
+argument, row by row, is in ``docs/planner.md``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from poochplan.formats.occupancy import Floats
+from poochplan.formats.plan import Decision
+from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance
+from poochplan.planner.search.decide import build_fluid_model
+from poochplan.planner.search.fluid import FluidModel, Purpose, Request
+from poochplan.planner.search.solvers import Cancel, SolverLimits, SolverStatus, Warm, proven_bound, solve_linear
+from poochplan.planner.search.whole_buffers import large_values
+from poochplan.planner.simulator.evaluator import DECISIONS
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import movable
+
+PROOF = 1e-7
+"""A ray shows that no plan is left where what it proves of nothing is above this share of its own size."""
+FEW = 300
+"""With more values BOUND has fewer columns for each: it says a little less, and is solved in a fraction of the time."""
+SHORT_WINDOW = 4
+"""Then a value has so many returns before its own use that have a column."""
+FREE_SHARE = 0.002
+"""Then the smallest values, together this share of the saved bytes, come and go for nothing."""
+
+MOST_COLUMNS = 10_000
+"""With more columns no basis is looked for: that takes several times as long as the interior points."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """What the relaxation says where some decisions are fixed."""
+
+    bound_s: float
+    """No plan with these decisions within the budget has a shorter step; infinite where there is none that takes less
+    than all copies and all replays one after another."""
+    status: SolverStatus
+    shares: Floats | None
+    """(3, values): the shares kept, swapped and recomputed; None when no solution was found."""
+
+
+class Relaxation:
+    """State: the linear program in the solver, with the decisions that the last solve fixed.
+
+    Two of them may be solved in two threads at once: HiGHS lets go of the interpreter. One may not.
+    """
+
+    def __init__(
+        self, problem: Problem, budget_bytes: int, cancel: Cancel | None = None, *, is_solved_again: bool = True
+    ) -> None:
+        self.problem = problem
+        self._model = bound_model(problem, budget_bytes)
+        arrays = self._model.linear.arrays()
+        self._arrays = replace(arrays, low=arrays.low.copy(), high=arrays.high.copy())
+        self._no_cost = replace(self._arrays, cost=np.zeros_like(arrays.cost))
+        self._free = arrays
+        is_solved_again = is_solved_again and len(arrays.cost) <= MOST_COLUMNS
+        self._warm = Warm(self._arrays, cancel, is_solved_again=is_solved_again)
+        self._fixed: dict[int, Decision] = {}
+        self.is_solved_again = is_solved_again
+        """Whether there is a basis to go on from."""
+
+    def solve(self, fixed: Mapping[int, Decision], limits: SolverLimits) -> Relaxed:
+        """Solves with the values of ``fixed`` decided and all others free; values that cannot move are ignored.
+
+        ``limits`` counts from now. What a run that it ends has proven by then is the bound.
+        """
+        self._fix(fixed)
+        status, values, duals = self._warm.solve(limits)
+        if status is SolverStatus.INFEASIBLE and self._is_proven_empty():
+            return Relaxed(math.inf, status, None)
+        bound = None if duals is None else proven_bound(self._arrays, duals)
+        shares = None if values is None else self._shares(values)
+        return Relaxed(bound_seconds(self._model, bound), status, shares)
+
+    def _fix(self, fixed: Mapping[int, Decision]) -> None:
+        for value in [value for value in self._fixed if value not in fixed]:
+            self._bound_columns(value, None)
+        for value, decision in fixed.items():
+            if value in self._model.swap and self._fixed.get(value) is not decision:
+                self._bound_columns(value, decision)
+        self._fixed = {value: decision for value, decision in fixed.items() if value in self._model.swap}
+
+    def _bound_columns(self, value: int, decision: Decision | None) -> None:
+        """Fixes the columns of a value, or frees them again."""
+        model, arrays = self._model, self._arrays
+        if decision is Decision.RECOMPUTE and value not in model.recompute:
+            raise ValueError(f"value {value}: expected one that has a replay, found none; fix another decision")
+        for columns, chosen in ((model.swap, Decision.SWAP), (model.recompute, Decision.RECOMPUTE)):
+            if value not in columns:
+                continue
+            column = columns[value]
+            low, high = float(self._free.low[column]), float(self._free.high[column])
+            if decision is not None:
+                low = high = float(decision is chosen)
+            arrays.low[column], arrays.high[column] = low, high
+            self._warm.bound_column(column, low, high)
+
+    def _is_proven_empty(self) -> bool:
+        ray = self._warm.ray()
+        if ray is None:
+            return False
+        least = PROOF * float(np.abs(ray).max(initial=0.0))
+        return max(proven_bound(self._no_cost, ray), proven_bound(self._no_cost, -ray)) > least
+
+    def _shares(self, values: Floats) -> Floats:
+        count = self.problem.value_count
+        swap, recompute = np.zeros(count), np.zeros(count)
+        swap[list(self._model.swap)] = values[list(self._model.swap.values())]
+        recompute[list(self._model.recompute)] = values[list(self._model.recompute.values())]
+        return np.stack([np.clip(1.0 - swap - recompute, 0.0, 1.0), swap, recompute])
+
+
+def bound_model(problem: Problem, budget_bytes: int, *, whole: tuple[int, ...] = (), grid: int = 60) -> FluidModel:
+    """BOUND, for all values that may move; ``whole`` and ``grid`` as in :class:`~.fluid.Request`."""
+    candidates = movable(problem)
+    request = Request(budget_bytes, tuple(candidates), Purpose.BOUND, whole=whole, grid=grid)
+    if len(candidates) > FEW:
+        free = _smallest(problem, [value for value in candidates if value not in whole], FREE_SHARE)
+        rest = tuple(value for value in candidates if value not in free)
+        request = replace(request, candidates=rest, free=tuple(sorted(free)), window=SHORT_WINDOW)
+    return build_fluid_model(problem, request)
+
+
+def _smallest(problem: Problem, candidates: list[int], share: float) -> set[int]:
+    """The smallest values, together at most this share of the saved bytes."""
+    sizes, found = problem.rounded_bytes, set[int]()
+    left = share * float(sizes.sum())
+    for value in sorted(candidates, key=lambda value: (int(sizes[value]), value)):
+        left -= float(sizes[value])
+        if left < 0:
+            break
+        found.add(value)
+    return found
+
+
+def bound_seconds(model: FluidModel, bound: float | None) -> float:
+    """Seconds that no plan's step is shorter than, where nothing of the model is below ``bound``."""
+    # Above ``longest`` the columns' upper bounds could cut off a plan.
+    added = 0.0 if bound is None else min(max(0.0, bound), model.longest)
+    return max(model.problem.keep_all_s, model.problem.step_s + added * model.time_unit_s)
+
+
+DECIDED = 0.98
+"""A value of which the relaxation decides this share one way needs no branching."""
+MOST_BRANCHED = 8
+"""At most so many values are branched on, the largest first."""
+PINNED = 2
+"""The largest of them, by which basins are told apart."""
+LARGE_SHARE = 0.02
+"""Only values of at least this share of the saved bytes are."""
+
+
+@dataclass(frozen=True, eq=False)
+class BranchNode:
+    """Some values decided, and what the relaxation makes of the others."""
+
+    bound_s: float
+    fixed: Mapping[int, Decision]
+    shares: Floats
+    """(3, values): the shares kept, swapped and recomputed."""
+
+    def code_of(self, value: int) -> int:
+        """The value as it is decided, else as its largest share has it."""
+        if value in self.fixed:  # the shares are the parent's where the solver ran out of time
+            return DECISIONS.index(self.fixed[value])
+        return int(np.argmax(self.shares[:, value]))
+
+
+@dataclass
+class Branching:
+    """State: the open nodes, the least bound first."""
+
+    relaxation: Relaxation
+    large: tuple[int, ...]
+    """Values to branch on, the largest first."""
+    bound_s: float = 0.0
+    """No plan within the budget has a shorter step, unless one was found that is as short as this."""
+    solved: int = 0
+    _open: list[tuple[float, int, BranchNode]] = field(default_factory=list)
+    _leaves: list[BranchNode] = field(default_factory=list)
+
+    def begin(self, allowance: Allowance) -> None:
+        """Solves the root: BOUND with nothing decided."""
+        found = self.relaxation.solve({}, allowance.limits())
+        self.solved += 1
+        self.bound_s = found.bound_s
+        root = _node(found, {}, 0.0)
+        if root is not None:
+            heapq.heappush(self._open, (root.bound_s, self.solved, root))
+
+    def step(self, allowance: Allowance, enough_s: float) -> bool:
+        """Branches once; nodes that are not below ``enough_s`` are not looked into. Whether there is more to do."""
+        if not self._open or self._open[0][0] >= enough_s:
+            return False
+        _, _, node = heapq.heappop(self._open)
+        value = self._next_value(node)
+        if value is None:
+            self._leaves.append(node)
+        else:
+            self._branch(node, value, allowance)
+        self._tell()
+        return bool(self._open)
+
+    def basins(self) -> list[dict[int, int]]:
+        """Where to look for plans, the least bound first: the codes of the largest values, each time other ones."""
+        nodes = sorted([*self._leaves, *(node for _, _, node in self._open)], key=lambda node: node.bound_s)
+        ways = dict.fromkeys(tuple((value, node.code_of(value)) for value in self.large[:PINNED]) for node in nodes)
+        return [dict(way) for way in ways]
+
+    def _next_value(self, node: BranchNode) -> int | None:
+        """The largest that is not decided."""
+        free = (v for v in self.large if v not in node.fixed and node.shares[:, v].max() < DECIDED)
+        return next(free, None)
+
+    def _branch(self, node: BranchNode, value: int, allowance: Allowance) -> None:
+        for decision in DECISIONS:
+            if decision is Decision.RECOMPUTE and self.relaxation.problem.replay.replays[value] is None:
+                continue
+            fixed = {**node.fixed, value: decision}
+            found = self.relaxation.solve(fixed, allowance.limits())
+            self.solved += 1
+            if found.bound_s == inf:
+                continue
+            child = _node(found, fixed, node.bound_s) or BranchNode(node.bound_s, fixed, node.shares)
+            heapq.heappush(self._open, (child.bound_s, self.solved, child))
+
+    def _tell(self) -> None:
+        """The bound of all that is left: open nodes, and leaves, whose plans may be as short as their bounds."""
+        least = min([self._open[0][0]] if self._open else [inf])
+        least = min([least, *(leaf.bound_s for leaf in self._leaves)])
+        if least < inf:
+            self.bound_s = max(self.bound_s, least)
+
+
+def values_to_branch_on(problem: Problem, movable: Sequence[int]) -> tuple[int, ...]:
+    """The few largest of the values that may move, the largest first."""
+    size_bytes = problem.rounded_bytes
+    least = LARGE_SHARE * float(size_bytes.sum())
+    large = [value for value in movable if size_bytes[value] >= least]
+    return tuple(sorted(large, key=lambda v: (-int(size_bytes[v]), v))[:MOST_BRANCHED])
+
+
+def _node(found: Relaxed, fixed: Mapping[int, Decision], least_s: float) -> BranchNode | None:
+    return None if found.shares is None else BranchNode(max(least_s, found.bound_s), fixed, found.shares)
+
+
+INTEGRAL_SHARE = 0.0005
+"""Values that are less than this share of the saved bytes stay fractional in the MIP: it only relaxes."""
+INTEGRAL_GAP = 2e-4
+"""The MIP stops when it is solved to this share of the step."""
+WHOLE_SHARE = 0.02
+"""Values of more than this share of the saved bytes move in one piece in the MIP."""
+GRID = 60
+"""Slots at which the MIP counts these."""
+SAFETY = 1e-6
+"""Share of the step that is taken off the MIP's dual bound for the solver's tolerances; the LP's needs none."""
+
+
+def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: SolverLimits) -> float:
+    """Seconds: the bound of the LP for ``budget_bytes``; the step that keeps all where nothing is proven in time.
+
+    The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
+    """
+    started_s = time.perf_counter()
+    model = bound_model(problem, budget_bytes)
+    found = solve_linear(model.linear.arrays(), solver, limits.since(started_s), relaxed=True)
+    return bound_seconds(model, found.bound)
+
+
+def integral_bound(
+    problem: Problem,
+    budget_bytes: int,
+    solver: str,
+    limits: SolverLimits,
+    cancel: Cancel | None = None,
+    *,
+    is_whole: bool = False,
+) -> float:
+    """Seconds: the dual bound of the MIP, which lies between the LP's bound and the optimum.
+
+    Copies are fluid; with ``is_whole`` large values move in one piece, which proves more, and more slowly.
+    """
+    started_s = time.perf_counter()
+    large = large_values(problem, movable(problem), WHOLE_SHARE) if is_whole else ()
+    model = bound_model(problem, budget_bytes, whole=large, grid=GRID)
+    small = INTEGRAL_SHARE * model.all_bytes
+    for columns in (model.swap, model.recompute):
+        for value, column in columns.items():
+            if model.resident[value] < small:
+                model.linear.is_integer[column] = False
+    absolute_gap = INTEGRAL_GAP * problem.step_s / model.time_unit_s
+    scaled = replace(limits.since(started_s), gap=INTEGRAL_GAP, absolute_gap=absolute_gap)
+    found = solve_linear(model.linear.arrays(), solver, scaled, cancel=cancel)
+    return max(problem.keep_all_s, bound_seconds(model, found.bound) - SAFETY * problem.step_s)
+
+
+class Proof:
+    """State: the best bound proven so far. Any thread may prove, ask and end it."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, solver: str) -> None:
+        self._problem, self._budget_bytes, self._solver = problem, budget_bytes, solver
+        self._cancel, self._lock = Cancel(), threading.Lock()
+        self._branching: Branching | None = None
+        self._until: Allowance | None = None
+        self._bound_s = problem.keep_all_s
+
+    @property
+    def bound_s(self) -> float:
+        """No plan within the budget has a shorter step, unless one was found that is as short as this."""
+        return self._bound_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the MIP runs on although its time is over: HiGHS does not always look at the clock."""
+        return self._until is not None and self._until.is_spent
+
+    def begin(self, allowance: Allowance) -> None:
+        """The bound of the LP."""
+        if self._solver != "highs":  # it is given the LP, and not kept for another
+            self._raise_to(lower_bound(self._problem, self._budget_bytes, self._solver, allowance.limits()))
+            return
+        large = values_to_branch_on(self._problem, movable(self._problem))
+        relaxation = Relaxation(self._problem, self._budget_bytes, self._cancel, is_solved_again=bool(large))
+        self._branching = Branching(relaxation, large if relaxation.is_solved_again else ())
+        self._branching.begin(allowance)
+        self._raise_to(self._branching.bound_s)
+
+    def branch(self, allowance: Allowance, solves: int, enough_s: float) -> list[dict[int, int]]:
+        """Decides the largest values each way there is, in about so many LPs, none of them for more than ``enough_s``;
+        where to look for plans then."""
+        branching = self._branching
+        if branching is None or not branching.large:
+            return []
+        while branching.solved < solves and not allowance.is_spent and not self._cancel.is_set:
+            allowance.spend(EVALUATIONS_PER_SOLVE)
+            if not branching.step(allowance, enough_s):
+                break
+        self._raise_to(min(branching.bound_s, enough_s))
+        return branching.basins()
+
+    def integral(self, allowance: Allowance, *, is_whole: bool) -> None:
+        """The bound of one of the MIPs; only HiGHS tells one before it is done."""
+        if self._solver == "highs" and not self._cancel.is_set:
+            self._until = allowance
+            self._raise_to(
+                integral_bound(
+                    self._problem, self._budget_bytes, self._solver, allowance.limits(), self._cancel, is_whole=is_whole
+                )
+            )
+
+    def end(self) -> None:
+        """Ends what is running, and whatever is still to come."""
+        self._cancel.set()
+
+    def _raise_to(self, bound_s: float) -> None:
+        with self._lock:
+            self._bound_s = max(self._bound_s, bound_s)

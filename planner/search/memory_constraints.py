@@ -1,0 +1,195 @@
+"""The fluid models' memory rows: at each tick that could go over the budget, what is live there fits.
+
+Inside a slot, after its points, decided bytes only grow (values die in forward), so that a tick is dominated by a later
+one with no less fixed bytes. Ticks of the points themselves get a row only in PLAN, where a
+replay may run: what BOUND counts as there by the end of a slot's points need not be there before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+
+from poochplan.formats.occupancy import Ints, occupancy
+from poochplan.planner.search.fluid import FluidModel, Stretch, running_sums
+from poochplan.planner.search.solvers import Term
+from poochplan.planner.search.whole_buffers import add_whole_buffers, resident_rest, resident_whole
+
+
+def add_memory(model: FluidModel) -> None:
+    """Adds the rows."""
+    fixed, movable = _fixed_bytes(model)
+    inside = _inside_replays(model)
+    ticks = _row_ticks(model, fixed, movable, inside)
+    slots = [model.slots.at_tick(tick) for tick in ticks]
+    kept = _kept_columns(model, ticks)
+    early = running_sums(model, len(ticks), [*_claims(model, ticks), *_returned(model, ticks, slots)])
+    alive = running_sums(model, len(ticks), _saved_and_alive(model, ticks, slots))
+    whole = add_whole_buffers(model, ticks) if model.request.whole else None
+    for row, (tick, slot) in enumerate(zip(ticks, slots, strict=True)):
+        room = (model.request.budget_bytes - float(fixed[tick])) / model.unit
+        terms: list[Term] = [(kept[row], 1.0), *inside.get(tick, ()), *early[row]]
+        terms += model.replayed_ahead.get(slot, ())
+        if whole is None or model.is_bound:  # both kinds of row hold of every plan
+            ahead = [(columns[slot], 1.0) for columns in (model.ahead, model.arriving) if slot in columns]
+            fluid = [*terms, *ahead]  # ``ahead``: back before they are needed
+            backlog: list[Term] = [(model.not_out[slot], 1.0), *((column, -size) for column, size in alive[row])]
+            _add_rows(model, fluid, backlog, room)
+        if whole is not None:
+            terms += resident_whole(model, whole, tick, slot)
+            if slot in whole.rest_ahead:
+                terms.append((whole.rest_ahead[slot], 1.0))
+            _add_rows(model, terms, resident_rest(model, whole, tick, slot), room)
+
+
+def _add_rows(model: FluidModel, terms: list[Term], more: list[Term], room: float) -> None:
+    """``terms`` plus ``more``, where ``more`` counts no less than nothing, is at most ``room``."""
+    model.linear.row(terms, high=room)
+    model.linear.row([*terms, *more], high=room)
+
+
+def _fixed_bytes(model: FluidModel) -> tuple[Ints, Ints]:
+    """Per tick: bytes that no candidate's decision moves, and bytes of candidates that some decision moves."""
+    problem, free = model.problem, model.request.free
+    live = (problem.born, np.maximum(problem.forward_death, problem.freed), problem.rounded_bytes)
+    gap, free_gap = _gap_bytes(model, model.request.candidates), _gap_bytes(model, free)
+    return problem.base_bytes + occupancy(problem.tick_count, live) - gap - free_gap, gap
+
+
+def _gap_bytes(model: FluidModel, values: tuple[int, ...]) -> Ints:
+    """Per tick: bytes of those of ``values`` that a decision may have moved away."""
+    gaps = np.array([_gap(model, value) for value in values], dtype=np.int64).reshape(-1, 2)
+    return occupancy(model.problem.tick_count, (gaps[:, 0], gaps[:, 1], model.problem.rounded_bytes[list(values)]))
+
+
+def _gap(model: FluidModel, value: int) -> tuple[int, int]:
+    """First and last tick at which a decision moves a value's bytes."""
+    problem = model.problem
+    end = int(problem.first_use[value]) - 1
+    if problem.first_use_point[value] < 0:
+        end = int(min(max(problem.forward_death[value], problem.freed[value]), problem.tick_count - 1))
+    return int(min(problem.forward_death[value] + 1, end + 1)), end
+
+
+def _row_ticks(model: FluidModel, fixed: Ints, movable: Ints, inside: dict[int, list[Term]]) -> list[int]:
+    slots, rows = model.slots, set[int]()
+    over = fixed + movable > model.request.budget_bytes
+    ends = [*slots.start_tick[1:].tolist(), model.problem.tick_count]
+    for slot in range(slots.count):
+        best = -1
+        for tick in range(ends[slot] - 1, int(slots.last_point_tick[slot]), -1):
+            if fixed[tick] > best:
+                best = int(fixed[tick])
+                if over[tick]:
+                    rows.add(tick)
+    for tick, terms in inside.items():
+        most = sum(coefficient for _, coefficient in terms if coefficient > 0) * model.unit
+        if fixed[tick] + movable[tick] + most > model.request.budget_bytes:
+            rows.add(tick)
+    return sorted(rows)
+
+
+def _kept_columns(model: FluidModel, ticks: list[int]) -> list[int]:
+    """Per row tick: bytes of kept candidates between their forward death and their first use."""
+    columns = [model.linear.column(model.all_bytes) for _ in ticks]
+    enter: dict[int, list[tuple[int, float]]] = {}
+    for value in model.request.candidates:
+        first, end = _gap(model, value)
+        start, stop = int(np.searchsorted(ticks, first)), int(np.searchsorted(ticks, end + 1))
+        if start < stop:
+            enter.setdefault(start, []).append((value, 1.0))
+            enter.setdefault(stop, []).append((value, -1.0))
+    for index, column in enumerate(columns):
+        terms: list[Term] = [(column, 1.0)]
+        constant = 0.0
+        if index > 0:
+            terms.append((columns[index - 1], -1.0))
+        for value, sign in enter.get(index, ()):
+            scaled = sign * model.resident[value]
+            constant += scaled
+            terms.append((model.swap[value], scaled))
+            if value in model.recompute:
+                terms.append((model.recompute[value], scaled))
+        model.linear.row(terms, low=constant, high=constant)
+    return columns
+
+
+def _saved_and_alive(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Stretch]:
+    """Swappable values that may have left for the host while forward still holds them."""
+    death, saved = model.problem.forward_death, model.save_slot
+    return [
+        Stretch(bisect_left(slots, saved[value]), bisect_right(ticks, int(death[value])), column, model.moved[value])
+        for value, column in model.swap.items()
+    ]
+
+
+def _returned(model: FluidModel, ticks: list[int], slots: list[int]) -> list[Stretch]:
+    """Recomputed values that are back before their own need."""
+    spans = []
+    for value in sorted(model.early, key=lambda value: (model.early[value][0].slot, value)):
+        returns = model.early[value]
+        if value not in model.recompute:
+            continue
+        end = bisect_left(ticks, int(model.problem.first_use[value]))
+        starts = [bisect_left(slots, early.slot) for early in returns]
+        for early, start, stop in zip(returns, starts, [*starts[1:], end], strict=True):
+            assert early.replayed is not None
+            spans.append(Stretch(start, min(stop, end), early.replayed, model.resident[value]))
+    return spans
+
+
+def _claims(model: FluidModel, ticks: list[int]) -> list[Stretch]:
+    """Inputs held for a later replay when their own last use is over, from one late consumer's use to the next.
+
+    BOUND counts a claim up to the last slot before the consumer's use, and only for a replay that is not done by then.
+    """
+    problem, linear = model.problem, model.linear
+    claims: list[Stretch] = []
+    for value, users in model.consumers.items():
+        if model.is_bound and problem.first_use_point[value] < 0:
+            continue
+        late = sorted((int(problem.first_use[u]), u) for u in users if problem.first_use[u] > problem.freed[value])
+        if model.is_bound:
+            back = {user: returns[-1].slot for user, returns in model.early.items()}
+            late = [(tick, user) for tick, user in late if back.get(user, -1) == model.use_slot[user] - 1]
+        after: int | None = None
+        for index in reversed(range(len(late))):
+            tick, user = late[index]
+            first = late[index - 1][0] + 1 if index else int(problem.freed[value]) + 1
+            held = linear.column(1.0)
+            terms: list[Term] = [(held, 1.0), (model.recompute[user], -1.0)]
+            done = model.replayed_by(user, model.use_slot[user] - 1)
+            if done is not None:
+                terms.append((done, 1.0))
+            linear.row(terms, low=0)
+            if after is not None:
+                linear.row([(held, 1.0), (after, -1.0)], low=0)
+            last = min(tick, problem.tick_count - 1)
+            if model.is_bound:
+                last = int(model.slots.start_tick[model.use_slot[user]]) - 1 if tick < problem.tick_count else first - 1
+            claims.append(Stretch(bisect_left(ticks, first), bisect_right(ticks, last), held, model.resident[value]))
+            after = held
+    return claims
+
+
+def _inside_replays(model: FluidModel) -> dict[int, list[Term]]:
+    """Per tick of a first use: bytes that a replay there holds beyond the value it brings back.
+
+    None in BOUND: the replay may have run at an earlier use point that has no column.
+    """
+    if model.is_bound:
+        return {}
+    problem, slots = model.problem, model.slots
+    inside: dict[int, list[Term]] = {}
+    for value, column in model.recompute.items():
+        point = problem.first_use_point[value]
+        beyond = (problem.replay.merged((value,)).peak_bytes - int(problem.rounded_bytes[value])) / model.unit
+        if point < 0 or beyond <= 0:
+            continue
+        terms: list[Term] = [(column, beyond)]
+        before = model.replayed_by(value, slots.of_point[point])
+        if before is not None:
+            terms.append((before, -beyond))
+        inside[int(problem.point_ticks[point])] = terms
+    return inside

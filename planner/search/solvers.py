@@ -1,0 +1,458 @@
+"""Linear programs as sparse arrays, the bound that row duals prove, and the solvers: HiGHS in-process, and by name
+whatever PuLP finds (CBC, GLPK, SCIP, Gurobi, ...).
+
+Neither HiGHS nor PuLP is loaded before something is solved: a training loop imports this, and its plans are made in
+another process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from poochplan.errors import SolverError, UsageError
+from poochplan.formats.occupancy import Floats, Ints
+
+
+class SolverStatus(StrEnum):
+    """How a solver's run ended."""
+
+    OPTIMAL = "optimal"  # within the gap
+    TIME_LIMIT = "time limit"  # with a solution
+    CHECK_LIMIT = "check limit"  # with a solution; see ``Limits.most_checks``
+    TOO_LARGE = "too large"  # not tried; see ``Limits.most_columns``
+    NO_SOLUTION = "no solution found"
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    NOT_SOLVED = "not solved"  # whatever else a solver may say
+
+    @property
+    def has_solution(self) -> bool:
+        """Whether a run that ended so may have found one."""
+        return self in (SolverStatus.OPTIMAL, SolverStatus.TIME_LIMIT, SolverStatus.CHECK_LIMIT)
+
+    def without_solution(self) -> SolverStatus:
+        """How it ended where none was found."""
+        return SolverStatus.NO_SOLUTION if self.has_solution else self
+
+
+Term = tuple[int, float]
+"""A column and its coefficient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Minimise ``cost @ x`` with ``row_low <= A x <= row_high`` and ``low <= x <= high``; A by rows (CSR)."""
+
+    cost: Floats
+    low: Floats
+    high: Floats
+    is_integer: tuple[bool, ...]
+    row_low: Floats
+    row_high: Floats
+    start: Ints
+    column: Ints
+    coefficient: Floats
+
+
+@dataclass
+class LinearModel:
+    """State: the columns and rows added so far."""
+
+    cost: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
+    _row_low: list[float] = field(default_factory=list)
+    _row_high: list[float] = field(default_factory=list)
+    _start: list[int] = field(default_factory=lambda: [0])
+    _column: list[int] = field(default_factory=list)
+    _coefficient: list[float] = field(default_factory=list)
+
+    def column(self, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
+        """Adds a variable between 0 and ``high``; every column is bounded, so that :func:`proven_bound` is finite."""
+        self.cost.append(cost)
+        self.low.append(0.0)
+        self.high.append(high)
+        self.is_integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: Iterable[Term], *, low: float = -math.inf, high: float = math.inf) -> None:
+        """Adds ``low <= sum(coefficient * column) <= high``; a column that comes twice is added up."""
+        merged: dict[int, float] = {}
+        for column, coefficient in terms:
+            merged[column] = merged.get(column, 0.0) + coefficient
+        self._column.extend(merged)
+        self._coefficient.extend(merged.values())
+        self._start.append(len(self._column))
+        self._row_low.append(low)
+        self._row_high.append(high)
+
+    def arrays(self) -> Arrays:
+        """The model as arrays."""
+        return Arrays(
+            cost=np.array(self.cost),
+            low=np.array(self.low),
+            high=np.array(self.high),
+            is_integer=tuple(self.is_integer),
+            row_low=np.array(self._row_low),
+            row_high=np.array(self._row_high),
+            start=np.array(self._start, dtype=np.int64),
+            column=np.array(self._column, dtype=np.int64),
+            coefficient=np.array(self._coefficient),
+        )
+
+
+def proven_bound(model: Arrays, row_duals: Floats) -> float:
+    """A lower bound on the model's optimum that holds for any ``row_duals``, however inexact the solver was.
+
+    The Lagrangian of the rows, minimised over the columns' bounds (Neumaier and Shcherbina, "Safe bounds in linear and
+    mixed-integer linear programming", Mathematical Programming 99, 2004, section 2): a dual of the wrong sign for a
+    one-sided row is taken as 0.
+    """
+    duals = np.where((row_duals > 0) & np.isneginf(model.row_low), 0.0, row_duals)
+    duals = np.where((duals < 0) & np.isposinf(model.row_high), 0.0, duals)
+    side = np.where(duals > 0, model.row_low, model.row_high)
+    constant = float(np.sum(duals[duals != 0] * side[duals != 0]))
+    rows = np.repeat(np.arange(len(model.row_low)), np.diff(model.start))
+    priced = np.bincount(model.column, weights=model.coefficient * duals[rows], minlength=len(model.cost))
+    reduced = model.cost - priced
+    return constant + float(np.sum(np.where(reduced > 0, reduced * model.low, reduced * model.high)))
+
+
+_SHORT = {"highs": "HiGHS", "cbc": "PULP_CBC_CMD"}
+_LONGEST_SOLVE_S = 300.0
+"""Of one program in a search that counts and has no limit of time: a thousand times what any has taken. The solver is
+not known to end on every program.
+"""
+
+
+@dataclass(frozen=True)
+class SolverLimits:
+    """When a solver may stop."""
+
+    time_s: float = 60.0
+    gap: float = 0.005
+    """Relative to the objective."""
+    absolute_gap: float = 0.0
+    """In the unit of the objective; the solver stops at whichever gap is reached first."""
+    most_checks: int | None = None
+    """With integrality: so many times HiGHS may ask whether to go on, which it does at set points of its work."""
+    most_columns: int | None = None
+    """A larger model is not solved with integrality at all."""
+
+    def since(self, started_s: float) -> SolverLimits:
+        """What is left of these when the model took from ``started_s`` until now to build."""
+        return replace(self, time_s=max(0.5, self.time_s - (time.perf_counter() - started_s)))
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSolution:
+    """What a solver says about a linear model."""
+
+    status: SolverStatus
+    values: Floats | None = None
+    """Per column; None when none was found."""
+    objective: float | None = None
+    bound: float | None = None
+    """No solution of the model is below it; None when nothing is proven."""
+
+
+def choose_solver(name: str | None = None) -> str:
+    """The name of an available solver: the one asked for, else HiGHS, else CBC.
+
+    Raises
+    ------
+    UsageError
+        The solver asked for is unknown to PuLP or not installed, or none is there.
+    """
+    available = solver_names(only_installed=True)
+    if name is None:
+        for default in _SHORT:
+            if _SHORT[default].lower() in available:
+                return default
+        raise UsageError("no ILP solver is installed; pip install highspy")
+    wanted = _SHORT.get(name.lower(), name)
+    if wanted.lower() in available:
+        return next((short for short, full in _SHORT.items() if full.lower() == wanted.lower()), name.lower())
+    short_of = {full.lower(): short for short, full in _SHORT.items()}
+    found = ", ".join(sorted(short_of.get(full, full) for full in available)) or "none"
+    what = "is not installed" if wanted.lower() in solver_names() else "is unknown"
+    raise UsageError(f"solver {name!r} {what} (found: {found}); name one of these, or leave it out")
+
+
+class Cancel:
+    """Lets another thread end runs of HiGHS early; other solvers run to their limit."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._running: list[Any] = []
+
+    def attach(self, highs: Any) -> None:
+        """Makes ``highs`` one of the runs that :meth:`set` ends."""
+        highs.HandleUserInterrupt = True
+        self._running.append(highs)
+        if self.is_set:
+            highs.cancelSolve()
+
+    def set(self) -> None:
+        """Ends the runs, and any that is still to come."""
+        self.is_set = True
+        for highs in self._running:
+            highs.cancelSolve()
+
+
+def solve_linear(
+    model: Arrays, solver: str, limits: SolverLimits, *, relaxed: bool = False, cancel: Cancel | None = None
+) -> LinearSolution:
+    """Solves ``model`` with ``solver`` (a name of :func:`choose_solver`).
+
+    ``relaxed`` lets integer columns take any value between their bounds; the bound is then :func:`proven_bound` of
+    the solver's duals.
+
+    Raises
+    ------
+    SolverError
+        The solver died.
+    """
+    try:
+        if solver == "highs":
+            return _solve_highs(model, limits, relaxed, cancel)
+        return _solve_with_pulp(model, _SHORT.get(solver, solver), limits, relaxed)
+    except (OSError, RuntimeError) as error:
+        raise SolverError(f"solver {solver} failed ({error}); pip install highspy, or choose another") from error
+
+
+def _solve_highs(model: Arrays, limits: SolverLimits, relaxed: bool, cancel: Cancel | None) -> LinearSolution:
+    import highspy
+
+    highs = _highs(limits)
+    if cancel is not None:
+        cancel.attach(highs)
+    is_integral = any(model.is_integer) and not relaxed
+    if is_integral and limits.most_columns is not None and len(model.cost) > limits.most_columns:
+        return LinearSolution(SolverStatus.TOO_LARGE)
+    checks = _Checks(limits.most_checks)
+    if limits.most_checks is not None:
+        highs.cbMipInterrupt += checks
+    highs.passModel(_highs_model(model, is_integral))
+    if not is_integral:
+        highs.setOptionValue("solver", "ipm")
+        highs.setOptionValue("run_crossover", "off")
+    highs.run()
+    status = SolverStatus.CHECK_LIMIT if checks.are_over else _highs_status(highs)
+    info = highs.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return LinearSolution(status.without_solution(), bound=_finite(info.mip_dual_bound) if is_integral else None)
+    solution = highs.getSolution()
+    bound = _finite(info.mip_dual_bound) if is_integral else proven_bound(model, np.array(solution.row_dual))
+    return LinearSolution(status, np.array(solution.col_value), float(info.objective_function_value), bound)
+
+
+class _Checks:
+    """State: how often HiGHS has asked whether to go on. Where it asks depends on its work, not on the time."""
+
+    def __init__(self, most: int | None) -> None:
+        self._left = most
+
+    @property
+    def are_over(self) -> bool:
+        return self._left is not None and self._left <= 0
+
+    def __call__(self, event: Any) -> None:
+        assert self._left is not None
+        self._left -= 1
+        if self.are_over:
+            event.interrupt()
+
+
+class Warm:
+    """State: a linear program in HiGHS. Columns' bounds may change between two runs; each begins at the last basis.
+
+    The first run is by interior points, which is several times as fast as the simplex on large steps; it ends with a
+    basis where there will be another (``is_solved_again``).
+    """
+
+    def __init__(self, model: Arrays, cancel: Cancel | None = None, *, is_solved_again: bool = True) -> None:
+        self._highs = _highs(SolverLimits())
+        if cancel is not None:
+            cancel.attach(self._highs)
+        self._highs.passModel(_highs_model(model, is_integral=False))
+        self._highs.setOptionValue("solver", "ipm")
+        self._highs.setOptionValue("run_crossover", "on" if is_solved_again else "off")
+
+    def bound_column(self, column: int, low: float, high: float) -> None:
+        """Other bounds for one column."""
+        self._highs.changeColBounds(column, low, high)
+
+    def solve(self, limits: SolverLimits) -> tuple[SolverStatus, Floats | None, Floats | None]:
+        """How the run ended, the columns' values (None without a solution) and the rows' duals (None without any)."""
+        import highspy
+
+        highs = self._highs
+        highs.setOptionValue("time_limit", highs.getRunTime() + _seconds(limits))  # its clock never stands still
+        highs.run()
+        if _highs_status(highs) is SolverStatus.NOT_SOLVED:  # from here the simplex did not find its way
+            highs.clearSolver()
+            highs.run()
+        highs.setOptionValue("solver", "simplex")
+        status, info, solution = _highs_status(highs), highs.getInfo(), highs.getSolution()
+        is_solved = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        duals = np.array(solution.row_dual) if solution.dual_valid else None
+        if not is_solved:
+            return status.without_solution(), None, duals
+        return status, np.array(solution.col_value), duals
+
+    def ray(self) -> Floats | None:
+        """Row duals that show why there is no solution; None where HiGHS has none."""
+        highs = self._highs
+        if highs.getDualRayExist()[1]:
+            return np.array(highs.getDualRay()[2])
+        # Asked for a ray that it has not, HiGHS runs the program without its cost and keeps the interpreter: no other
+        # thread goes on meanwhile, not even one that would end the run. So that is run here, as all others are.
+        columns = np.arange(highs.getNumCol(), dtype=np.int32)
+        cost = np.array(highs.getLp().col_cost_)
+        highs.changeColsCost(len(columns), columns, np.zeros(len(columns)))
+        highs.setOptionValue("presolve", "off")
+        highs.run()
+        found = np.array(highs.getDualRay()[2]) if highs.getDualRayExist()[1] else None
+        highs.setOptionValue("presolve", "choose")
+        highs.changeColsCost(len(columns), columns, cost)
+        return found
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _seconds(limits: SolverLimits) -> float:
+    return _LONGEST_SOLVE_S if limits.time_s == math.inf else max(0.1, limits.time_s)
+
+
+def _highs(limits: SolverLimits) -> Any:
+    import highspy
+
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", _seconds(limits))
+    highs.setOptionValue("threads", 1)  # two runs may go on side by side
+    highs.setOptionValue("random_seed", 0)
+    highs.setOptionValue("mip_rel_gap", limits.gap)
+    highs.setOptionValue("mip_abs_gap", limits.absolute_gap)
+    return highs
+
+
+def _highs_model(model: Arrays, is_integral: bool) -> Any:
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.row_low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = model.cost, model.low, model.high
+    lp.row_lower_, lp.row_upper_ = model.row_low, model.row_high
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = lp.num_col_, lp.num_row_
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = model.start, model.column
+    lp.a_matrix_.value_ = model.coefficient
+    if is_integral:
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        lp.integrality_ = [kinds[integer] for integer in model.is_integer]
+    return lp
+
+
+def _highs_status(highs: Any) -> SolverStatus:
+    import highspy
+
+    statuses = {
+        highspy.HighsModelStatus.kOptimal: SolverStatus.OPTIMAL,
+        highspy.HighsModelStatus.kTimeLimit: SolverStatus.TIME_LIMIT,
+        highspy.HighsModelStatus.kInterrupt: SolverStatus.TIME_LIMIT,
+        highspy.HighsModelStatus.kInfeasible: SolverStatus.INFEASIBLE,
+        highspy.HighsModelStatus.kUnboundedOrInfeasible: SolverStatus.INFEASIBLE,
+        highspy.HighsModelStatus.kUnbounded: SolverStatus.UNBOUNDED,
+    }
+    return statuses.get(highs.getModelStatus(), SolverStatus.NOT_SOLVED)
+
+
+@functools.cache
+def _pulp() -> Any:
+    """PuLP, loaded. It keeps the error of a solver that is not installed, and with it all frames down to who planned
+    first: a model and its batch in there would live on for good.
+    """
+    import pulp
+
+    for solver in vars(pulp).values():
+        error = getattr(solver, "err", None)
+        while isinstance(error, BaseException):
+            error.__traceback__, error = None, error.__context__
+    return pulp
+
+
+def solver_names(*, only_installed: bool = False) -> dict[str, str]:
+    """PuLP's names of the solvers that it knows, by the same in lower case."""
+    return {name.lower(): name for name in _pulp().listSolvers(onlyAvailable=only_installed)}
+
+
+def _solve_with_pulp(model: Arrays, solver: str, limits: SolverLimits, relaxed: bool) -> LinearSolution:
+    """What the solver of that name, PuLP's in any case, says."""
+    pulp = _pulp()
+    problem, variables, rows = _pulp_model(model, relaxed)
+    options = {"timeLimit": limits.time_s, "gapRel": limits.gap, "threads": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            problem.solve(pulp.getSolver(solver_names()[solver.lower()], msg=False, **options))
+        except pulp.PulpSolverError as error:
+            raise RuntimeError(str(error)) from error
+    statuses = {
+        pulp.LpSolutionOptimal: SolverStatus.OPTIMAL,
+        pulp.LpSolutionIntegerFeasible: SolverStatus.TIME_LIMIT,
+        pulp.LpSolutionNoSolutionFound: SolverStatus.NO_SOLUTION,
+        pulp.LpSolutionInfeasible: SolverStatus.INFEASIBLE,
+        pulp.LpSolutionUnbounded: SolverStatus.UNBOUNDED,
+    }
+    status = statuses.get(int(problem.sol_status), SolverStatus.NOT_SOLVED)
+    found = [variable.varValue for variable in variables]
+    if not status.has_solution or all(value is None for value in found):
+        return LinearSolution(status.without_solution())
+    # A variable that stands in no row is unknown to the solver: any value will do.
+    values = np.where([value is None for value in found], model.low, np.array(found, dtype=np.float64))
+    bound = None
+    if relaxed and all(row.pi is not None for row in rows):
+        bound = proven_bound(model, np.array([row.pi for row in rows], dtype=np.float64))
+    return LinearSolution(status, values, float(model.cost @ values), bound)
+
+
+def _pulp_model(model: Arrays, relaxed: bool) -> tuple[Any, list[Any], list[Any]]:
+    """The model as PuLP wants it, its variables and its rows, which are equations or bounded on one side."""
+    pulp = _pulp()
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"x{index}", low, high, cat="Integer" if integer and not relaxed else "Continuous")
+        for index, (low, high, integer) in enumerate(zip(model.low, model.high, model.is_integer, strict=True))
+    ]
+    problem.setObjective(
+        pulp.LpAffineExpression([(v, float(c)) for v, c in zip(variables, model.cost, strict=True) if c])
+    )
+    rows = []
+    for row, (low, high) in enumerate(zip(model.row_low, model.row_high, strict=True)):
+        span = slice(model.start[row], model.start[row + 1])
+        terms = zip(model.column[span].tolist(), model.coefficient[span].tolist(), strict=True)
+        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms])
+        if low == high:
+            sense, side = pulp.LpConstraintEQ, float(low)
+        elif np.isneginf(low):
+            sense, side = pulp.LpConstraintLE, float(high)
+        else:
+            assert np.isposinf(high), "rows are equations or bounded on one side"
+            sense, side = pulp.LpConstraintGE, float(low)
+        rows.append(pulp.LpConstraint(expression, sense, rhs=side, name=f"r{row}"))
+        problem.addConstraint(rows[-1])
+    return problem, variables, rows

@@ -1,0 +1,244 @@
+"""How often the ops of replays run, in BOUND: replays share an op only where they are parts of one run.
+
+A run brings back the value that was asked for, its root, and those recomputed values that the root's replay starts
+from, directly or through others. Two values are in one run only if one of them, or a third, starts from the other or
+from both. So values that nothing starts from never share a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from poochplan.formats.profile import Link
+from poochplan.planner.search.fluid import FluidModel
+from poochplan.planner.search.solvers import Term
+
+CLASS_WIDTH = 1.5
+"""Replays are told apart by the bytes that a second of them brings back, up to this factor."""
+MOST_CLASSES = 6
+MOST_RATIO = 1e3
+"""Of a mean value's tenth to a thousandth of the step; more would be less exact for the solver."""
+
+
+def add_time(model: FluidModel) -> None:
+    """Time is added for each replay: in PLAN at the slot of its return, in BOUND at some use point up to there."""
+    if model.is_bound:
+        _add_replay_time(model)
+        return
+    jumps = dict[int, list[Term]]()
+    for value in model.recompute:
+        seconds = model.replay_time[value]
+        before: int | None = None
+        for slot, now in _returns(model, value):
+            terms = jumps.setdefault(slot, [])
+            terms.append((now, -seconds))
+            if before is not None:
+                terms.append((before, seconds))
+            before = now
+    for slot, terms in jumps.items():
+        model.linear.row([(model.extra[slot], 1.0), *terms], low=0)
+
+
+def _returns(model: FluidModel, value: int) -> list[tuple[int, int]]:
+    """Slots and columns "replayed by then" of a recomputable value, its own use last; none if that never comes."""
+    if model.use_slot[value] == model.slots.count:
+        return []
+    early = [(one.slot, one.replayed) for one in model.early.get(value, ()) if one.replayed is not None]
+    return [*early, (model.use_slot[value], model.recompute[value])]
+
+
+@dataclass
+class _Jump:
+    """What changes at a slot of backward."""
+
+    done: dict[int, list[Term]] = field(default_factory=dict)
+    """Per class: seconds of replays that are done by the slot's points, and were not by the slot before."""
+    begun: list[Term] = field(default_factory=list)
+    """Seconds of the replays that may run since the slot before: those that are done by the next return at most."""
+
+
+def _add_replay_time(model: FluidModel) -> None:
+    """BOUND: of the time added at a slot some is spent in replays, in those of each class and in ops they share.
+
+    All of it up to a slot pays for the replays done by then, and for none that is not done by the return after.
+    """
+    linear = model.linear
+    own, shared = add_runs(model)
+    classes = _classes(model, own)
+    jumps = _jumps(model, own, classes)
+    ahead: dict[int, int] = {}
+    early: int | None = None
+    all_shared: list[Term] = []
+    for slot in range(model.slots.first_backward, model.slots.count):
+        jump = jumps[slot]
+        spent: list[Term] = []
+        for number, ratio in enumerate(classes.ratios):
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            ahead[number] = _running(model, ahead.get(number), [(column, -1.0), *jump.done.get(number, ())])
+            model.replayed_ahead.setdefault(slot, []).append((ahead[number], ratio))
+        if shared:
+            column = linear.column(model.longest)
+            spent.append((column, 1.0))
+            all_shared.append((column, 1.0))
+        if spent:
+            linear.row([(model.extra[slot], 1.0), *((c, -1.0) for c, _ in spent)], low=0)
+            early = _running(model, early, [*spent, *((c, -s) for c, s in jump.begun)])
+    runs: list[Term] = [(column, -seconds) for column, seconds in shared]
+    if shared:
+        linear.row([*all_shared, *runs], low=0)
+    _add_total(model, own, runs)
+
+
+def _add_total(model: FluidModel, own: list[float], runs: list[Term]) -> None:
+    """All time that is added pays for the replays, and for what swaps take from compute; ``runs``: of shared ops."""
+    lost_out, lost_in = seconds_lost(model.problem.link)
+    if not (model.out_s or model.fetch_s or lost_out or lost_in):
+        return
+    used = {value for value in model.request.candidates if model.use_slot[value] < model.slots.count}
+    costs: list[Term] = []
+    for value, column in model.swap.items():
+        copies_s = lost_out * model.problem.out_seconds(value)
+        copies_s += lost_in * model.problem.in_seconds(value) if value in used else 0.0
+        costs.append((column, -model.swap_time(value) - copies_s / model.time_unit_s))
+    costs += [(column, -own[value]) for value, column in model.recompute.items() if value in used]
+    model.linear.row([*((extra, 1.0) for extra in model.extra), *runs, *costs], low=0)
+
+
+def seconds_lost(link: Link) -> tuple[float, float]:
+    """What the step loses for each second that a copy out takes alone on the link, and for each of a copy back.
+
+    Beside a copy compute does 1 / (1 + interference) of its work; beside two it loses less than beside each alone, and
+    each of them is as slow as ``duplex`` says. So both shares are scaled down to what is lost beside two.
+    """
+    out, back = link.interference_out, link.interference_in
+    lost_out, lost_in, lost = out / (1 + out), back / (1 + back), (out + back) / (1 + out + back)
+    apart = link.duplex * (lost_out + lost_in)
+    scale = min(1.0, lost / apart) if apart > 0.0 else 1.0
+    return scale * lost_out, scale * lost_in
+
+
+def _running(model: FluidModel, before: int | None, added: list[Term]) -> int:
+    """A column, no less than nothing, that is the one before less what is ``added``."""
+    now = model.linear.column(model.longest)
+    previous: list[Term] = [] if before is None else [(before, -1.0)]
+    model.linear.row([(now, 1.0), *previous, *added], low=0, high=0)
+    return now
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Recomputable values, told apart by the bytes that a second of their replay brings back."""
+
+    of_value: dict[int, int]
+    ratios: list[float]
+    """Per class: the least of these, in the model's units."""
+
+
+def _classes(model: FluidModel, own: list[float]) -> _Classes:
+    """Classes of values with seconds of their own, the ratios of each within a factor of ``CLASS_WIDTH``."""
+    ratios = {
+        value: min(MOST_RATIO, model.resident[value] / own[value])
+        for value in model.recompute
+        if own[value] > 0 and model.use_slot[value] < model.slots.count
+    }
+    order = sorted(ratios, key=lambda value: ratios[value])
+    of_value: dict[int, int] = {}
+    least: list[float] = []
+    for value in order:
+        if not least or (ratios[value] > CLASS_WIDTH * least[-1] and len(least) < MOST_CLASSES):
+            least.append(ratios[value])
+        of_value[value] = len(least) - 1
+    return _Classes(of_value, least)
+
+
+def _jumps(model: FluidModel, own: list[float], classes: _Classes) -> dict[int, _Jump]:
+    """Per slot of backward; ``own`` are the seconds that each value's replay takes at least."""
+    first = model.slots.first_backward
+    jumps = {slot: _Jump() for slot in range(first, model.slots.count)}
+    for value in model.recompute:
+        seconds = model.replay_time[value]
+        steps = _returns(model, value)
+        if not steps and jumps:  # never used in backward: if at all, it is replayed for another
+            jumps[first].begun.append((model.recompute[value], seconds))
+        before: int | None = None
+        begins = first
+        for slot, now in steps:
+            changes = [(now, 1.0)] if before is None else [(now, 1.0), (before, -1.0)]
+            if value in classes.of_value:
+                done = jumps[slot].done.setdefault(classes.of_value[value], [])
+                done += [(column, sign * own[value]) for column, sign in changes]
+            jumps[begins].begun += [(column, sign * seconds) for column, sign in changes]
+            before, begins = now, slot + 1
+    return jumps
+
+
+def add_runs(model: FluidModel) -> tuple[list[float], list[Term]]:
+    """Per value: seconds that its replay takes at least; and the terms of what all replays take at least beyond these.
+
+    An op that several replays share is counted with the largest value of these: in the run that brings it back.
+    """
+    own = list(model.replay_time)
+    groups = dict[tuple[int, ...], float]()
+    for op, values in _shared_ops(model).items():
+        groups[values] = groups.get(values, 0.0) + model.op_time(op)
+    beyond: list[Term] = []
+    inputs = _inputs(model)
+    for values, seconds in groups.items():
+        largest = max(values, key=lambda value: (model.resident[value], -value))
+        for value in values:
+            own[value] -= seconds if value != largest else 0.0
+        beyond += [(_runs_of(model, values, inputs), seconds), (model.recompute[largest], -seconds)]
+    return [max(0.0, seconds) for seconds in own], beyond
+
+
+def _shared_ops(model: FluidModel) -> dict[int, tuple[int, ...]]:
+    """Ops that the replays of several values run, of those that backward uses, with these values."""
+    users = dict[int, list[int]]()
+    for value in model.recompute:
+        if model.use_slot[value] < model.slots.count:
+            for op in model.problem.replay.of(value).ops:
+                users.setdefault(op, []).append(value)
+    return {op: tuple(values) for op, values in users.items() if len(values) > 1}
+
+
+def _inputs(model: FluidModel) -> set[int]:
+    """Values that some replay starts from, those of values that are free included."""
+    replays = model.problem.replay.replays
+    movable = (replays[value] for value in (*model.request.candidates, *model.request.free))
+    return {source for replay in movable if replay is not None for source in replay.inputs}
+
+
+def _runs_of(model: FluidModel, values: tuple[int, ...], inputs: set[int]) -> int:
+    """A column no less than the number of runs that the ``values`` need, which all run some op."""
+    leaves = [value for value in values if value not in inputs]
+    inner = [value for value in values if value in inputs]
+    reached = _starts(model, leaves, inner)
+    runs = model.linear.column(float(max(1, len(leaves) + 1)))
+    alone: list[Term] = [(model.recompute[value], -1.0) for value in leaves]
+    apart = [value for value in inner if value not in reached]
+    if leaves and not apart:
+        model.linear.row([(runs, 1.0), *alone], low=0)
+    for value in apart:
+        model.linear.row([(runs, 1.0), *alone, (model.recompute[value], -1.0)], low=0)
+    for value in inner:
+        if leaves and value in reached:
+            model.linear.row([(runs, 1.0), (model.recompute[value], -1.0)], low=0)
+    return runs
+
+
+def _starts(model: FluidModel, roots: list[int], wanted: list[int]) -> set[int]:
+    """Those of ``wanted`` that the replay of one of ``roots`` starts from, directly or through others."""
+    replays = model.problem.replay.replays
+    if not wanted or not roots:
+        return set()
+    earliest = min(model.problem.replay.of(value).ops[-1] for value in wanted)
+    seen: set[int] = set()
+    pending = list(roots)
+    while pending:
+        replay = replays[pending.pop()]
+        if replay is None or replay.ops[-1] < earliest:  # what it starts from is complete before its last op
+            continue
+        pending += [source for source in replay.inputs if source not in seen]
+        seen.update(replay.inputs)
+    return seen.intersection(wanted)

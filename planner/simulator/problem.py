@@ -1,0 +1,349 @@
+"""Profile -> Problem: what the planner has to know about one step, as plain arrays.
+
+Ticks are those of ``poochplan.formats.profile``; bytes are rounded up to the allocation unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
+from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile
+from poochplan.planner.simulator.replays import ReplayGraph, build_replay_graph
+from poochplan.planner.simulator.validate import check_profile
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchCost:
+    """What the launching thread takes in a step, whatever is decided, and what each decision adds to it."""
+
+    is_compute: bool
+    """Whether the thread is the compute stream itself, as on the CPU; else the device works behind it."""
+    out_s: float
+    """For each copy out, the release of its value included."""
+    fetch_s: float
+    """For each copy back."""
+    record_s: float
+    """For each recorded op, beside the op itself."""
+    replay_s: float
+    """For each replayed op, beside the op itself."""
+    handles_s: Floats
+    """Per op: packs and unpacks since the op before; one entry more than ops, for those behind the last."""
+    launch_s: Floats
+    """Per op: seconds of its launch in-core; 0 where the thread is the compute stream."""
+    last_save_op: int
+    """Ops completed at the last save point, where recording ends."""
+    _replays: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def before_op_s(self) -> Floats:
+        """Per op: what the thread has done before its points and its launch; one entry more than ops.
+
+        An op's own launch is not in it: the clock starts when the first one is launched.
+        """
+        launched: Floats = np.concatenate(([0.0], np.cumsum(self.launch_s)))
+        return launched + np.cumsum(self.handles_s)
+
+    def keep_all_s(self, work_before_op_s: Floats) -> float:
+        """Seconds of the step that keeps everything."""
+        step_s = float(work_before_op_s[-1])
+        if self.is_compute or not len(self.launch_s):
+            return step_s
+        lead_s = float((self.before_op_s[:-1] - work_before_op_s[:-1]).max())
+        return max(step_s + max(0.0, lead_s), float(self.before_op_s[-1]))
+
+    def replay_of(
+        self, targets: tuple[int, ...], ops: tuple[int, ...], op_seconds: tuple[float, ...]
+    ) -> tuple[float, float]:
+        """Seconds in which the thread launches the ``ops`` that bring ``targets`` back, and the most by which it comes
+        to one of them later than a device would that never waits.
+        """
+        found = self._replays.get(targets)
+        if found is None:
+            launches = [float(self.launch_s[op]) for op in ops]
+            before = [0.0, *accumulate(launches)]
+            work = [0.0, *accumulate(op_seconds[op] for op in ops)]
+            own = [self.replay_s * (position + 1) for position in range(len(ops))]
+            behind = max((before[i] + own[i] - work[i] for i in range(len(ops))), default=0.0)
+            found = self._replays[targets] = before[-1] + self.replay_s * len(ops), behind
+        return found
+
+
+def launch_cost_of(profile: Profile) -> LaunchCost | None:
+    """The launch cost of a profile; None where it does not say what the thread takes."""
+    measured = profile.runtime
+    if measured is None:
+        return None
+    is_compute = profile.device.kind == "cpu"
+    durations = np.array([op.duration_s for op in profile.ops])
+    saves = [point.op for point in profile.points if point.kind is PointKind.SAVE]
+    return LaunchCost(
+        is_compute=is_compute,
+        out_s=measured.swap_s - measured.fetch_s,
+        fetch_s=measured.fetch_s,
+        record_s=measured.record_s,
+        replay_s=measured.replay_s,
+        handles_s=_handle_seconds(profile, measured.handle_s - measured.unpack_s, measured.unpack_s),
+        launch_s=np.zeros(len(durations)) if is_compute else np.minimum(durations, measured.launch_s),
+        last_save_op=max(saves, default=0),
+    )
+
+
+def _handle_seconds(profile: Profile, pack_s: float, unpack_s: float) -> Floats:
+    """Per op: the packs of all handles of the values that are saved before it, and the unpacks of those used there."""
+    handles_of: dict[int, int] = {}
+    for handle in profile.handles:
+        handles_of[handle.value] = handles_of.get(handle.value, 0) + 1
+    seconds = np.zeros(len(profile.ops) + 1)
+    for point in profile.points:
+        is_save = point.kind is PointKind.SAVE
+        seconds[point.op] += pack_s * handles_of[profile.handles[point.handle].value] if is_save else unpack_s
+    return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One training step to be planned. Saved values are numbered in the order of their first packs."""
+
+    tick_count: int
+    op_ticks: Ints
+    op_layers: tuple[str, ...]
+    work_before_op_s: Floats
+    """Seconds of the compute stream before each op when everything is kept; one entry more than ops, the last is the
+    whole step. On the CPU the handles' seconds are in them (``launch_cost``)."""
+    point_ticks: Ints
+    point_work_s: Floats
+    """The same before each point."""
+    point_ops: tuple[int, ...]
+    """Ops completed before each point."""
+    point_is_save: tuple[bool, ...]
+    point_value: tuple[int, ...]
+    """Saved value that each point packs or unpacks."""
+    handles: tuple[int, ...]
+    """Saved value of each handle; -1 for a handle outside the plan."""
+    save_points: tuple[int, ...]
+    """Point of each saved value's first pack."""
+    use_points: tuple[int, ...]
+    """Point of each use, in order."""
+    names: tuple[str, ...]
+    layers: tuple[str, ...]
+    size_bytes: Ints
+    """Bytes a copy moves."""
+    rounded_bytes: Ints
+    """Bytes a resident value takes."""
+    born: Ints
+    forward_death: Ints
+    freed: Ints
+    save_tick: Ints
+    first_use: Ints
+    """Tick of the first use point; ``tick_count`` when backward never uses it."""
+    first_use_point: tuple[int, ...]
+    """-1 when backward never uses it."""
+    must_keep: tuple[str, ...]
+    """Why a value can only be kept; empty when it may be swapped."""
+    replay: ReplayGraph
+    base_bytes: Ints
+    """Bytes at each tick that no decision moves, workspace included; saved values are not in it."""
+    first_step_less_bytes: Ints
+    """How much less is live at each tick of the first step, before the optimizer has state."""
+    link: Link
+    in_core_s: float
+    """Seconds of the in-core step: without a session, and so without handles."""
+    plain_s: float
+    """Of the step by PyTorch alone, where that was timed, else ``in_core_s``: what overheads are beside."""
+    launch_cost: LaunchCost | None = None
+    """The launching thread; None where the profile does not say what it takes."""
+
+    @cached_property
+    def point_tick_list(self) -> list[int]:
+        """``point_ticks`` for code that reads one at a time."""
+        return list(map(int, self.point_ticks))
+
+    @cached_property
+    def point_work_list(self) -> list[float]:
+        """``point_work_s`` for code that reads one at a time."""
+        return list(map(float, self.point_work_s))
+
+    @cached_property
+    def point_op_array(self) -> Ints:
+        """``point_ops`` for code that reads all at once."""
+        return np.array(self.point_ops, dtype=np.int64)
+
+    @cached_property
+    def save_op_array(self) -> Ints:
+        """Ops completed before each save point."""
+        return self.point_op_array[list(self.save_points)]
+
+    @cached_property
+    def save_ticks(self) -> list[int]:
+        """Tick of each save point."""
+        return [self.point_tick_list[point] for point in self.save_points]
+
+    @cached_property
+    def use_ticks(self) -> list[int]:
+        """Tick of each use point."""
+        return [self.point_tick_list[point] for point in self.use_points]
+
+    @cached_property
+    def point_index(self) -> tuple[int, ...]:
+        """Per point: its index among the save points or among the use points."""
+        counts = {True: -1, False: -1}
+        found = []
+        for is_save in self.point_is_save:
+            counts[is_save] += 1
+            found.append(counts[is_save])
+        return tuple(found)
+
+    @property
+    def value_count(self) -> int:
+        """Number of saved values."""
+        return len(self.names)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the compute stream when everything is kept."""
+        return float(self.work_before_op_s[-1])
+
+    @cached_property
+    def keep_all_s(self) -> float:
+        """Seconds of the step that keeps everything; no plan's step is shorter."""
+        return self.step_s if self.launch_cost is None else self.launch_cost.keep_all_s(self.work_before_op_s)
+
+    def out_seconds(self, value: int) -> float:
+        """Seconds of a value's copy to the host, alone on the link."""
+        return self.link.out_seconds(int(self.size_bytes[value]))
+
+    def in_seconds(self, value: int) -> float:
+        """Seconds of a value's copy back, alone on the link."""
+        return self.link.in_seconds(int(self.size_bytes[value]))
+
+    def overhead(self, step_s: float) -> float:
+        """Of a step, beside the one by PyTorch alone."""
+        return step_s / self.plain_s - 1 if self.plain_s > 0 else 0.0
+
+    def replay_seconds(self, value: int) -> float:
+        """Seconds of the compute stream for a value's own replay; it has one."""
+        replay, cost = self.replay.of(value), self.launch_cost
+        on_compute_s = cost.replay_s if cost is not None and cost.is_compute else 0.0
+        return replay.seconds + on_compute_s * len(replay.ops)
+
+    def layer_at(self, tick: int) -> str:
+        """Layer of the op at a tick, or of the value packed or unpacked there."""
+        index = int(np.searchsorted(self.op_ticks, tick))
+        if index < len(self.op_ticks) and self.op_ticks[index] == tick:
+            return self.op_layers[index]
+        point = int(np.searchsorted(self.point_ticks, tick))
+        if point < len(self.point_ticks) and self.point_value[point] >= 0:
+            return self.layers[self.point_value[point]]
+        return ""
+
+
+def build_problem(profile: Profile) -> Problem:
+    """The planning problem of a profile.
+
+    Raises
+    ------
+    PoochError
+        The profile is none to plan from; see :func:`~.validate.check_profile`.
+    """
+    check_profile(profile)
+    saved_of, value_of = _saved_values(profile)
+    op_ticks = np.array(profile.op_ticks, dtype=np.int64)
+    point_ticks = np.array(profile.point_ticks, dtype=np.int64)
+    handle_value = tuple(saved_of[handle.value] for handle in profile.handles)
+    point_value = tuple(handle_value[point.handle] for point in profile.points)
+    is_save = tuple(point.kind is PointKind.SAVE for point in profile.points)
+    save_points = tuple(index for index, save in enumerate(is_save) if save)
+    first_use_point = _first_uses(point_value, is_save, len(value_of))
+    first_use = np.array([point_ticks[p] if p >= 0 else profile.tick_count for p in first_use_point], dtype=np.int64)
+    values = [profile.values[value] for value in value_of]
+    work = np.concatenate(([0.0], np.cumsum([op.duration_s for op in profile.ops])))
+    in_core_s, cost = float(work[-1]), launch_cost_of(profile)
+    if cost is not None and cost.is_compute:
+        work = work + cost.before_op_s
+    point_ops = tuple(point.op for point in profile.points)
+    save_tick = point_ticks[list(save_points)]
+    return Problem(
+        tick_count=profile.tick_count,
+        op_ticks=op_ticks,
+        op_layers=tuple(op.layer or ("optimizer" if op.phase is Phase.OPTIMIZER else "") for op in profile.ops),
+        work_before_op_s=work,
+        point_ticks=point_ticks,
+        point_work_s=work[list(point_ops)],
+        point_ops=point_ops,
+        point_is_save=is_save,
+        point_value=point_value,
+        handles=handle_value,
+        save_points=save_points,
+        use_points=tuple(index for index, save in enumerate(is_save) if not save),
+        names=tuple(value.name for value in values),
+        layers=tuple(value.layer for value in values),
+        size_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
+        rounded_bytes=np.array([profile.rounded_bytes(value.size_bytes) for value in values], dtype=np.int64),
+        born=born_ticks(profile, value_of),
+        forward_death=np.array([value.forward_death for value in values], dtype=np.int64),
+        freed=np.array([value.freed for value in values], dtype=np.int64),
+        save_tick=save_tick,
+        first_use=first_use,
+        first_use_point=first_use_point,
+        must_keep=_must_keep(profile, value_of, first_use),
+        replay=build_replay_graph(
+            profile, saved_of, value_of, [point_ops[p] for p in save_points], save_tick.tolist(), first_use.tolist()
+        ),
+        base_bytes=live_bytes(profile, [value for value, saved in enumerate(saved_of) if saved < 0]),
+        first_step_less_bytes=_first_step_less_bytes(profile),
+        link=profile.link,
+        in_core_s=in_core_s,
+        plain_s=in_core_s if profile.times.plain_step_s is None else profile.times.plain_step_s,
+        launch_cost=cost,
+    )
+
+
+def _saved_values(profile: Profile) -> tuple[list[int], list[int]]:
+    saved_of = [-1] * len(profile.values)
+    value_of: list[int] = []
+    for point in profile.points:
+        if point.kind is not PointKind.SAVE:
+            continue
+        value = profile.handles[point.handle].value
+        saved_of[value] = len(value_of)
+        value_of.append(value)
+    return saved_of, value_of
+
+
+def _first_uses(point_value: tuple[int, ...], is_save: tuple[bool, ...], count: int) -> tuple[int, ...]:
+    first = [-1] * count
+    for index, value in enumerate(point_value):
+        if not is_save[index] and value >= 0 and first[value] < 0:
+            first[value] = index
+    return tuple(first)
+
+
+def _must_keep(profile: Profile, value_of: list[int], first_use: Ints) -> tuple[str, ...]:
+    reasons = []
+    for saved, value in enumerate(value_of):
+        record = profile.values[value]
+        reason = record.pinned
+        if not reason and record.forward_death >= first_use[saved]:
+            reason = "held by something other than autograd until it is used"
+        reasons.append(reason)
+    return tuple(reasons)
+
+
+def _first_step_less_bytes(profile: Profile) -> Ints:
+    less = np.zeros(profile.tick_count, dtype=np.int64)
+    optimizer_ticks = [
+        tick for op, tick in zip(profile.ops, profile.op_ticks, strict=True) if op.phase is Phase.OPTIMIZER
+    ]
+    state_bytes = sum(
+        profile.rounded_bytes(value.size_bytes)
+        for value in profile.values
+        if value.kind is Kind.OPTIMIZER_STATE and value.born < 0
+    )
+    if optimizer_ticks:
+        less[: optimizer_ticks[0]] = state_bytes
+    return less

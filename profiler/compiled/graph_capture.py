@@ -1,0 +1,248 @@
+"""GraphCapture: the capture of a step without memory that sees into compiled callables, node by node.
+
+What is compiled meanwhile is split as graph mode splits it, with all its points, and then not lowered: an interpreter
+runs both halves. The compiler's caches are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from poochplan.errors import StepError
+from poochplan.formats.profile import Profile, Value
+from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.fake.fake import FakeCapture, StepMode
+from poochplan.profiler.fake.roofline import Roofline, function_seconds
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.nodes import Node, readers
+from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
+from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, deferred_unpack, save
+from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
+from poochplan.torch_private.compiler_internals import boxed, forget_compiled, not_lowered
+from poochplan.torch_private.tensor_internals import OpOverload
+
+ELSEWHERE = "it is saved outside of compiled graphs, where graph mode recomputes nothing"
+SEVERAL = "more than one compiled graph holds it, or its graph runs more than once in a step"
+_MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
+
+
+class GraphLayers(LayerTracker):
+    """The layer is that of the node which runs, where one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_node: str | None = None
+
+    def current(self) -> str:
+        return super().current() if self.of_node is None else self.of_node
+
+
+class GraphCapture(FakeCapture):
+    """State besides: the node that runs, and which node of which graph saved each value."""
+
+    def __init__(self, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
+        self._layers = GraphLayers()
+        super().__init__(self._layers, static, mode, roofline)
+        self._fused: frozenset[Node] = frozenset()
+        self._graph: torch.fx.Graph | None = None
+        self._node: Node | None = None
+        self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
+        """By value: graph, node, and why it is never replayed."""
+        self._runs = False
+        self._computed_elsewhere: set[int] = set()
+        """Ops that the compiler fuses away; they live as long as the capture."""
+        self._graph_runs = 0
+
+    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            before = self._graph_runs
+            with self.away():  # while it is compiled
+                found = call(*args, **kwargs)
+            if self._runs and self._graph_runs == before:
+                raise StepError(
+                    f"model: expected compiled callables to be Inductor's in mode fake, found none of its graphs in "
+                    f"{path or 'the model itself'}; profile the model as it is before torch.compile, and wrap a bare "
+                    "nn.Sequential, of which torch compiles nothing, in a module of your own"
+                )
+            return found
+
+        return opened
+
+    @contextlib.contextmanager
+    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+        with super().running(model):
+            self._runs = True
+            try:
+                yield self
+            finally:
+                self._runs = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """A block in which a graph runs."""
+        if not self._runs:
+            yield
+            return
+        self._graph_runs += 1
+        was_on = self.is_on
+        self.switch_on()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self.switch_off()
+
+    @contextlib.contextmanager
+    def runs(self, node: Node) -> Iterator[None]:
+        """A block in which that node of a graph runs."""
+        if node.graph is not self._graph:
+            self._graph, self._fused = node.graph, never_in_memory(node.graph)
+        outer, self._node, self._layers.of_node = self._layers.of_node, node, _layer_of(node)
+        try:
+            yield
+        finally:
+            self._node, self._layers.of_node = None, outer
+
+    @contextlib.contextmanager
+    def saves(self, node: Node) -> Iterator[None]:
+        """A block in which a graph saves what the node makes."""
+        before, (key, never) = len(self.handles), node.meta[_NOTES]
+        yield
+        for value, *_ in self.handles[before:]:
+            self._saved_by.setdefault(value, []).append((key, node.name, never))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.ops)
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        for op in self.ops[before:] if self._node in self._fused else ():
+            self._computed_elsewhere.add(id(op))
+            op.duration_s = 0.0 if self.roofline is None else function_seconds(self.roofline, func, outputs)
+            for number in op.outputs:
+                self.values[number].size_bytes = 0
+        return outputs
+
+    def takes(self, op: CapturedOp, seconds: float) -> None:
+        """Nothing, run by itself, where it is computed within the kernels that read what it makes."""
+        op.duration_s = 0.0 if id(op) in self._computed_elsewhere else seconds
+
+    def told_of_graphs(self, profile: Profile) -> Profile:
+        """The profile, with what saved each value, and why it is never recomputed in its graph."""
+        handles = Counter(handle.value for handle in profile.handles)
+        values = (
+            self._told(number, value, handles[number]) if number in handles else value
+            for number, value in enumerate(profile.values)
+        )
+        return msgspec.structs.replace(profile, values=tuple(values))
+
+    def _told(self, number: int, value: Value, handle_count: int) -> Value:
+        by = self._saved_by.get(number, [])
+        nodes = tuple(dict.fromkeys(f"{key}/{node}" for key, node, _ in by))
+        runs = [one for others in self._saved_by.values() for one in others if one in by]
+        never = next((why for _, _, why in by if why), "")
+        if not by:
+            never = ELSEWHERE
+        elif handle_count != len(by) or len({key for key, _, _ in by}) > 1 or len(runs) > len(by):
+            never = SEVERAL
+        return msgspec.structs.replace(value, nodes=nodes, unreplayable=never or value.unreplayable)
+
+
+@contextlib.contextmanager
+def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
+    """A block in which compiled callables run their graphs for the capture to see. What was compiled before is let go
+    of, as is what is compiled in the block: the compiler counts both, and makes no code of what it has compiled often.
+    """
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        def run(args: Sequence[Any]) -> Any:
+            with capture.inside():
+                return _Interpreter(graph, capture).boxed_run(list(args) if not isinstance(args, list) else args)
+
+        return boxed(run)  # it lets go of its arguments as the code would
+
+    forget_compiled()
+    try:
+        with not_lowered(lower, _NotingPartitioner({})):
+            yield
+    finally:
+        forget_compiled()
+
+
+_NOTES = "poochplan"
+"""Of a node that is saved: the key of its graph, and why it is never replayed; empty where it can be."""
+
+
+class _NotingPartitioner(Partitioner):
+    def saw(self, key: str, split: Split) -> None:
+        for node in saved_nodes(split):
+            node.meta[_NOTES] = key, why_never_replayed(split, node)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Tells the capture each node before it runs it."""
+
+    def __init__(self, graph: torch.fx.GraphModule, capture: GraphCapture) -> None:
+        super().__init__(graph)
+        self._capture = capture
+
+    def run_node(self, n: Node) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._capture.runs(n))
+            if n.target is SAVE:
+                stack.enter_context(self._capture.saves(n.all_input_nodes[0]))
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # by themselves: no mode is to see an op
+        if target in points:
+            return points[target](args[0])
+        return super().call_function(target, tuple(args), kwargs)
+
+
+def _layer_of(node: Node) -> str:
+    """Path of the innermost module that the node was traced in; of the forward node's, for one of backward."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    inner = path.split("L['self']", 1)[-1]
+    return ".".join(next(filter(None, found)) for found in _MODULE.findall(inner) if any(found))
+
+
+# -- what the compiler fuses -----------------------------------------------------------------------------------------
+
+_MADE_ANYWHERE = ("aten.full", "aten.arange", "aten.scalar_tensor", "aten.zeros", "aten.ones", "prims.iota")
+_POINTWISE = ("prims.convert_element_type", "prims.inductor_random", "aten.where", "aten.clone", "aten.constant_pad_nd")
+_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
+
+
+def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
+    """Nodes that only pointwise nodes and reductions read.
+
+    An estimate of what Inductor's scheduler does: a pointwise node, or one that makes a constant, is computed within
+    the kernels that read it, where all of these are pointwise or reductions. It takes what its function takes, and no
+    more.
+    """
+    return frozenset(node for node in graph.nodes if _is_pointwise(node) and _all_fuse(list(readers(node))))
+
+
+def _all_fuse(reading: list[Node]) -> bool:
+    return bool(reading) and all(_is_pointwise(one) or _is_reduction(one) for one in reading)
+
+
+def _is_pointwise(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = str(node.target)
+    return torch.Tag.pointwise in node.target.tags or name.startswith((*_MADE_ANYWHERE, *_POINTWISE))
+
+
+def _is_reduction(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and str(node.target).split(".")[1] in _REDUCTIONS

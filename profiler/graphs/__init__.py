@@ -1,1 +1,0 @@
-"""Joint graphs of a compiled model, taken without memory: what is profiled is what the compiler would lower."""

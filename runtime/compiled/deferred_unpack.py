@@ -1,0 +1,235 @@
+"""Deferred unpacks: a compiled backward is given placeholders, and each saved tensor where it is first needed.
+
+A placeholder lies as the saved tensor does, on torch's device without memory. The op ``poochplan::deferred_unpack``
+(``points.py``) is given it and returns the tensor. A placeholder is only handed out where the code that is about to run
+was read to have that op: caches may serve code that was made without our partitioner, and a compiler may leave an op
+out. Of code that cannot be read nothing is deferred.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from poochplan.errors import StepError
+from poochplan.runtime.metering.allocated import joined_count
+from poochplan.tensors.modes import compiled_modules, in_compiled_call
+from poochplan.tensors.storages import Geometry
+from poochplan.torch_private.compiler_internals import code_of_backward, is_compiled_backward
+from poochplan.torch_private.tensor_internals import backward_node, graph_task, storage_identity, unseen_by_modes
+
+Packed = TypeVar("Packed")
+Unpack = Callable[[Packed], torch.Tensor]
+
+
+def parts_are_measured(device_type: str) -> bool:
+    """Whether it can be known what the parts of a compiled backward take, between two deferred unpacks: only the log of
+    the compiled allocator tells what one part makes and another lets go of.
+    """
+    return device_type == "cpu" and joined_count() is not None
+
+
+# -- placeholders ----------------------------------------------------------------------------------------------------
+
+
+_WAITING: dict[int, tuple[Callable[[], torch.Tensor], bool, weakref.ref[torch.UntypedStorage]]] = {}
+"""By the identity of a placeholder's storage, which autograd leaves as it is where it makes tensors anew: what gives
+the tensor, whether again each time, and what ends the entry when the placeholder dies.
+"""
+
+
+def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, again: bool = False) -> torch.Tensor:
+    """A placeholder of that geometry, for which ``unpack`` gives the tensor; ``again``: each time, not once."""
+    with unseen_by_modes():
+        placeholder = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
+    storage = placeholder.untyped_storage()
+    key = storage_identity(storage)
+    _WAITING[key] = unpack, again, weakref.ref(storage, lambda _: _WAITING.pop(key, None))
+    return placeholder
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a tensor that has not been unpacked for good."""
+    return bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
+
+
+def unpack_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """What gives the tensor that a placeholder stands for; None for any other tensor.
+
+    Raises ``StepError`` for one that was filled before, or is nobody's: compiled code would read no memory.
+    """
+    if not tensor.is_meta:
+        return None
+    key = storage_identity(tensor.untyped_storage())
+    found = _WAITING.get(key)
+    if found is None:
+        raise StepError(
+            "expected a saved tensor to be unpacked in a compiled backward once, found that it is gone; "
+            "hooks of your own around saved tensors must hand back what they were given"
+        )
+    unpack, again, _ = found
+    if not again:
+        del _WAITING[key]
+    return unpack
+
+
+def waiting() -> int:
+    """How many placeholders have been handed out and were neither filled for good nor died."""
+    return len(_WAITING)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class AtSavePoint:
+    """Given to a pack hook of :func:`deferring` in place of a tensor by a save point, which makes the placeholder."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Saved:
+    """What was packed inside a compiled callable: a tensor, or the placeholder that its save point has made. What else
+    is unpacked while a compiled backward runs, such as the input of a checkpoint around it, is none of its saved
+    tensors.
+    """
+
+    __slots__ = ("packed", "placeholder")
+
+    def __init__(self, packed: Any, placeholder: torch.Tensor | None = None) -> None:
+        self.packed, self.placeholder = packed, placeholder
+
+
+def deferring(
+    pack: Callable[[torch.Tensor], Packed],
+    unpack: Unpack[Packed],
+    may_wait: Callable[[Packed], Geometry | None],
+    model: torch.nn.Module,
+    device_type: str,
+) -> tuple[Callable[[torch.Tensor], Any], Unpack[Any]]:
+    """The hooks that defer what compiled backwards of ``model`` need later; ``pack`` and ``unpack`` themselves where
+    none is compiled, or parts cannot be measured.
+
+    ``may_wait`` tells how the tensor lies that a packed one stands for; None for what is to be unpacked at once.
+    """
+    if not compiled_modules(model) or not parts_are_measured(device_type):
+        return pack, unpack
+
+    def pack_or_mark(tensor: Any) -> Any:
+        if type(tensor) is AtSavePoint:
+            return pack(tensor.tensor)
+        if is_placeholder(tensor):
+            return _Saved(None, tensor)
+        packed = pack(tensor)
+        return _Saved(packed) if in_compiled_call() else packed
+
+    def unpack_or_wait(found: Any) -> torch.Tensor:
+        if type(found) is not _Saved:
+            return unpack(found)
+        node = backward_node()
+        position = _next_position(node) if node is not None and is_compiled_backward(node) else None
+        if found.placeholder is not None:
+            return found.placeholder
+        if position is None or position not in deferred_positions(node):
+            return unpack(found.packed)
+        geometry = may_wait(found.packed)
+        return unpack(found.packed) if geometry is None else placeholder_for(geometry, partial(unpack, found.packed))
+
+    _DEFERRING.add(pack_or_mark)
+    return pack_or_mark, unpack_or_wait
+
+
+_DEFERRING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
+
+
+def defers(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether that hook is one of :func:`deferring`, which takes what a save point packs, and knows placeholders."""
+    return inspect.unwrap(pack) in _DEFERRING
+
+
+_RUN = "poochplan_run"
+"""On the node of a compiled backward: the backward pass that runs, and how many tensors it has unpacked."""
+
+
+def _next_position(node: Any) -> int:
+    """Which of its saved tensors the node unpacks now, in the order of unpacking."""
+    task, (run, unpacked) = graph_task(), getattr(node, _RUN, (None, 0))
+    position = unpacked if run == task else 0
+    setattr(node, _RUN, (task, position + 1))
+    return position
+
+
+# -- the code that runs ----------------------------------------------------------------------------------------------
+
+_CALL = re.compile(r"^( *)def call\((?:self, )?args\):\n", re.MULTILINE)
+_ARGUMENTS = re.compile(r"^ *(\w+(?:, \w+)*),? = args$", re.MULTILINE)
+_DEFERRED_UNPACK = re.compile(r"^ *\w+ = torch\.ops\.poochplan\.deferred_unpack\.default\((\w+), \w+\)$")
+_HARMLESS = re.compile(r"^ *(?:assert_size_stride\((\w+), .*|del (\w+))$")
+_NAME = re.compile(r"\w+")
+
+_NOTHING: frozenset[int] = frozenset()
+_READ: weakref.WeakKeyDictionary[type, tuple[object, frozenset[int]]] = weakref.WeakKeyDictionary()
+"""By the class of the node, of which each compiled callable has its own: what is called there, and what was read."""
+
+
+def deferred_positions(node: Any) -> frozenset[int]:
+    """Which of the node's saved tensors are deferred, by their place in the order of unpacking."""
+    called, source, number_count = code_of_backward(node)
+    read = _READ.get(type(node))
+    if read is not None and read[0] is called:
+        return read[1]
+    if called is None:  # it is compiled when it first runs
+        return _NOTHING
+    found = frozenset(place - number_count for place in deferred_arguments(source) if place >= number_count)
+    _READ[type(node)] = called, found
+    return found
+
+
+def deferred_arguments(source: str) -> frozenset[int]:
+    """Which arguments of the call that ``source`` defines are deferred, by their place among the arguments.
+
+    One counts only where the code names it in the list of its arguments, in one deferred unpack, and else only where it
+    is checked for its shape or let go of.
+    """
+    lines = list(_body(source))
+    unpacking = [found for found in map(_ARGUMENTS.match, lines) if found]
+    if len(unpacking) != 1:
+        return _NOTHING
+    arguments = unpacking[0].group(1).split(", ")
+    times = dict.fromkeys(arguments, 0)
+    read_otherwise: set[str] = set()
+    for line in lines:
+        if _ARGUMENTS.match(line):
+            continue
+        names = set(_NAME.findall(line))
+        deferred, harmless = _DEFERRED_UNPACK.match(line), _HARMLESS.match(line)
+        if deferred is not None and deferred.group(1) in times:
+            times[deferred.group(1)] += 1
+            names.discard(deferred.group(1))
+        elif harmless is not None:
+            names.discard(harmless.group(1) or harmless.group(2))
+        read_otherwise |= names
+    return frozenset(place for place, name in enumerate(arguments) if times[name] == 1 and name not in read_otherwise)
+
+
+def _body(source: str) -> Iterator[str]:
+    """The lines of the one function ``call``, without comments."""
+    begins = list(_CALL.finditer(source))
+    if len(begins) != 1:
+        return
+    indent = len(begins[0].group(1))
+    for line in source[begins[0].end() :].splitlines():
+        text = line.lstrip(" ")
+        if not text or text.startswith("#"):
+            continue
+        if len(line) - len(text) <= indent:
+            return
+        yield line

@@ -1,0 +1,139 @@
+"""Points of the runtime's clock in compiled code, as two ops: deferred unpacks in backwards, save points in forwards.
+
+A save point stands where a graph-mode forward first has a tensor that backward needs. It packs the tensor as autograd
+would, with the hooks that are on, and gives a placeholder in its place, which the backward's deferred unpack fills. So
+the forward itself lets go of the tensor behind its last use, and a plan may have it leave. The compiled code must not
+reuse the memory of what it has handed out (``inductor.py`` sees to that).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from poochplan.tensors.storages import Geometry
+from poochplan.torch_private.tensor_internals import (
+    detached_alias,
+    is_dense,
+    topmost_hooks,
+    unseen_by_modes,
+    version_of,
+)
+
+from .deferred_unpack import AtSavePoint, defers, parts_are_measured, placeholder_for, unpack_of
+
+Listener = Callable[[], contextlib.AbstractContextManager[None]]
+_LISTENERS: list[tuple[int, Listener]] = []
+"""Each with the thread that it is told of."""
+
+
+@contextlib.contextmanager
+def told_of_points(around: Listener, device_type: str) -> Iterator[None]:
+    """Enters ``around()`` around what happens at each point of compiled code on this thread, for the length of a block.
+
+    Never where the parts of compiled code cannot be measured.
+    """
+    if not parts_are_measured(device_type):
+        yield
+        return
+    told = threading.get_ident(), around
+    _LISTENERS.append(told)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(told)
+
+
+@contextlib.contextmanager
+def _at_a_point() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for thread, listener in _LISTENERS:
+            if thread == threading.get_ident():
+                stack.enter_context(listener())
+        yield
+
+
+def deferred_unpack(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that a placeholder stands for, at its first use; any other tensor as it is."""
+    unpack = unpack_of(value)
+    with _at_a_point() if _LISTENERS else contextlib.nullcontext():
+        return value if unpack is None else unpack()
+
+
+def save(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """A placeholder for the tensor, which our hooks have been given; it is held where no hooks are on. Hooks of others
+    get a copy when the forward ends: they may do anything with it, and an op must not give what it was given.
+    """
+    geometry, hooks = Geometry.of(value), topmost_hooks()
+    with unseen_by_modes():
+        own = detached_alias(value)  # the given one may become a result, which holds the placeholder by its node
+    with _at_a_point():
+        if hooks is None:
+            return placeholder_for(geometry, partial(_held, own, version_of(own)), again=True)
+        pack, unpack = hooks
+        if not defers(pack):
+            return _copy_of(value)
+        packed = pack(AtSavePoint(own))  # type: ignore[arg-type]
+    return placeholder_for(geometry, partial(unpack, packed), again=True)
+
+
+def _copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the tensor does, also as a view with gaps: the code behind it relies on the strides."""
+    if not value.numel() or is_dense(value):
+        return value.clone()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    memory = value.as_strided((reach,), (1,)).clone()
+    return memory.as_strided(value.shape, value.stride(), 0)
+
+
+def _held(value: torch.Tensor, version: int) -> torch.Tensor:
+    """As autograd does, which sees a placeholder in its place."""
+    if version_of(value) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
+            f"tensor of a compiled forward is at version {version_of(value)}; expected version {version} instead"
+        )
+    return value
+
+
+# -- as ops of torch's -----------------------------------------------------------------------------------------------
+
+
+def _unpack_traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The op under fake tensors; placeholders lie where those do, but none is traced with."""
+    return deferred_unpack(value) if type(value) is torch.Tensor else value
+
+
+def _save_traced(value: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    """The op under fake tensors: what it gives counts as the same memory, so that no later op of the forward writes
+    into it. Torch also comes here with a real tensor, behind a placeholder, which has no memory.
+    """
+    if type(value) is torch.Tensor and not value.is_meta:
+        return save(value)
+    return value.detach()
+
+
+_LIBRARY = torch.library.Library("poochplan", "FRAGMENT")
+
+
+def _op(run: Callable[..., torch.Tensor], traced: Callable[..., torch.Tensor], schema: str) -> Any:
+    """``run`` as an op of ``torch.ops.poochplan``, under its own name."""
+    name = run.__name__
+    _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"poochplan::{name}", traced, lib=_LIBRARY)
+    op = getattr(torch.ops.poochplan, name).default
+    has_side_effect(op)
+    return op
+
+
+DEFERRED_UNPACK = _op(deferred_unpack, _unpack_traced, "(Tensor(a) value, Tensor? after=None) -> Tensor(a)")
+"""``after`` only says behind which op of the graph it comes."""
+SAVE = _op(save, _save_traced, "(Tensor value, Tensor? after=None) -> Tensor")
+"""``after`` is what another save point gave, behind which it comes."""

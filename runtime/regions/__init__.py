@@ -1,1 +1,0 @@
-"""Compiled regions in an eager model: their backwards ask for each saved tensor where they first need it."""
