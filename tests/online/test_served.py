@@ -45,6 +45,8 @@ class Served:
         self.losses: list[list[float]] = []
         self.served_bytes: list[int] = []
         self.unserved_bytes: list[int] = []
+        self.planned: list[bool] = []
+        """Whether a plan was in force when the turn ended."""
         self.arenas: list[int] = []
         """Mapped beside those of before: once it has learned, and at the end."""
         self.session: Session = poochplan.auto(
@@ -61,6 +63,7 @@ class Served:
             self.session._attachment.settle()
             self.served_bytes.append(total.served_bytes - before[0])
             self.unserved_bytes.append(total.unserved_bytes - before[1])
+            self.planned.append(bool(self.session.plans))
 
     def run(self) -> Run:
         with self.session:
@@ -87,7 +90,11 @@ def _is_bitwise_plain_and_served_whole(make: Callable[[], Training], served: Ser
     assert len(whole) >= TURNS - LEARNED_AT - 3  # behind a forward that nobody used comes another kind of segment
     assert served.unserved_bytes[LEARNED_AT:] == [0] * (TURNS - LEARNED_AT)
     assert served.session.total.fallbacks == 0
-    assert not any(served.served_bytes[:PLANNED_AT])  # segments that are studied, or wait for their plan
+    before_plan = [
+        size_bytes for size_bytes, planned in zip(served.served_bytes, served.planned, strict=True) if not planned
+    ]
+    assert before_plan
+    assert not any(before_plan)  # segments that are studied, or wait for their plan
     found = served.session.arena
     assert found is not None
     assert not [one for one in found.unserved if one.size_bytes >= UNPLANNED_BYTES]
