@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.facts.advice import limits
+from poochplan.formats.advice import limits
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from poochplan.formats.display.shown_table import html_table, text_table
 from poochplan.formats.plan import Departure
+from poochplan.formats.shown_table import html_table, text_table
 from poochplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -35,6 +35,18 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
     assert not wrong
 
 
+def test_no_library_code_imports_the_command_line_or_the_reports() -> None:
+    display = {"cli", "report"}
+    wrong = [
+        f"{name} -> {target}"
+        for name, targets in graph().items()
+        if room_of(name) not in display
+        for target in sorted(targets)
+        if room_of(target) in display
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("room", ["planner", "formats"])
 def test_planning_needs_no_torch(room: str) -> None:
     assert [name for name, targets in graph().items() if room_of(name) == room and "torch" in targets] == []

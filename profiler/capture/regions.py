@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from poochplan.formats.checks.fields import Bytes, Seconds
+from poochplan.formats.fields import Bytes, Seconds
 from poochplan.formats.profile import Memory, OpBlock
 from poochplan.profiler.allocations.op_blocks import taken_in
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue

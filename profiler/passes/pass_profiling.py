@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from poochplan.errors import StepError, UsageError
-from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
+from poochplan.formats.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, Kind, rounded_up
 from poochplan.planner.arena.caching_allocator import peak_reserved

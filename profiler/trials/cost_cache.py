@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from poochplan.formats.checks.fields import Seconds
+from poochplan.formats.fields import Seconds
 from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import RuntimeCost
 from poochplan.profiler.assembly.assemble import this_machine

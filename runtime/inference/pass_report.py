@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.formats.display.shown_table import html_table, text_table
+from poochplan.formats.shown_table import html_table, text_table
 from poochplan.runtime.run_report import ArenaReport
 from poochplan.units import format_bytes
 

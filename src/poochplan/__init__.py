@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from .compiling.compile import compile
     from .fitting.fit import fit
     from .online.auto import auto
+    from .peak import explain_peak
     from .plan_sets import plan_set
-    from .report.peak import explain_peak
     from .sessions import arena
     from .workload import Workload
 
@@ -89,7 +89,7 @@ _HOMES = {
     "compile": ".compiling.compile",
     "arena": ".sessions",
     "auto": ".online.auto",
-    "explain_peak": ".report.peak",
+    "explain_peak": ".peak",
     "fit": ".fitting.fit",
     "plan": ".planner.planning",
     "plan_set": ".plan_sets",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from poochplan.formats.certificate import StepDigests
+from poochplan.formats.run_record import StepDigests
 
 Tensors = dict[str, torch.Tensor]
 _KINDS = ("gradient", "buffer", "parameter", "generator")

@@ -11,6 +11,7 @@ import torch
 from poochplan.errors import AllocatorError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
 from poochplan.runtime.allocator.building import why_unavailable
 from poochplan.runtime.allocator.library import library
@@ -96,8 +97,6 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
 
 def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | None) -> str:
     """See :func:`poochplan.explain_peak`."""
-    from poochplan.report.peak import explain_peak  # here, for pandas takes long to load
-
     return str(explain_peak(profile, plan, measured_peak_bytes=measured_peak_bytes))
 
 

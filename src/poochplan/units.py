@@ -130,6 +130,11 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.3g} B/s"
 
 
+def format_copies(out_bytes: float, in_bytes: float) -> str:
+    """Text such as ``"12.0 MiB out, 12.0 MiB in"``."""
+    return f"{format_bytes(out_bytes)} out, {format_bytes(in_bytes)} in"
+
+
 def _quantity(text: str, factors: dict[str, int]) -> float | None:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in factors:

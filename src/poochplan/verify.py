@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from poochplan.formats.certificate import Certificate
 from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.run_record import Certificate
 from poochplan.profiler.assembly.host import this_host, versions_here
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside

@@ -374,7 +374,7 @@ def test_an_interrupt_ends_with_code_130(pooch: Pooch, profile_path: Path, monke
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("poochplan.planner.planning.plan", interrupt)
+    monkeypatch.setattr("poochplan.cli.plan.plan", interrupt)
     result = pooch("plan", profile_path, "--budget", "85%", "-o", "plan.json")
     assert result.code == 130
     assert result.error == "interrupted"

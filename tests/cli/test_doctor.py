@@ -13,10 +13,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.doctor.finding import Finding, Status
-from poochplan.doctor.machine_checks import huge_pages, noise, spill_disk, threads
-from poochplan.doctor.software_checks import TESTED_TORCH, cupy, solvers, torch_version
-from poochplan.doctor.workload_checks import CheckpointCalls, memory, workload_findings
+from poochplan.doctor import (
+    TESTED_TORCH,
+    CheckpointCalls,
+    Finding,
+    Status,
+    cupy,
+    huge_pages,
+    memory,
+    noise,
+    solvers,
+    spill_disk,
+    threads,
+    torch_version,
+    workload_findings,
+)
 from poochplan.runtime.allocator.building import compiler_name
 
 Pooch = Any

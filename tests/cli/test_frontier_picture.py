@@ -12,8 +12,8 @@ from rich.console import Console
 from poochplan.errors import OutputExistsError
 from poochplan.planner.planning import ILP
 from poochplan.planner.sweep import CellStatus, SweepPoint, all_policies
-from poochplan.report.frontier import Frontier, frontier_frame, frontier_table
-from poochplan.report.frontier_picture import draw_frontier, write_frontier_picture
+from poochplan.report.frontier import Frontier, draw_frontier, frontier_frame, frontier_table
+from poochplan.report.pictures import write_picture
 
 MIB = 1 << 20
 BUDGETS = (50 * MIB, 60 * MIB, 80 * MIB, 100 * MIB)
@@ -96,10 +96,10 @@ def test_everything_in_the_picture_is_inside_it_and_labels_do_not_touch(swept: F
 
 
 def test_a_sweep_in_which_nothing_fits_is_drawn_too(tmp_path: Path) -> None:
-    path = write_frontier_picture(frontier({"ilp": (None,) * 4}), tmp_path / "none.png")
+    path = write_picture(draw_frontier(frontier({"ilp": (None,) * 4})), tmp_path / "none.png")
     assert path.stat().st_size > 10_000
     with pytest.raises(OutputExistsError):
-        write_frontier_picture(frontier({"ilp": (None,) * 4}), path)
+        write_picture(draw_frontier(frontier({"ilp": (None,) * 4})), path)
 
 
 def test_the_table_names_the_best_other_policy_and_the_margin() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from poochplan.formats.passes.pass_profile import PassProfile
+from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.runtime.allocator.building import why_unavailable
 

@@ -11,11 +11,11 @@ import poochplan
 from poochplan.errors import ModelMismatchError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
+from poochplan.peak import REPLAY, WORKSPACE, explain_peak
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.report.layer_table import simulate_plan
-from poochplan.report.peak import REPLAY, WORKSPACE, explain_peak
 from tests.planner.plans import plan_with, random_decisions
 from tests.planner.random_profiles import random_profile, resnet_like
 

@@ -14,6 +14,7 @@ from poochplan.errors import ModelMismatchError, OutputExistsError
 from poochplan.formats.occupancy import live_bytes, static_bytes
 from poochplan.formats.profile import LinkDirection, Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_COUNTED_BYTES
+from poochplan.formats.run_record import fragmentation_text
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import as_followed
 from poochplan.report.layer_table import (
@@ -22,10 +23,8 @@ from poochplan.report.layer_table import (
     overhead_by_layer,
     simulate_plan,
 )
-from poochplan.report.memory import in_core_curve
-from poochplan.report.runs import fragmentation_text
-from poochplan.report.timeline import ROWS, draw_timeline, timeline_of, write_timeline
-from poochplan.runtime.run_report import MemoryPeaks
+from poochplan.report.pictures import write_picture
+from poochplan.report.timeline import ROWS, draw_timeline, in_core_curve, timeline_of
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +96,14 @@ def test_everything_in_the_picture_is_inside_it(profile: Profile, plan: poochpla
 
 
 def test_the_picture_is_a_real_png_and_never_overwrites(profile: Profile, plan: poochplan.Plan, tmp_path: Path) -> None:
-    path = write_timeline(timeline_of(profile, plan), tmp_path / "plan.png")
+    path = write_picture(draw_timeline(timeline_of(profile, plan)), tmp_path / "plan.png")
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert data.endswith(b"IEND\xaeB`\x82")
     assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1600, 896)
     assert len(data) > 20_000
     with pytest.raises(OutputExistsError):
-        write_timeline(timeline_of(profile, plan), path)
+        write_picture(draw_timeline(timeline_of(profile, plan)), path)
 
 
 def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: Profile, plan: poochplan.Plan) -> None:
@@ -147,5 +146,5 @@ def test_much_fragmentation_names_the_setting_that_helps_unless_it_is_set(
         "PYTORCH_CUDA_ALLOC_CONF",
     ):  # the second is the older name, which torch still reads
         monkeypatch.setenv(name, "expandable_segments:True" if name == variable else "")
-    text = fragmentation_text(MemoryPeaks(allocated_bytes=1000, reserved_bytes=reserved_bytes))
+    text = fragmentation_text(1000, reserved_bytes)
     assert ("set PYTORCH_ALLOC_CONF=expandable_segments:True" in text) is hint

@@ -12,9 +12,9 @@ import pytest
 from IPython.lib.pretty import pretty
 
 import poochplan
-from poochplan.formats.display.shown_table import html_table, text_table
 from poochplan.formats.profile import Profile
-from poochplan.report.peak import explain_peak
+from poochplan.formats.shown_table import html_table, text_table
+from poochplan.peak import explain_peak
 from poochplan.runtime.run_report import MemoryPeaks, Report, StepReport
 from poochplan.units import format_bytes
 
@@ -33,7 +33,8 @@ def test_a_profile_and_a_plan_show_their_peaks_and_what_they_are_of(profile_path
     assert any(text.startswith(format_bytes(profile.in_core_peak_bytes)) for text in shown)
     shown = cells(plan._repr_html_())
     assert shown[0] == "Plan for small"
-    assert {"keep", "swap", "recompute"} <= set(shown)
+    decisions = shown[shown.index("decisions") + 1]
+    assert all(decision in decisions for decision in ("keep", "swap", "recompute"))
     assert any(text.startswith(format_bytes(plan.budget_bytes)) for text in shown)
 
 

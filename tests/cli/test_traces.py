@@ -15,9 +15,9 @@ import poochplan
 from poochplan.errors import OutputExistsError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory
-from poochplan.report.inspection.step_trace import TRACKS, predicted_trace
-from poochplan.report.inspection.trace_events import write_trace
 from poochplan.report.layer_table import simulate_plan
+from poochplan.report.timeline import predicted_trace, write_trace
+from poochplan.step_trace import TRACKS
 from tests.cli.trace_reader import Trace, read_trace
 from tests.runtime.random_plans import random_plan
 

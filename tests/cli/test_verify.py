@@ -12,8 +12,8 @@ import torch
 
 import poochplan
 from poochplan.errors import StepError
-from poochplan.formats.certificate import Certificate
 from poochplan.formats.json_schema import json_schema
+from poochplan.formats.run_record import Certificate
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.records import StepRecord, bitwise_equal, first_difference
 from poochplan.verify import check, run_in_core

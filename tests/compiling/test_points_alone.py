@@ -10,7 +10,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from poochplan.compiling.rounds import bits_of_a_step
-from poochplan.formats.certificate import StepDigests
+from poochplan.formats.run_record import StepDigests
 from poochplan.runtime.compiled.inductor import GraphBackend
 from tests.runtime.served import needs_compiler
 

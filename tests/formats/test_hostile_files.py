@@ -21,23 +21,15 @@ from torch import nn
 import poochplan
 from poochplan.errors import InputFileError, PoochError, UsageError
 from poochplan.formats.files import cache_folder, write_cache
-from poochplan.formats.passes.pass_profile import PassBlock, PassProfile
+from poochplan.formats.pass_profile import PassBlock, PassProfile
 from poochplan.formats.plan import Departure, Plan, PointActions
 from poochplan.formats.profile import Device, ModelSignature, Profile
+from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.validate import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.profiler.link import cache as link_cache
-from poochplan.report.inspection.any_file import load_any
-from poochplan.report.inspection.file_rows import (
-    pass_file_rows,
-    plan_file_data,
-    plan_file_rows,
-    profile_file_data,
-    profile_file_rows,
-    run_file_rows,
-)
-from poochplan.report.inspection.run_record import RunRecord
+from poochplan.report.files_shown import file_data, file_rows, load_any
 from poochplan.runtime.devices.spill import SpillFile
 from poochplan.workload import parse_override, read_workload_file
 from tests.depth import DEEP
@@ -99,7 +91,7 @@ def chosen(document: dict[str, Any]) -> Iterator[Mutation]:
 
 def carried_out(given: Plan, mutation: Mutation, expected: list[torch.Tensor]) -> None:
     """Shown, and followed for a step; for several where steps may be served from an arena."""
-    plan_file_rows(given), plan_file_data(given)
+    file_rows(given), file_data(given)
     steps = 4 if any("arena" in str(step) or step == "layout" for step in mutation.path) else 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,7 +110,7 @@ def fate(path: Path, mutation: Mutation, expected: list[torch.Tensor]) -> str:
         else:
             profile = Profile.load(path)
             stage = "later"
-            profile_file_rows(profile), profile_file_data(profile)
+            file_rows(profile), file_data(profile)
             read = plan(profile, "80%", policy="swap-all")
         stage = "later"
         carried_out(read, mutation, expected)
@@ -292,7 +284,7 @@ def test_any_field_of_a_run_or_a_pass_changed_is_refused_by_one_line_or_shown(
         path.write_bytes(mutation.text)
         try:
             found = load_any(path)
-            run_file_rows(found) if isinstance(found, RunRecord) else pass_file_rows(found)  # type: ignore[arg-type]
+            file_rows(found)
             fates[True] += 1
         except PoochError as error:
             said = str(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poochplan.formats.plan import Decision
-from poochplan.report.inspection.trace_events import write_trace
+from poochplan.report.timeline import write_trace
 from poochplan.tracing import traced_step
 from poochplan.workload import Workload
 from tests.cli.trace_reader import read_trace

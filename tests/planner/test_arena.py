@@ -26,7 +26,6 @@ from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import Style, keep_all, schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.report.tables import plan_rows
 from tests.depth import tries
 from tests.planner.checker import check
 from tests.planner.plans import plan_with, random_decisions
@@ -159,7 +158,7 @@ def test_a_plan_says_what_an_arena_would_need_and_its_table_how_far_that_is_from
     assert live_bytes is not None
     assert live_bytes <= found.prediction.peak_bytes
     assert live_bytes <= arena_bytes <= 1.2 * live_bytes
-    assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in plan_rows(found)["arena"]
+    assert f"{arena_bytes / live_bytes - 1:.1%} above its live peak" in found.rows()["arena"]
 
 
 def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_a_plan_file_without_an_arena_is_read_and_its_table_has_no_such_row(tmp_
     path.write_text(json.dumps(written))
     old = Plan.load(path)
     assert old.prediction.arena_bytes is None
-    assert "arena" not in plan_rows(old)
+    assert "arena" not in old.rows()
 
 
 def test_with_very_many_blocks_no_arena_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:

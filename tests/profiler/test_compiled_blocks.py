@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Memory, OpBlock, Phase, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, rounded_up
 from poochplan.planner.arena.packing import live_peak

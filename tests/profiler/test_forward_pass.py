@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from poochplan.errors import AllocatorError, InputFileError, StepError, UsageError
-from poochplan.formats.passes.pass_profile import PassProfile
+from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Profile
 from poochplan.profiler.passes import pass_profiling

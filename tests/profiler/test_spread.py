@@ -14,7 +14,6 @@ import poochplan
 from poochplan.formats.profile import LayerTimes, Phase, Profile
 from poochplan.planner.whatif import for_machine
 from poochplan.profiler.assembly.reconcile import Reconciled, reconcile
-from poochplan.report.tables import profile_rows
 from tests.runtime.nets import LINK, Residual
 
 F, B, OPT = Phase
@@ -129,7 +128,7 @@ def test_the_reconciliation_is_told_in_words_for_each_phase(profile: Profile) ->
         "backward": f"{counts[B]} ops take 25 ms timed one by one, 20 ms uninstrumented: scaled down by 20%",
     }
     assert list(told.reconciliation()) == ["forward", "backward", "optimizer"]
-    rows = profile_rows(told)
+    rows = told.rows()
     assert rows["forward ops"] == told.reconciliation()["forward"]
     assert "optimizer ops" not in rows
 

@@ -16,7 +16,6 @@ from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
 from poochplan.profiler.timed_steps import with_plain_again
-from poochplan.report.tables import plan_rows, profile_rows
 from poochplan.report.timeline import timeline_of
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.arena.repeated_step import RepeatedStep
@@ -92,12 +91,12 @@ def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says
     for one, said in ((alone, "PyTorch alone "), (without, ", PyTorch alone not timed")):
         plan = poochplan.plan(one, "80%", evaluations=50)
         assert plan.prediction.is_timed_alone is (one is alone)
-        assert said in plan_rows(plan)["predicted step"]
+        assert said in plan.rows()["predicted step"]
         assert said in timeline_of(one, plan).subtitle
     kept = poochplan.plan(without, "80%", evaluations=50).prediction
     assert kept.in_core_step_s == pytest.approx(sum(op.duration_s for op in without.ops))
-    assert profile_rows(without)["in-core step"].count("not timed by PyTorch alone") == 1
-    assert "not timed" not in profile_rows(alone)["in-core step"]
+    assert without.rows()["in-core step"].count("not timed by PyTorch alone") == 1
+    assert "not timed" not in alone.rows()["in-core step"]
 
 
 def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> None:

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.formats.facts.advice import COMPILED_REGION
+from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor

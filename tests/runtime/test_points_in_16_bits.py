@@ -12,7 +12,7 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from poochplan.compiling.rounds import bits_of_a_step
-from poochplan.formats.certificate import StepDigests
+from poochplan.formats.run_record import StepDigests
 from poochplan.runtime.compiled.inductor import GraphBackend, compiled_deferring
 from tests.runtime.served import needs_compiler
 

@@ -22,14 +22,11 @@ from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
 from .fit import FitVerb
-from .inspection.diff import DiffVerb
-from .inspection.doctor import DoctorVerb
-from .inspection.show import ShowVerb
-from .inspection.simulate import SimulateVerb
-from .link import LinkVerb
+from .inspection import DiffVerb, ShowVerb, SimulateVerb
+from .machine import DoctorVerb, LinkVerb
 from .plan import PlanVerb
 from .profile import ProfileVerb
-from .running.run import RunVerb
+from .run import RunVerb
 from .sweep import SweepVerb
 
 VERBS: tuple[type[Verb], ...] = (

@@ -10,20 +10,19 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console
 
-from poochplan.errors import UsageError
+from poochplan.errors import PoochError, UsageError
 from poochplan.formats.files import check_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NARROWEST_TABLE = 100
-SPILL_DIR_HELP = "folder of the spill file, on the CPU (default: $POOCH_SPILL_DIR, else /var/tmp or another on a disk)"
 
 
 class Say(Protocol):
@@ -44,14 +43,14 @@ class Verb(ABC):
     description: ClassVar[str]
     examples: ClassVar[str]
     force_help: ClassVar[str] = "overwrite output files that exist"
-    exit_code = 0
-    """Of a run that ended well; ``run`` may set another."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.console = _console(sys.stderr if options.json else sys.stdout)
-        self._data: TextIO | None = sys.stdout
-        """Where ``--json`` prints."""
+        self.exit_code = 0
+        """Of a run that ended well; ``run`` may set another."""
+        self.problem: PoochError | None = None
+        """What is wrong although the work is done: it is raised behind the data."""
 
     @classmethod
     @abstractmethod
@@ -64,16 +63,14 @@ class Verb(ABC):
 
     def execute(self) -> int:
         """Runs the verb; returns the exit code. Raises what the verb raises: ``main`` is the one catch site."""
-        if not self.options.json:
+        if self.options.json:
+            with data_alone() as stdout:
+                print(json.dumps(self.run(), indent=2, allow_nan=False), file=stdout, flush=True)
+        else:
             self.run()
-            return self.exit_code
-        with data_alone() as self._data:
-            self.print_json(self.run())
+        if self.problem is not None:
+            raise self.problem
         return self.exit_code
-
-    def print_json(self, data: dict[str, Any]) -> None:
-        """Prints the verb's data on stdout."""
-        print(json.dumps(data, indent=2, allow_nan=False), file=self._data, flush=True)
 
     def show(self, *renderables: RenderableType) -> None:
         """Prints tables or lines for a person; long lines are left to the terminal."""
@@ -151,51 +148,6 @@ def _is_descriptor_1(stream: TextIO) -> bool:
         return stream.fileno() == 1
     except io.UnsupportedOperation:  # a stream in memory
         return False
-
-
-def parse_overrides(settings: list[str] | None) -> dict[str, str]:
-    """Parameters of ``--set name=value``, as text; the workload loader gives them their types.
-
-    Raises
-    ------
-    UsageError
-        An entry is not ``name=value``, or a name comes twice.
-    """
-    overrides: dict[str, str] = {}
-    for setting in settings or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name.strip().isidentifier():
-            raise UsageError(f"--set: expected name=value, such as batch_size=64, found {setting!r}")
-        if name.strip() in overrides:
-            raise UsageError(f"--set: {name.strip()!r} is given twice; give it once")
-        overrides[name.strip()] = value.strip()
-    return overrides
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``minimum``."""
-
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {minimum}, found {text!r}")
-        return value
-
-    return whole_number
-
-
-def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return value
 
 
 def _console(stream: Any) -> Console:

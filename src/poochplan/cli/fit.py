@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, Any
 from poochplan.errors import BudgetExceededError, PoochError, UsageError
 from poochplan.units import format_bytes
 
-from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
-from .machine import DEFAULT_MARGIN, MARGIN_NEEDS_MEMORY, add_machine_arguments
-from .profile import add_workload, add_workload_arguments
-from .search import add_search_arguments, check_gaps, most_gap, parse_share
+from .base import Verb
+from .options import (
+    DEFAULT_MARGIN,
+    MARGIN_NEEDS_MEMORY,
+    add_machine_arguments,
+    add_search_arguments,
+    add_spill_dir,
+    add_workload,
+    add_workload_arguments,
+    at_least,
+    gap_problem,
+    most_gap,
+    parse_overrides,
+    parse_share,
+)
 
 if TYPE_CHECKING:
     from poochplan.fitting.fit import Fit
@@ -62,11 +73,11 @@ class FitVerb(Verb):
         parser.add_argument(
             "--run", dest="steps", type=at_least(0), default=2, metavar="N", help="steps to run here (default: 2)"
         )
-        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
+        add_spill_dir(parser)
 
     def run(self) -> dict[str, Any]:
         from poochplan.report.fits import draw_fit, fit_data, fit_lines, fit_table, write_fit
-        from poochplan.report.pictures import write_picture
+        from poochplan.report.palette import write_picture
 
         options, most = self.options, most_gap(self.options)
         path, csv = self.output(options.output, suffix=".json"), self.output(options.csv)
@@ -81,15 +92,8 @@ class FitVerb(Verb):
             self.wrote(write_fit(found, csv, force=options.force))
         if picture is not None:
             self.wrote(write_picture(draw_fit(found), picture, force=options.force))
-        data = fit_data(found) | {"plan": None if path is None else str(path)}
-        try:
-            _check_trial(found)
-            check_gaps([found.plan.solve.gap], most, "what was found stands above")
-        except PoochError:
-            if options.json:
-                self.print_json(data)
-            raise
-        return data
+        self.problem = _trial_problem(found) or gap_problem([found.plan.solve.gap], most, "what was found stands above")
+        return fit_data(found) | {"plan": None if path is None else str(path)}
 
     def _search(self) -> Fit:
         options, overrides = self.options, parse_overrides(self.options.settings)
@@ -128,16 +132,17 @@ def profile_name(plan_path: Path) -> Path:
     return plan_path.with_name(f"{name}profile.json" if not name or name.endswith(".") else f"{name}.profile.json")
 
 
-def _check_trial(found: Fit) -> None:
-    """Raises what the steps that ran have shown."""
+def _trial_problem(found: Fit) -> PoochError | None:
+    """The error that the steps which ran have shown."""
     trial = found.trial
     if trial is None:
-        return
+        return None
     if trial.difference is not None:
-        raise PoochError(f"not bitwise equal to in-core: {trial.difference}; please report this with the plan")
+        return PoochError(f"not bitwise equal to in-core: {trial.difference}; please report this with the plan")
     if not trial.is_within and trial.peak_bytes is not None:
-        raise BudgetExceededError(
+        return BudgetExceededError(
             f"over the budget: expected at most {found.budget_bytes} bytes ({format_bytes(found.budget_bytes)}), found "
             f"a step of {trial.peak_bytes} bytes ({format_bytes(trial.peak_bytes)}); name less memory, or a --margin",
             peak_bytes=trial.peak_bytes,
         )
+    return None

@@ -1,130 +1,153 @@
-"""The machine that ``pooch plan`` and ``pooch sweep`` plan for, where it is not the one that was measured."""
+"""``pooch doctor`` and ``pooch link``: verbs that look at the machine."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from poochplan.errors import InfeasibleError, UsageError
-from poochplan.units import format_bytes, parse_budget, parse_bytes
+import msgspec
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
 
-from .base import positive
+from poochplan.errors import UsageError
+from poochplan.formats.profile import Link, LinkDirection
+from poochplan.report.tables import frame_table, summary_table
+from poochplan.units import format_bytes, format_rate, format_seconds, parse_rate
+
+from .base import Verb
+from .options import add_spill_dir, add_workload_arguments
+from .profile import load
 
 if TYPE_CHECKING:
-    from poochplan.formats.profile import Profile
+    from poochplan.doctor import Finding
 
-DEFAULT_MARGIN = "512MiB"
-MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
+_STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red"}
 
 
-def add_arena_argument(parser: argparse.ArgumentParser) -> None:
-    """``--arena``, of what plans."""
-    parser.add_argument(
-        "--arena",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="whether the budget is on one arena for the step together with what lies outside it, and not on the peak "
-        "alone (default: auto, which is on for a CPU profile that was taken with the compiled allocator)",
+class DoctorVerb(Verb):
+    """Runs checks; each gives one line."""
+
+    name = "doctor"
+    summary = "look at the machine, the software and a workload: what is fine, what to change, what to install"
+    description = (
+        "Looks at threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
+        "machine, torch, CUDA and CuPy, the solvers and what is compiled on first use (the evaluator of plans and the "
+        "allocator); each line is ok, warning or missing, and says what to do. With WORKLOAD it is built, and its "
+        "model is looked at: train mode, compiled parts, activation checkpointing, optimizer, and whether the in-core "
+        "step fits. Exit code 1: something needed is missing."
     )
+    examples = """\
+  pooch doctor unet3d --spill-dir /scratch
+  pooch doctor
+  pooch doctor --build
+  pooch doctor train.py:workload --set batch_size=64 --json | jq '.findings[] | select(.status != "ok")'
+"""
 
-
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--link``, ``--device-memory``, ``--margin`` and ``--compute-scale``."""
-    group = parser.add_argument_group(
-        "another machine", "plan for a machine that was not measured; the times of such a plan are estimates"
-    )
-    group.add_argument(
-        "--link",
-        metavar="LINK",
-        help="pcie3, pcie4, pcie5, nvlink1, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in",
-    )
-    group.add_argument("--device-memory", metavar="SIZE", help="memory of the device, such as 16GiB")
-    group.add_argument(
-        "--margin",
-        metavar="SIZE",
-        help=f"part of --device-memory left to the CUDA context and to fragmentation (default: {DEFAULT_MARGIN})",
-    )
-    group.add_argument(
-        "--compute-scale",
-        type=positive,
-        metavar="X",
-        help="factor on the time of every op: 0.5 is a device twice as fast",
-    )
-
-
-def profile_for(profile: Profile, options: argparse.Namespace) -> Profile:
-    """The profile on the machine that the options name; raises what ``for_machine`` raises."""
-    from poochplan.planner.whatif import for_machine
-
-    return for_machine(
-        profile, link=options.link, device_memory=options.device_memory, compute_scale=options.compute_scale
-    )
-
-
-def memory_budget(options: argparse.Namespace) -> int | None:
-    """Bytes that ``--device-memory`` leaves beside the margin; None when it is not given.
-
-    Raises
-    ------
-    UsageError
-        A size cannot be read, or the margin leaves nothing.
-    """
-    if options.device_memory is None:
-        if options.margin is not None:
-            raise UsageError(MARGIN_NEEDS_MEMORY)
-        return None
-    memory_bytes = parse_bytes(options.device_memory, "--device-memory")
-    margin = options.margin or DEFAULT_MARGIN
-    margin_bytes = 0 if margin.strip() == "0" else parse_bytes(margin, "--margin")
-    if margin_bytes >= memory_bytes:
-        raise UsageError(
-            f"--device-memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
-            f"{format_bytes(memory_bytes)}; name more memory, or a smaller --margin"
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("workload", metavar="WORKLOAD", nargs="?", help="as of pooch profile (default: none)")
+        add_workload_arguments(parser)
+        parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as of pooch profile")
+        add_spill_dir(parser)
+        parser.add_argument(
+            "--build", action="store_true", help="build evaluator and allocator now (default: on their first use)"
         )
-    return memory_bytes - margin_bytes
+
+    def run(self) -> dict[str, Any]:
+        from poochplan.doctor import Status, machine_findings, software_findings, workload_findings
+
+        options = self.options
+        with self.progress("looking at the machine"):
+            findings = [*software_findings(builds=options.build), *machine_findings(options.spill_dir)]
+        if options.workload is not None:
+            with self.progress(f"looking at {options.workload}"):
+                findings += workload_findings(load(options).workload)
+        self._show(findings)
+        counts = {str(status): sum(one.status is status for one in findings) for status in Status}
+        self.exit_code = int(counts[Status.MISSING] > 0)
+        return {"findings": msgspec.to_builtins(findings), "counts": counts}
+
+    def _show(self, findings: list[Finding]) -> None:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for one in findings:
+            words = f"{one.found}\n-> {one.advice}" if one.advice else one.found
+            table.add_row(Text(str(one.status), style=_STYLE[one.status]), one.name, Text(words))
+        self.show(table)
 
 
-def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
-    """Bytes of a budget; raises ``UsageError`` when it cannot be read, or is more than ``--device-memory`` leaves."""
-    budget_bytes = parse_budget(text, profile.in_core_peak_bytes)
-    most_bytes = memory_budget(options)
-    if most_bytes is not None and budget_bytes > most_bytes:
-        raise UsageError(
-            f"{what}: expected at most {most_bytes} bytes ({format_bytes(most_bytes)}), what --device-memory leaves "
-            f"beside the margin, found {budget_bytes} bytes ({format_bytes(budget_bytes)}); name a smaller budget"
-        )
-    return budget_bytes
+class LinkVerb(Verb):
+    """Copies buffers of several sizes in both directions and shows how long that takes."""
+
+    name = "link"
+    summary = "measure the link between device and host tier"
+    description = (
+        "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute; on CUDA pinned "
+        "ones, and pageable ones to compare. On the CPU device the "
+        "host tier is a spill file, which is written once before. The result is kept in the user's cache folder, by "
+        "device, disk, throttle and torch version, and is shown from there the next time."
+    )
+    examples = """\
+  pooch link --spill-dir /scratch
+  pooch link --device cuda --refresh
+  pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+        add_spill_dir(parser)
+        parser.add_argument("--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s")
+        parser.add_argument("--refresh", action="store_true", help="measure again what is in the cache")
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
+        from poochplan.profiler.link.cache import cache_path, cached_link
+        from poochplan.runtime.devices.opening import usable_device
+
+        where = usable_device(options.device)
+        if where.type != "cpu" and throttle is not None:
+            raise UsageError(f"--throttle: copies of {where} are not held to a rate; leave it out")
+        with self.progress("measuring the link"):
+            link, was_cached = cached_link(where, options.spill_dir, throttle, refresh=options.refresh)
+        source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"
+        self.show(summary_table(f"Link ({link.name}), {source}", _link_rows(link)))
+        headings = {"out_s": "out", "out_rate": "out GB/s", "in_s": "in", "in_rate": "in GB/s"}
+        self.show(frame_table("Copies alone, medians", _curve_frame(link.outward, link.inward), headings))
+        if link.pageable_out is not None and link.pageable_in is not None:
+            pageable = _curve_frame(link.pageable_out, link.pageable_in)
+            self.show(frame_table("Copies of pageable memory, which no plan makes", pageable, headings))
+        data: dict[str, Any] = msgspec.to_builtins(link)
+        return data | {"cached": was_cached}
 
 
-def smallest_within_memory(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of the smallest budget with a plan, and its arena where ``--arena`` asks for one.
-
-    Raises ``InfeasibleError`` where ``--device-memory`` leaves less.
-    """
-    from poochplan.planner.planning import smallest_budget
-
-    smallest, most = smallest_budget(profile, arena=options.arena), memory_budget(options)
-    if most is not None and most < smallest:
-        raise InfeasibleError(
-            f"no plan fits the {format_bytes(most)} that --device-memory leaves beside the margin: expected at "
-            f"least {smallest} bytes ({format_bytes(smallest)}); name more memory, or make the batch smaller",
-            smallest_budget_bytes=smallest,
-        )
-    return smallest
-
-
-def require_budget(options: argparse.Namespace) -> None:
-    """Raises ``UsageError`` when the options name no budget, or a memory that leaves none; before any file is read."""
-    if memory_budget(options) is None and options.budget is None and not options.min:
-        raise UsageError("expected --budget, --min or --device-memory, found none of them; see `pooch plan --help`")
+def _link_rows(link: Link) -> dict[str, str]:
+    ways = {
+        "out": link.outward,
+        "in": link.inward,
+        "out, pageable": link.pageable_out,
+        "in, pageable": link.pageable_in,
+    }
+    held = {"held to": format_rate(link.throttle_bytes_per_s)} if link.throttle_bytes_per_s else {}
+    return {
+        name: f"{format_rate(way.bandwidth_bytes_per_s)} after {format_seconds(way.latency_s)}"
+        for name, way in ways.items()
+        if way is not None
+    } | {
+        "both at once": f"each keeps {link.duplex:.0%} of its rate",
+        "compute beside copies": f"{link.interference_out:+.0%} time beside copies out, {link.interference_in:+.0%} in",
+        **held,
+    }
 
 
-def chosen_budget(profile: Profile, options: argparse.Namespace) -> int:
-    """Bytes of ``--budget``, of the smallest with a plan, or what ``--device-memory`` leaves."""
-    if options.min:
-        return smallest_within_memory(profile, options)
-    if options.budget is not None:
-        return parse_budget_within(options.budget, profile, options)
-    budget_bytes = memory_budget(options)
-    assert budget_bytes is not None
-    return budget_bytes
+def _curve_frame(outward: LinkDirection, inward: LinkDirection) -> pd.DataFrame:
+    rows = {
+        format_bytes(size): (out_s, size / out_s / 1e9, in_s, size / in_s / 1e9)
+        for (size, out_s), (_, in_s) in zip(outward.curve, inward.curve, strict=True)
+    }
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["out_s", "out_rate", "in_s", "in_rate"])
+    return frame.rename_axis("size")

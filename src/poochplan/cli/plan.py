@@ -5,19 +5,39 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from poochplan.errors import GapError, UsageError
+from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.formats.profile import Profile
+from poochplan.planner.arena.fitting import kept_in_arena
+from poochplan.planner.arena.step_layout import Laid
+from poochplan.planner.planning import in_arena, plan, share_that_holds
+from poochplan.planner.search.allowance import Progress
+from poochplan.planner.sweep import compare_policies
+from poochplan.report.files_shown import decision_data
+from poochplan.report.frontier import policy_table
+from poochplan.report.layer_table import decisions_by_layer
+from poochplan.report.palette import write_picture
+from poochplan.report.pictures import draw_decisions
+from poochplan.report.tables import frame_table, summary_table
+from poochplan.report.timeline import draw_timeline, timeline_of
+from poochplan.units import format_bytes
 
-from .base import Verb, at_least
-from .machine import add_arena_argument, add_machine_arguments, chosen_budget, profile_for, require_budget
-from .search import add_search_arguments, check_gaps, most_gap
-
-if TYPE_CHECKING:
-    from poochplan.formats.plan import Plan
-    from poochplan.formats.profile import Profile
-    from poochplan.planner.arena.step_layout import Laid
-    from poochplan.planner.search.allowance import Progress
+from .base import Verb
+from .options import (
+    add_arena_argument,
+    add_machine_arguments,
+    add_search_arguments,
+    at_least,
+    chosen_budget,
+    gap_problem,
+    most_gap,
+    profile_for,
+    require_budget,
+)
 
 LAYERS_SHOWN = 12
 
@@ -86,9 +106,6 @@ class PlanVerb(Verb):
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
-        from poochplan.formats.profile import Profile
-        from poochplan.planner.planning import plan
-
         options = self.options
         require_budget(options)
         _settle_arena(options)
@@ -123,29 +140,18 @@ class PlanVerb(Verb):
         self._show(made, kept)
         self.wrote(path)
         if timeline is not None:
-            draw(profile, made, timeline, options.force)
-            self.wrote(timeline)
+            figure = draw_timeline(timeline_of(profile, made))
+            self.wrote(write_picture(figure, timeline, force=options.force))
         if picture is not None:
-            from poochplan.report.pictures import draw_decisions, write_picture
-
             self.wrote(write_picture(draw_decisions(made), picture, force=options.force))
         data = plan_data(made, path) | kept_data(kept)
         if options.policy == "all":
             data["policies"] = self._compare(profile, made)
-        try:
-            _check_interrupt(made, path)
-            check_gaps([made.solve.gap], most, f"the plan was written to {path}")
-        except GapError:
-            if options.json:
-                self.print_json(data)
-            raise
+        self.problem = _interrupt(made, path) or gap_problem([made.solve.gap], most, f"the plan was written to {path}")
         return data
 
     def _compare(self, profile: Profile, made: Plan) -> list[dict[str, Any]]:
         """Shows what every policy makes of the budget; returns it as data."""
-        from poochplan.planner.sweep import compare_policies
-        from poochplan.report.policies import policy_table
-
         with self.progress("comparing policies"):
             rows = compare_policies(profile, made)
         self.show(policy_table("Policies, those that fit first", rows))
@@ -153,19 +159,13 @@ class PlanVerb(Verb):
 
     def _kept(self, profile: Profile, made: Plan) -> Laid | None:
         """The arena of the step that keeps everything, where this machine's runtime may serve one."""
-        from poochplan.planner.arena.fitting import kept_in_arena
-        from poochplan.planner.planning import in_arena
-
         if made.device != "cpu" or not in_arena(profile, self.options.arena):
             return None
         with self.progress("laying out the step with everything kept"):
             return kept_in_arena(profile)
 
     def _show(self, made: Plan, kept: Laid | None) -> None:
-        from poochplan.report.layer_table import decisions_by_layer
-        from poochplan.report.tables import frame_table, kept_row, plan_rows, summary_table
-
-        self.show(summary_table(f"Plan for {made.workload}", {**plan_rows(made), **kept_row(made, kept)}))
+        self.show(summary_table(f"Plan for {made.workload}", {**made.rows(), **kept_row(made, kept)}))
         by_layer = decisions_by_layer(made)
         moved = by_layer[(by_layer["swap"] + by_layer["recompute"]) > 0]
         if moved.empty:
@@ -205,44 +205,33 @@ def default_plan_name(profile_path: str) -> Path:
     return path.with_name("plan.json" if name in ("profile", "") else f"{name}.plan.json")
 
 
-def draw(
-    profile: Profile,
-    plan: Plan,
-    path: Path,
-    force: bool,
-    measured_peak_bytes: int | None = None,
-    measured_overhead: float | None = None,
-) -> None:
-    """Writes the timeline picture of a plan, with what was measured where there is something."""
-    from poochplan.report.timeline import timeline_of, write_timeline
-
-    timeline = timeline_of(profile, plan, measured_peak_bytes=measured_peak_bytes, measured_overhead=measured_overhead)
-    write_timeline(timeline, path, force=force)
-
-
 def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
     """What ``pooch plan --json`` prints: budget, prediction, decisions and how they were found."""
-    import msgspec
-
-    from poochplan.report.layer_table import decision_totals
-
     prediction: dict[str, Any] = msgspec.to_builtins(plan.prediction)
-    decisions = {
-        str(decision): {"values": int(row["values"]), "bytes": int(row["size_bytes"])}
-        for decision, row in decision_totals(plan).iterrows()
-    }
     return {
         "plan": str(path),
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
         **prediction,
         "arena_within_budget": plan.holds_arena,
-        "decisions": decisions,
+        "decisions": decision_data(plan),
         "solve": msgspec.to_builtins(plan.solve),
         "estimate": plan.estimate,
         "assumed": list(plan.assumed),
         "notes": list(plan.notes),
     }
+
+
+def kept_row(plan: Plan, kept: Laid | None) -> dict[str, str]:
+    """The step that keeps everything, from an arena: what that takes, and the budget to ask for. Empty without one."""
+    if kept is None:
+        return {}
+    in_core_bytes = plan.prediction.in_core_peak_bytes
+    text = f"the same step from one arena of {format_bytes(kept.layout.arena_bytes)}"
+    if kept.peak_bytes > plan.budget_bytes:
+        share = share_that_holds(max(kept.peak_bytes, in_core_bytes), in_core_bytes).replace(".00%", "%")
+        text = f"--budget {share}: {text}"
+    return {"everything kept": text}
 
 
 def kept_data(kept: Laid | None) -> dict[str, Any]:
@@ -253,12 +242,11 @@ def kept_data(kept: Laid | None) -> dict[str, Any]:
     }
 
 
-def _check_interrupt(plan: Plan, path: Path) -> None:
-    """Raises ``GapError`` where the user has ended the search."""
-    from poochplan.formats.plan import SolveStatus
-
-    if plan.solve.status is SolveStatus.INTERRUPTED:
-        raise GapError(
-            "an interrupt ended the search before the plan was within --gap of its proven bound; the best plan found "
-            f"was written to {path}; run it again for a better one"
-        )
+def _interrupt(plan: Plan, path: Path) -> GapError | None:
+    """The error where the user has ended the search."""
+    if plan.solve.status is not SolveStatus.INTERRUPTED:
+        return None
+    return GapError(
+        "an interrupt ended the search before the plan was within --gap of its proven bound; the best plan found "
+        f"was written to {path}; run it again for a better one"
+    )

@@ -8,16 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import UsageError
+from poochplan.formats.profile import Profile
+from poochplan.planner.simulator.evaluator import begin_build
+from poochplan.report.tables import frame_table, plain_rows, summary_table
 from poochplan.units import format_seconds, format_with_spread, parse_rate
 
-from .base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
-from .inference import add_inference_argument, check_inference, profile_inference
+from .base import Verb
+from .options import add_spill_dir, add_workload, add_workload_arguments, at_least, parse_overrides
 
 if TYPE_CHECKING:
-    from poochplan.formats.profile import Profile
     from poochplan.workload import LoadedWorkload
 
 MODES = ("auto", "run", "swap-all", "fake")
+_OF_STEPS = {
+    "roofline": "a pass is measured",
+    "throttle": "nothing is copied",
+    "spill_dir": "nothing is copied",
+    "cached_link": "nothing is copied",
+    "accumulate": "there are no gradients",
+    "top": "nothing is saved for backward",
+}
+"""Options that say something of training steps, and why a forward pass has none of it."""
 
 
 class ProfileVerb(Verb):
@@ -74,8 +85,12 @@ class ProfileVerb(Verb):
         parser.add_argument(
             "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
         )
-        add_inference_argument(parser)
-        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
+        parser.add_argument(
+            "--inference",
+            action="store_true",
+            help="the forward pass alone, in eval and without gradients: its peaks, and its layout in one arena",
+        )
+        add_spill_dir(parser)
         parser.add_argument(
             "--throttle",
             metavar="RATE",
@@ -100,9 +115,6 @@ class ProfileVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        from poochplan.planner.simulator.evaluator import begin_build
-        from poochplan.report.tables import profile_rows, summary_table
-
         options = self.options
         if options.output is not None:
             self.output(options.output)
@@ -113,12 +125,12 @@ class ProfileVerb(Verb):
         path = self.output(options.output or f"{loaded.name}.{'pass' if options.inference else 'profile'}.json")
         assert path is not None
         if options.inference:
-            return profile_inference(self, loaded, path)
+            return _profile_inference(self, loaded, path)
         start_s = time.perf_counter()
         profile = self._measure(loaded, throttle)
         profile.save(path, force=options.force)
         took = format_seconds(time.perf_counter() - start_s)
-        self.show(summary_table(f"Profile of {loaded.name}, taken in {took}", profile_rows(profile)))
+        self.show(summary_table(f"Profile of {loaded.name}, taken in {took}", profile.rows()))
         layers = self._top_layers(profile) if options.top else []
         self.wrote(path)
         return profile_data(profile, path) | ({"layers": layers} if options.top else {})
@@ -127,7 +139,7 @@ class ProfileVerb(Verb):
         """Tells before torch is loaded and a model is built."""
         options = self.options
         if options.inference:
-            check_inference(options)
+            _check_inference(options)
         if self._is_fake() and options.iterations is not None:
             raise UsageError("--iterations: mode fake times no steps; drop --iterations, or take --mode run")
         if self._is_fake() and options.roofline is not None:
@@ -185,8 +197,6 @@ class ProfileVerb(Verb):
             )
 
     def _top_layers(self, profile: Profile) -> list[dict[str, Any]]:
-        from poochplan.report.tables import frame_table, plain_rows
-
         top = profile.to_frame("layers").head(self.options.top)
         headings = {
             "saved_bytes": "saved",
@@ -202,28 +212,6 @@ class ProfileVerb(Verb):
         }
         self.show(frame_table(f"The {len(top)} layers that save most", top.assign(**spread), headings))
         return plain_rows(top)
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """``WORKLOAD``, as every verb that builds one takes it."""
-    forms = "name of a config that ships (unet3d), TOML, package.module:function, file.py:function or model.onnx"
-    parser.add_argument("workload", metavar="WORKLOAD", help=forms)
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--set`` and ``--seed``, which every verb that builds a workload takes."""
-    parser.add_argument(
-        "--set", dest="settings", action="append", metavar="NAME=VALUE", help="a parameter of the workload; repeatable"
-    )
-    parser.add_argument(
-        "--loss",
-        dest="settings",
-        action="append",
-        type="loss={}".format,
-        metavar="LOSS",
-        help="of an ONNX file: mse, cross-entropy or file.py:function; the same as --set loss=LOSS",
-    )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of all generators (default: 0)")
 
 
 def load(options: argparse.Namespace) -> LoadedWorkload:
@@ -266,3 +254,35 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
         "in_bandwidth_bytes_per_s": link.inward.bandwidth_bytes_per_s,
         "notes": list(profile.notes),
     }
+
+
+def _check_inference(options: argparse.Namespace) -> None:
+    """Raises ``UsageError`` for an option that says something of training steps; before anything is built."""
+    for name, why in _OF_STEPS.items():
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: with --inference {why}; drop {option}, or --inference")
+    if options.mode not in ("auto", "run"):
+        raise UsageError(f"--mode {options.mode}: with --inference the pass is run as it is; drop one of the two")
+
+
+def _profile_inference(verb: Verb, loaded: LoadedWorkload, path: Path) -> dict[str, Any]:
+    """Measures, writes and shows the pass; returns what ``--json`` prints."""
+    from poochplan.profiler.passes.pass_profiling import profile_pass
+
+    options, workload = verb.options, loaded.workload
+    start_s = time.perf_counter()
+    with verb.progress(f"profiling a forward pass of {loaded.name}") as say:
+        found = profile_pass(
+            workload.step,
+            model=workload.model,
+            workload=loaded.name,
+            iterations=options.iterations or 5,
+            warmup=options.warmup,
+            progress=say,
+        )
+    found.save(path, force=options.force)
+    took = format_seconds(time.perf_counter() - start_s)
+    verb.show(summary_table(f"Forward pass of {loaded.name}, profiled in {took}", found.rows()))
+    verb.wrote(path)
+    return {"profile": str(path)} | found.data()

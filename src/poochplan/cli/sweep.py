@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.formats.profile import Profile
+from poochplan.planner.planning import smallest_budget
+from poochplan.planner.sweep import Solving, SweepPoint, all_policies, default_budgets, sweep
+from poochplan.report.frontier import Frontier, draw_frontier, frontier_of, frontier_table, write_frontier
+from poochplan.report.palette import write_picture
 from poochplan.units import format_bytes
 
-from .base import Verb, at_least
-from .machine import (
+from .base import Verb
+from .options import (
     add_arena_argument,
     add_machine_arguments,
+    add_search_arguments,
+    at_least,
+    gap_problem,
     memory_budget,
+    most_gap,
     parse_budget_within,
     profile_for,
     smallest_within_memory,
 )
 from .plan import default_plan_name
-from .search import add_search_arguments, check_gaps, most_gap
-
-if TYPE_CHECKING:
-    from poochplan.formats.profile import Profile
-    from poochplan.planner.sweep import SweepPoint
-    from poochplan.report.frontier import Frontier
 
 
 class SweepVerb(Verb):
@@ -68,10 +71,6 @@ class SweepVerb(Verb):
         add_machine_arguments(parser)
 
     def run(self) -> dict[str, Any]:
-        from poochplan.formats.profile import Profile
-        from poochplan.planner.sweep import all_policies
-        from poochplan.report.frontier import frontier_of
-
         options, most = self.options, most_gap(self.options)
         csv = self.output(options.output or default_sweep_name(options.profile))
         picture = self.output(options.png, suffix=".png")
@@ -90,24 +89,16 @@ class SweepVerb(Verb):
             raise
         frontier = frontier_of(profile, finished, smallest, policies)
         self._write(frontier, csv, picture)
-        data = frontier_data(frontier, profile, csv)
-        try:
-            _check_points(frontier, csv)
-            check_gaps([point.gap for point in frontier.points], most, f"all of them were written to {csv}")
-        except PoochError:
-            if options.json:
-                self.print_json(data)
-            raise
-        return data
+        self.problem = _points_problem(frontier, csv) or gap_problem(
+            [point.gap for point in frontier.points], most, f"all of them were written to {csv}"
+        )
+        return frontier_data(frontier, profile, csv)
 
     def _budgets(self, profile: Profile) -> tuple[int, tuple[int, ...]]:
         """Bytes of the smallest budget with a plan, and of those to plan for, from small to large.
 
         Raises ``UsageError`` for a budget that cannot be read, and ``InfeasibleError`` where no default one has a plan.
         """
-        from poochplan.planner.planning import smallest_budget
-        from poochplan.planner.sweep import default_budgets
-
         options = self.options
         if options.budgets is not None:
             listed = _listed(options.budgets, "--budgets")
@@ -120,8 +111,6 @@ class SweepVerb(Verb):
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
         """Fills ``finished``, which is what there is when the sweep is interrupted."""
-        from poochplan.planner.sweep import Solving, sweep
-
         options = self.options
         solving = Solving(solver=options.solver, time_limit_s=options.time_limit, gap=options.gap, arena=options.arena)
         with self.progress(f"{len(policies)} policies within {len(budgets)} budgets") as say:
@@ -134,19 +123,14 @@ class SweepVerb(Verb):
             sweep(profile, budgets, policies, solving=solving, processes=options.processes, finished=note)
 
     def _write(self, frontier: Frontier, csv: Path, picture: Path | None) -> None:
-        from poochplan.report.frontier import frontier_table, write_frontier
-        from poochplan.report.frontier_picture import write_frontier_picture
-
         write_frontier(frontier, csv, force=self.options.force)
         self.show(frontier_table(frontier))
         self.wrote(csv)
         if picture is not None:
-            self.wrote(write_frontier_picture(frontier, picture, force=self.options.force))
+            self.wrote(write_picture(draw_frontier(frontier), picture, force=self.options.force))
 
     def _keep_finished(self, frontier: Frontier, csv: Path) -> None:
         """Writes the rows of an interrupted sweep; the picture is left out."""
-        from poochplan.report.frontier import write_frontier
-
         if not frontier.points:
             self.show("Interrupted before any plan was finished: nothing was written")
             return
@@ -180,20 +164,21 @@ def _listed(text: str, what: str) -> list[str]:
     return parts
 
 
-def _check_points(frontier: Frontier, csv: Path) -> None:
-    """Raises where a plan failed, or no policy has any; the file was written."""
+def _points_problem(frontier: Frontier, csv: Path) -> PoochError | None:
+    """The error where a plan failed, or no policy has any; the file was written."""
     points = frontier.points
     failed = [point for point in points if point.failed]
     if failed:
         first = failed[0]
-        raise PoochError(
+        return PoochError(
             f"{len(failed)} of {len(points)} plans failed, first {first.policy} within "
             f"{format_bytes(first.budget_bytes)} ({first.outcome}); the others were written to {csv}"
         )
     if not any(point.feasible for point in points):
         smallest = frontier.smallest_budget_bytes
-        raise InfeasibleError(
+        return InfeasibleError(
             f"no policy has a plan within any of these budgets: expected at least {smallest} bytes "
             f"({format_bytes(smallest)}); the least memory of each policy was written to {csv}",
             smallest_budget_bytes=smallest,
         )
+    return None

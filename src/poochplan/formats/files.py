@@ -11,11 +11,13 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from poochplan.errors import InputFileError, OutputExistsError, PoochError, UsageError
+
+from .shown_table import html_table, text_table
 
 T = TypeVar("T", bound=msgspec.Struct)
 C = TypeVar("C")
@@ -98,6 +100,45 @@ def write_cache(path: Path, data: bytes) -> None:
     with contextlib.suppress(OSError, PoochError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data, force=True)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON file of this package. Subclasses say their kind first, then their schema version."""
+
+    newest: ClassVar[int] = 1
+    """The schema version that is written; every older one is read too."""
+    heading: ClassVar[str]
+    """What the table shows above its rows, with the workload in place of ``{}``."""
+
+    def rows(self) -> dict[str, str]:
+        """What a reader wants to know first, in words."""
+        raise NotImplementedError
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong between its fields, in words: where, what was expected, what was found."""
+        return iter(())
+
+    @property
+    def title(self) -> str:
+        return self.heading.format(self.workload)  # type: ignore[attr-defined]
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Writes it as JSON (compressed when the name ends in ``.gz``); never over a file unless ``force``."""
+        return write_struct(path, self, force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
+        what = next(field.default for field in msgspec.structs.fields(cls) if field.name == "kind")
+        return read_struct(path, cls, what=what, schema_version=cls.newest, faults=cls.faults)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the rows."""
+        return html_table(self.title, list(self.rows().items()))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In IPython: the rows as text."""
+        printer.text(text_table(self.title, list(self.rows().items())))
 
 
 def write_struct(path: str | Path, value: msgspec.Struct, *, force: bool = False) -> Path:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from .certificate import Certificate
-from .passes.pass_profile import PassProfile
+from .pass_profile import PassProfile
 from .plan import Plan
 from .profile import Profile
+from .run_record import Certificate
 
 FILES: dict[str, type[msgspec.Struct]] = {
     "profile.schema.json": Profile,

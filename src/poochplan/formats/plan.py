@@ -8,16 +8,16 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 
-from poochplan.units import format_bytes, format_seconds, share_of_peak
+from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
-from .checks.fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
-from .display.shown_table import html_table, text_table
-from .files import read_struct, write_struct
+from .fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
+from .files import Document, write_struct
 from .profile_parts import Host, Link, Memory, ModelSignature
+from .shown_table import numbered
 
 SCHEMA_VERSION = 6
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
@@ -154,6 +154,23 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         seconds = format_seconds(self.in_core_step_s)
         return f"PyTorch alone {seconds}" if self.is_timed_alone else f"in-core ops {seconds}, PyTorch alone not timed"
 
+    @property
+    def peak_text(self) -> str:
+        """The larger peak of the first and later steps; with the live one where allocated bytes are counted."""
+        peak = format_bytes(max(self.peak_bytes, self.first_step_peak_bytes))
+        if self.memory is Memory.LIVE or self.live_peak_bytes is None:
+            return peak
+        return f"{peak} allocated, {format_bytes(self.live_peak_bytes)} live"
+
+    @property
+    def causes_text(self) -> str:
+        """The seconds that the overhead consists of."""
+        runtime = f", the runtime itself {format_seconds(self.runtime_s)}" if self.runtime_s else ""
+        return (
+            f"stall {format_seconds(self.stall_s)}, replay {format_seconds(self.replay_s)}, "
+            f"interference {format_seconds(self.interference_s)}{runtime}"
+        )
+
 
 class SolveStatus(StrEnum):
     """How the search for a plan ended."""
@@ -214,18 +231,20 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     found: Text
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Plan(Document, frozen=True, kw_only=True, dict=True):
     """A plan for one model, one step and one budget: :class:`Instructions`, and what is promised of them."""
 
+    newest: ClassVar[int] = SCHEMA_VERSION
+    heading: ClassVar[str] = "Plan for {}"
     kind: Literal["plan"] = "plan"
     schema_version: int = SCHEMA_VERSION
     workload: Text
     profile_fingerprint: Text
     budget_bytes: Bytes
     device: Literal["cpu", "cuda"]
-    versions: dict[Text, Text] = {}
+    versions: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
-    switches: dict[Text, Text] = {}
+    switches: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Those of its profile; a run under others is told."""
     host: Host | None = None
     """Where its profile was measured; None where that is not known."""
@@ -236,7 +255,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     roofline: Text = ""
     """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
     gradients_live_through_forward: bool = False
-    static_bytes: dict[Text, Bytes] = {}
+    static_bytes: dict[Text, Bytes] = msgspec.field(default_factory=dict)
     """Bytes by kind that the profiled step had besides what it made and let go of; empty in files that do not say."""
     solve: Solve
     prediction: Prediction
@@ -285,40 +304,97 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             schedule=self.schedule,
         )
 
-    def _repr_html_(self) -> str:
-        """In a notebook: budget, prediction, decisions and how they were found."""
-        return html_table(f"Plan for {self.workload}", _summary(self))
+    @property
+    def counted_text(self) -> str:
+        """Which bytes the budget limits, in words."""
+        if self.holds_arena:
+            return "one arena for the step, and what lies outside it"
+        if self.prediction.memory is Memory.ALLOCATED:
+            return "allocated bytes: tensors, and what ops take and give back inside"
+        return "live bytes of tensors"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In IPython: the same in lines; all the values and points are in the file."""
-        printer.text(text_table(f"Plan for {self.workload}", _summary(self)))
+    def rows(self) -> dict[str, str]:
+        """The prediction and how it was found, in words."""
+        promised, solve = self.prediction, self.solve
+        in_core_bytes, in_core_s = promised.in_core_peak_bytes, promised.in_core_step_s
+        found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
+        if solve.solver == "none":
+            found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
+        rows = {
+            "budget": f"{format_bytes(self.budget_bytes)} ({share_of_peak(self.budget_bytes, in_core_bytes):.0%} of "
+            f"the in-core peak, {format_bytes(in_core_bytes)})",
+            "budget is on": self.counted_text,
+            "predicted peak": promised.peak_text,
+            **self.arena_rows(),
+            "predicted step": f"{format_seconds(promised.step_s)} ({promised.in_core_text})",
+            "predicted overhead": f"{promised.overhead:+.1%}",
+        }
+        if solve.bound_s is not None and solve.gap is not None:
+            least = f"{solve.bound_s / in_core_s - 1:+.1%}" if in_core_s > 0 else "-"
+            rows["no plan is better than"] = f"{least} (gap {solve.gap:.2%} of the step)"
+        if kept_s := promised.kept_step_s:
+            rows["beside keeping all"] = (
+                f"{promised.step_s / kept_s - 1:+.1%} of {format_seconds(kept_s)}, the same session's step that keeps "
+                "everything"
+            )
+        return rows | {
+            "of that": promised.causes_text,
+            "bytes swapped": format_copies(promised.out_bytes, promised.in_bytes),
+            "decisions": ", ".join(
+                f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in self.decided().items()
+            ),
+            "found": found,
+            **numbered("assumed", self.assumed),
+            **numbered("note", self.notes),
+        }
+
+    def decided(self) -> dict[Decision, list[int]]:
+        """Bytes of the values of each decision."""
+        return {one: [value.size_bytes for value in self.values if value.decision == one] for one in Decision}
+
+    def arena_rows(self) -> dict[str, str]:
+        """The arena of the step; where there is none for lack of the compiled allocator, that; else empty."""
+        found = self.prediction
+        if not found.arena_bytes or not found.arena_live_bytes:
+            return {}
+        above = found.arena_bytes / found.arena_live_bytes - 1
+        text = f"{format_bytes(found.arena_bytes)} for all that the step makes, {above:.1%} above its live peak"
+        if found.arena_peak_bytes is not None:
+            text = f"{text}; {format_bytes(found.arena_peak_bytes)} with what lies outside"
+        if self.device == "cpu" and not self.holds_arena:
+            text = f"{text}, ABOVE THE BUDGET: steps are served from it with pooch run --arena on alone"
+        rows = {"arena": text}
+        if self.device == "cpu" and found.memory is Memory.LIVE and not self.estimate:
+            rows["no allocator"] = (
+                "the profile does not know what ops take inside; install g++ or clang++ where there is none "
+                "(pooch doctor says), and profile again"
+            )
+        return rows
+
+    def faults(self) -> Iterator[str]:
+        values, handles, uses = len(self.values), len(self.handles), len(self.uses)
+        yield from _out_of_list("handles", self.handles, values, "values")
+        yield from _out_of_list("uses", self.uses, handles, "handles")
+        if list(dict.fromkeys(self.handles)) != list(range(values)):
+            yield f"handles: expected {values} values in the order of first handles, found another order, or fewer"
+        if len(set(self.uses)) != uses:
+            yield "uses: expected each handle once, found one twice"
+        yield from _places_on_host(self.values)
+        yield from _schedule_faults(self)
+        yield from _layout_faults(self)
+        yield from _copies_that_do_not_end(self)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""
         return write_struct(path, msgspec.structs.replace(self, schema_version=SCHEMA_VERSION), force=force)
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> Self:
         """Reads a plan; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        found = read_struct(path, cls, what="plan", schema_version=SCHEMA_VERSION, faults=plan_faults)
+        found = super().load(path)
         if found.schema_version >= RUNTIME_IN_STEP:
             return found
         return msgspec.structs.replace(found, prediction=_with_runtime_in_step(found.prediction))
-
-
-def plan_faults(plan: Plan) -> Iterator[str]:
-    """What is wrong between its fields, in words: where, what was expected, what was found."""
-    values, handles, uses = len(plan.values), len(plan.handles), len(plan.uses)
-    yield from _out_of_list("handles", plan.handles, values, "values")
-    yield from _out_of_list("uses", plan.uses, handles, "handles")
-    if list(dict.fromkeys(plan.handles)) != list(range(values)):
-        yield f"handles: expected {values} values in the order of their first handles, found another order, or fewer"
-    if len(set(plan.uses)) != uses:
-        yield "uses: expected each handle once, found one twice"
-    yield from _places_on_host(plan.values)
-    yield from _schedule_faults(plan)
-    yield from _layout_faults(plan)
-    yield from _copies_that_do_not_end(plan)
 
 
 def _out_of_list(where: str, indices: Sequence[int], count: int, of: str) -> Iterator[str]:
@@ -417,24 +493,3 @@ def _with_runtime_in_step(prediction: Prediction) -> Prediction:
     step_s = prediction.step_s + prediction.runtime_s
     overhead = step_s / prediction.in_core_step_s - 1 if prediction.in_core_step_s > 0 else 0.0
     return msgspec.structs.replace(prediction, step_s=step_s, overhead=overhead)
-
-
-def _summary(plan: Plan) -> list[tuple[str, str]]:
-    promised, solve = plan.prediction, plan.solve
-    share = f", {share_of_peak(plan.budget_bytes, promised.in_core_peak_bytes):.0%} of in-core"
-    bound = "" if solve.gap is None else f", within {solve.gap:.2%} of the best there is"
-    return [
-        ("budget", f"{format_bytes(plan.budget_bytes)}{share}"),
-        ("predicted peak", format_bytes(max(promised.peak_bytes, promised.first_step_peak_bytes))),
-        ("predicted step", f"{format_seconds(promised.step_s)} ({promised.in_core_text})"),
-        ("predicted overhead", f"{promised.overhead:+.1%}{bound}"),
-        *((str(decision), _decided(plan, decision)) for decision in Decision),
-        ("found", f"by {solve.policy}: {solve.status} after {format_seconds(solve.wall_s)}"),
-        *(("assumed", text) for text in plan.assumed),
-        *(("note", text) for text in plan.notes),
-    ]
-
-
-def _decided(plan: Plan, decision: Decision) -> str:
-    sizes = [value.size_bytes for value in plan.values if value.decision is decision]
-    return f"{len(sizes)} values, {format_bytes(sum(sizes))}"

@@ -6,15 +6,15 @@ says what each is, and what ticks are.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from .checks.profile_faults import profile_faults
-from .display.profile_summary import profile_summary
-from .display.shown_table import html_table, text_table
-from .facts.advice import advice
-from .facts.step_facts import StepFacts
-from .files import read_struct, write_struct
+from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
+
+from .advice import advice
+from .occupancy import static_bytes
 from .profile_parts import (
     ALLOCATION_UNIT_BYTES,
     ROOFLINE,
@@ -35,9 +35,12 @@ from .profile_parts import (
     PointKind,
     ProfileData,
     RuntimeCost,
+    StepFacts,
     StepTimes,
     Value,
 )
+from .queries import OUTSIDE, profile_frame, reconciliation
+from .shown_table import numbered
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,9 +70,16 @@ __all__ = [
     "Value",
 ]
 
+_OF_OPS = ("inputs", "outputs", "writes")
+LEAST_SHOWN = 0.02
+"""Share of a phase below which ``rows`` leaves out how its ops were reconciled."""
+
 
 class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
-    """One training step, measured. See the module's text for ticks."""
+    """One training step, measured. ``profile_parts`` says what ticks are."""
+
+    newest: ClassVar[int] = SCHEMA_VERSION
+    heading: ClassVar[str] = "Profile of {}"
 
     def to_frame(self, kind: Literal["layers", "ops", "values"]) -> pd.DataFrame:
         """The profile as a data frame (pandas). Columns, in bytes and seconds:
@@ -91,8 +101,6 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
 
         Raises ``UsageError`` for another kind.
         """
-        from .queries import profile_frame  # here, for pandas takes long to load
-
         return profile_frame(self, kind)
 
     def reconciliation(self, least: float = 0.0) -> dict[str, str]:
@@ -102,8 +110,6 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         Phases without ops, and those that differ by no more than the share ``least``, are left out; so are all where no
         step was timed.
         """
-        from .queries import reconciliation
-
         return reconciliation(self, least)
 
     def advice(self) -> tuple[str, ...]:
@@ -114,22 +120,93 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         """
         return advice(self)
 
-    def _repr_html_(self) -> str:
-        """In a notebook: machine, times, peak, what is saved, the link, notes and advice."""
-        return html_table(f"Profile of {self.workload}", self._summary())
+    def rows(self) -> dict[str, str]:
+        """The figures that a reader wants first, in words: machine, times, peak, saved bytes, link, advice, notes."""
+        times, link = self.times, self.link
+        saved = [value for value in self.values if value.kind is Kind.ACTIVATION]
+        free_bytes = sum(value.size_bytes for value in saved if not value.pinned)
+        throttle = f", held to {format_rate(link.throttle_bytes_per_s)}" if link.throttle_bytes_per_s else ""
+        static = ", ".join(f"{name} {format_bytes(size)}" for name, size in static_bytes(self).items())
+        peak = format_bytes(self.in_core_peak_bytes)
+        if self.memory is Memory.ALLOCATED and self.in_core_live_peak_bytes is not None:
+            peak = f"{peak} allocated, {format_bytes(self.in_core_live_peak_bytes)} live"
+        return {
+            "device": f"{self.device.name} ({self.device.kind}, {format_bytes(self.device.memory_bytes)})",
+            "mode": self.mode,
+            "in-core step": f"{in_core_step_text(times)}, {times.iterations} iterations",
+            "forward / backward / optimizer": " / ".join(
+                format_with_spread(seconds, spread_s)
+                for seconds, spread_s in (
+                    (times.forward_s, times.forward_spread_s),
+                    (times.backward_s, times.backward_spread_s),
+                    (times.optimizer_s, times.optimizer_spread_s),
+                )
+            ),
+            **{f"{phase} ops": text for phase, text in self.reconciliation(LEAST_SHOWN).items()},
+            "in-core peak": f"{peak}, in {self.in_core_peak_layer or OUTSIDE}",
+            "live all step long": static or "nothing",
+            "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
+            f"{format_bytes(free_bytes)} of it free to swap or recompute",
+            "ops / values / points": f"{len(self.ops)} / {len(self.values)} / {len(self.points)}",
+            f"link ({link.name})": f"out {format_rate(link.outward.bandwidth_bytes_per_s)}, "
+            f"in {format_rate(link.inward.bandwidth_bytes_per_s)}{throttle}",
+            **numbered("advice", self.advice()),
+            **numbered("assumed", self.assumed),
+            **numbered("note", self.notes),
+        }
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In IPython: the same in lines; all the ops and values are in the file."""
-        printer.text(text_table(f"Profile of {self.workload}", self._summary()))
+    def faults(self) -> Iterator[str]:
+        """Each fault between fields, in words: where, what was expected, what was found.
 
-    def _summary(self) -> list[tuple[str, str]]:
-        return [*profile_summary(self), *(("advice", line) for line in self.advice())]
+        A profile has tens of thousands of indices. Only the largest of each kind is looked at, unless it is too large.
+        """
+        ops, values, points = self.ops, self.values, self.points
+        lists = chain.from_iterable(map(attrgetter(*_OF_OPS), ops))
+        if max(chain.from_iterable(lists), default=-1) >= len(values):
+            for name in _OF_OPS:
+                largest = (max(getattr(op, name), default=-1) for op in ops)
+                yield from _beyond("ops", name, largest, len(values), "values")
+        for where, name, found, count, of in (
+            ("values", "born", [value.born for value in values], len(ops), "ops"),
+            ("handles", "value", [handle.value for handle in self.handles], len(values), "values"),
+            ("points", "handle", [point.handle for point in points], len(self.handles), "handles"),
+            ("points", "op", [point.op for point in points], len(ops) + 1, "ops and one"),
+        ):
+            if max(found, default=-1) >= count:
+                yield from _beyond(where, name, found, count, of)
+        yield from _points_out_of_order([point.op for point in points])
+        yield from _blocks(self)
 
-    def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes the profile as JSON (compressed when the name ends in ``.gz``); see ``poochplan.formats.files``."""
-        return write_struct(path, self, force=force)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Reads a profile; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="profile", schema_version=SCHEMA_VERSION, faults=profile_faults)
+def in_core_step_text(times: StepTimes) -> str:
+    """Seconds of the step by PyTorch alone, and of the timed steps that plans are made from."""
+    timed = f"{format_seconds(times.step_s)} (spread {format_seconds(times.spread_s)})"
+    if times.unserved_step_s is not None:
+        timed += f" from one arena, {format_seconds(times.unserved_step_s)} without"
+    if times.plain_step_s is None:
+        return f"{timed}; not timed by PyTorch alone"
+    return f"{format_seconds(times.plain_step_s)} by PyTorch alone; {timed}"
+
+
+def _beyond(where: str, name: str, indices: Iterable[int], count: int, of: str) -> Iterator[str]:
+    for number, found in enumerate(indices):
+        if found >= count:
+            yield f"{where}[{number}].{name}: expected less than {count}, for so many {of} there are, found {found}"
+
+
+def _points_out_of_order(ops: list[int]) -> Iterator[str]:
+    if ops != sorted(ops):
+        number = next(number for number in range(1, len(ops)) if ops[number] < ops[number - 1])
+        yield f"points[{number}].op: expected at least {ops[number - 1]}, as of the point before, found {ops[number]}"
+
+
+def _blocks(profile: ProfileData) -> Iterator[str]:
+    for number, op in enumerate(profile.ops):
+        if not op.blocks:
+            continue
+        for place, block in enumerate(op.blocks):
+            where, last = f"ops[{number}].blocks[{place}]", len(op.blocks)
+            if block.output >= len(op.outputs):
+                yield f"{where}: expected one of {len(op.outputs)} outputs or -1, found output {block.output}"
+            if block.until != -1 and not place < block.until <= last:
+                yield f"{where}: expected until -1 or from {place + 1} to {last}, found {block.until}"

@@ -16,21 +16,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from .checks.fields import (
-    Bytes,
-    Count,
-    Factor,
-    Index,
-    IndexOrNone,
-    Input,
-    Rate,
-    Seconds,
-    Shape,
-    Share,
-    Text,
-    Unit,
-)
-from .facts.step_facts import StepFacts
+from .fields import Bytes, Count, Factor, Index, IndexOrNone, Input, Rate, Seconds, Shape, Share, Text, Unit
+from .files import Document
 
 SCHEMA_VERSION = 6
 """2 says more of what the launching thread takes (``RuntimeCost``), 3 how the step was run (``StepFacts``), 4 which
@@ -311,6 +298,27 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """Those of the above that could not be told from 0 and stand as 0."""
 
 
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the captured step was run: what decides how much a plan can do for it."""
+
+    modules: Count = 0
+    """Of the model, itself included."""
+    eval_modules: Count = 0
+    """Those of them in eval mode."""
+    checkpointed: tuple[Text, ...] = ()
+    """Layers whose forward ran again in backward (activation checkpointing), in that order."""
+    garbage_bytes: Bytes = 0
+    """Of values that only Python's garbage collector frees."""
+    kept_bytes: Bytes = 0
+    """Of saved tensors that are sparse, nested or of a subclass, which no plan decides about."""
+    graph_mode: bool = False
+    """Whether ``poochplan.compile`` has compiled the model: what is saved leaves within a compiled forward."""
+    unmeasured_regions: Count = 0
+    """Calls of compiled modules whose inner allocations are unknown."""
+    unmeasured_ops: Count = 0
+    """Distinct ops whose inner allocations are unknown, where those of others are known (mode ``fake``)."""
+
+
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
     """Which model this is: every parameter and buffer in order, independent of the machine."""
 
@@ -319,7 +327,7 @@ class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
     """``name dtype[shape]`` of each parameter and buffer."""
 
 
-class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class ProfileData(Document, frozen=True, kw_only=True, dict=True):
     """The fields of a :class:`~.profile.Profile`, and what follows from them alone."""
 
     kind: Literal["profile"] = "profile"
@@ -329,7 +337,7 @@ class ProfileData(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     device: Device
     versions: dict[Text, Text]
     """Of poochplan, torch, python, and on CUDA of that and cuDNN."""
-    switches: dict[Text, Text] = {}
+    switches: dict[Text, Text] = msgspec.field(default_factory=dict)
     """Of torch, that decide which kernels a GPU runs: precision, cuDNN, determinism. Empty on the CPU, and in files
     that do not say."""
     host: Host | None = None

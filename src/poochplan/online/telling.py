@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.formats.facts.advice import limits
+from poochplan.formats.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import share_that_holds

@@ -1,28 +1,63 @@
-"""The frontier of memory against overhead: as a frame and as a table."""
+"""Policies beside each other: within one budget as a table, over a range of budgets as table, frame and picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 from rich.table import Table
 
 from poochplan.formats.files import write_atomic
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import ILP, smallest_budget
-from poochplan.planner.sweep import SweepPoint
+from poochplan.planner.sweep import ComparisonRow, SweepPoint, all_policies
 from poochplan.planner.whatif import link_text
 from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 
-from .tables import overhead_text
+from .palette import BLUE, INK, LEFT, ORANGE, QUIET, byte_unit, new_figure, plain_axes
+from .tables import table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     "policy", "budget_bytes", "budget_share", "feasible", "peak_bytes", "step_s", "overhead", "stall_s", "replay_s",
     "out_bytes", "in_bytes", "bound_overhead", "gap", "wall_s", "status",
 )  # fmt: skip
 _BYTES = ("budget_bytes", "peak_bytes", "out_bytes", "in_bytes")
+# Okabe and Ito's palette without its yellow, which is lost on white; markers and dashes tell apart what colour cannot.
+_COLOURS = (ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))
+_MARKERS = "os^Dv<>PXph"
+_RIGHT, _TOP = 0.72, 0.835
+_TICKS = (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_LINEAR_SHARE = 0.5
+"""Length of the axis below the first tick that is not 0, in decades."""
+
+
+def policy_table(heading: str, rows: Iterable[ComparisonRow]) -> Table:
+    """One row per policy; "ilp gains" is by how many points of overhead the ILP's plan is faster."""
+    headings = ("policy", "peak", "fits", "overhead", "stall", "replay", "moved", "ilp gains", "decided in")
+    cells = [
+        [
+            row.policy,
+            format_bytes(row.peak_bytes),
+            "yes" if row.fits else "no",
+            f"{row.overhead:+.1%}",
+            format_seconds(row.stall_s),
+            format_seconds(row.replay_s),
+            format_bytes(row.moved_bytes),
+            "-" if row.ilp_margin is None else f"{100 * row.ilp_margin:.1f}",
+            format_seconds(row.wall_s),
+        ]
+        for row in rows
+    ]
+    return table(heading, headings, cells)
 
 
 @dataclass(frozen=True)
@@ -100,19 +135,14 @@ def write_frontier(frontier: Frontier, path: str | Path, *, force: bool = False)
 
 def frontier_table(frontier: Frontier) -> Table:
     """One row per budget: the ILP's overhead and bound, the best other policy, and by how much the ILP is ahead."""
-    table = Table(title=f"{frontier.workload}: overhead within each budget", title_justify="left", title_style="bold",
-                  box=None, pad_edge=False, header_style="dim")  # fmt: skip
     has_ilp = ILP in frontier.policies
     has_bound = any(point.bound_overhead is not None for point in frontier.points)
-    headings = ["of in-core", *(["ilp"] if has_ilp else []), *(["proven bound"] if has_bound else [])]
+    headings = ["budget", "of in-core", *(["ilp"] if has_ilp else []), *(["proven bound"] if has_bound else [])]
     headings += ["best other" if has_ilp else "best policy", "overhead", *(["ilp ahead by"] if has_ilp else [])]
-    table.add_column("budget", no_wrap=True)
-    for heading in [*headings, "no plan from"]:
-        is_text = heading in ("best other", "best policy", "no plan from")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "no plan from")
-    for budget_bytes in frontier.budgets:
-        table.add_row(*_table_row(frontier, budget_bytes, has_ilp, has_bound))
-    return table
+    rows = [_table_row(frontier, budget_bytes, has_ilp, has_bound) for budget_bytes in frontier.budgets]
+    heading = f"{frontier.workload}: overhead within each budget"
+    text = ("best other", "best policy", "no plan from")
+    return table(heading, [*headings, "no plan from"], rows, text=text)
 
 
 def _table_row(frontier: Frontier, budget_bytes: int, has_ilp: bool, has_bound: bool) -> list[str]:
@@ -137,4 +167,118 @@ def _overhead(overhead: float | None) -> str:
     """Two decimals below a tenth, where fewer would hide that there is a difference."""
     if overhead is None:
         return "-"
-    return f"{round(overhead, 6) + 0.0:+.2%}" if abs(overhead) < 0.1 else overhead_text(overhead)
+    return f"{round(overhead, 6) + 0.0:+.2%}" if abs(overhead) < 0.1 else f"{overhead:+.1%}"
+
+
+def draw_frontier(frontier: Frontier) -> Figure:
+    """The picture as a matplotlib figure: overhead against budget, one line per policy."""
+    figure = new_figure(5.6)
+    axes = figure.subplots(gridspec_kw={"left": LEFT, "right": _RIGHT, "top": _TOP, "bottom": 0.135})
+    _set_axes(axes, frontier)
+    _draw_impossible(axes, frontier)
+    for policy in frontier.policies:
+        _draw_line(axes, frontier, policy)
+    headline = f"{frontier.workload}: what less memory costs"
+    figure.text(LEFT, 0.945, headline, fontsize=12.5, fontweight="bold", color=INK)
+    figure.text(LEFT, 0.925, frontier.subtitle, fontsize=8.5, color=QUIET, va="top", linespacing=1.45)
+    _draw_legend(figure, axes)
+    return figure
+
+
+def _set_axes(axes: Axes, frontier: Frontier) -> None:
+    """Overhead on an axis that is linear near 0 and logarithmic above; budgets as bytes and as shares."""
+    factor, unit = byte_unit(frontier.in_core_peak_bytes, least=1)
+    known = [p.overhead for p in frontier.points if p.overhead is not None]
+    known += [p.bound_overhead for p in frontier.points if p.bound_overhead is not None]
+    least = min((value for value in known if value > 1e-6), default=0.01)
+    linear = max((tick for tick in _TICKS[1:] if tick <= least), default=_TICKS[1])
+    top = max([*known, 2 * linear]) * 1.25
+    axes.set_yscale("symlog", linthresh=linear, linscale=_LINEAR_SHARE)
+    bottom = min(-0.08 * linear, 1.25 * min(known, default=0.0))  # a step from an arena may be the shorter one
+    axes.set_ylim(bottom, top)
+    ticks = [sign * tick for sign in (-1, 1) for tick in _TICKS if tick >= linear]
+    ticks = sorted({0.0, *(tick for tick in ticks if bottom <= tick <= top)})
+    axes.set_yticks(ticks, labels=[f"{tick:.3g}%" for tick in (100 * tick for tick in ticks)])
+    axes.set_yticks([], minor=True)
+    first, last = min(frontier.budgets[0], frontier.smallest_budget_bytes), max(frontier.budgets)
+    room = max(last - first, 1) * 0.05
+    axes.set_xlim((first - room) / factor, (last + room) / factor)
+    axes.set_xlabel(f"budget ({unit}, and share of the in-core peak)", fontsize=9.5, color=INK)
+    axes.set_ylabel("overhead beside the in-core step", fontsize=9.5, color=INK)
+    shown = _apart(frontier.budgets, (last - first) * 0.085)
+    axes.set_xticks(
+        [size / factor for size in shown],
+        labels=[f"{size / factor:.3g}\n{share_of_peak(size, frontier.in_core_peak_bytes):.0%}" for size in shown],
+    )
+    plain_axes(axes, "left", "bottom", grid="y")
+
+
+def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
+    """Budgets that no plan fits, and overheads that are proven out of reach."""
+    factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
+    left, _ = axes.get_xlim()
+    smallest = frontier.smallest_budget_bytes / factor
+    axes.axvspan(left, smallest, facecolor="#F0F0F0", edgecolor="#B5B5B5", hatch="////", linewidth=0,
+                 label=f"no plan fits (below {format_bytes(frontier.smallest_budget_bytes)})", zorder=1)  # fmt: skip
+    proven = [p for p in frontier.of(ILP) if p.bound_overhead is not None]
+    if proven:
+        budgets = [point.budget_bytes / factor for point in proven]
+        bounds = [point.bound_overhead or 0.0 for point in proven]
+        # A bound holds for every smaller budget too, and says nothing of a larger one: hence steps.
+        axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=BLUE, alpha=0.10, linewidth=0,
+                          zorder=2)  # fmt: skip
+        axes.plot(budgets, bounds, drawstyle="steps-pre", color=BLUE, linewidth=1.2, linestyle=(0, (4, 2)),
+                  label="proven lower bound", zorder=3)  # fmt: skip
+
+
+def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
+    """The policy's overhead; the line is broken where it finds no plan."""
+    factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
+    points = frontier.of(policy)
+    found = [point for point in points if point.overhead is not None]
+    label = policy
+    if not found:
+        label += ": finds no plan"
+    elif found[0].budget_bytes > _first_with_a_plan(frontier):
+        label += f" (from {share_of_peak(found[0].budget_bytes, frontier.in_core_peak_bytes):.0%})"
+    overheads = [np.nan if point.overhead is None else point.overhead for point in points]
+    axes.plot([point.budget_bytes / factor for point in points], overheads, label=label, **_style(policy))
+
+
+def _first_with_a_plan(frontier: Frontier) -> int:
+    return min(point.budget_bytes for point in frontier.points if point.overhead is not None)
+
+
+def _style(policy: str) -> dict[str, Any]:
+    """How a policy's line looks: the same in every picture, whichever policies are in it."""
+    if policy == ILP:
+        return {"color": BLUE, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
+    others = [name for name in all_policies() if name != ILP]
+    place = others.index(policy) if policy in others else len(others)
+    return {
+        "color": _COLOURS[place % len(_COLOURS)],
+        "linestyle": _DASHES[place // len(_COLOURS) % len(_DASHES)],
+        "linewidth": 1.4,
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "markersize": 4.5,
+        "zorder": 4,
+    }
+
+
+def _draw_legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda index: (labels[index].startswith(("no plan", "proven")), index))
+    figure.legend(
+        [handles[index] for index in order], [labels[index] for index in order], loc="upper left",
+        bbox_to_anchor=(_RIGHT + 0.012, _TOP), frameon=False, fontsize=8.5, handlelength=3.2, labelspacing=0.75,
+        borderpad=0, borderaxespad=0,
+    )  # fmt: skip
+
+
+def _apart(budgets: Sequence[int], distance: float) -> list[int]:
+    """Budgets whose labels do not touch; the first and the last are among them."""
+    shown = [budgets[0]]
+    for size in budgets[1:-1]:
+        if size - shown[-1] >= distance and budgets[-1] - size >= distance:
+            shown.append(size)
+    return list(dict.fromkeys([*shown, budgets[-1]]))

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import zip_longest
 
 import pandas as pd
 
-from poochplan.errors import ModelMismatchError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
-from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.simulator.schedule import schedule_of
-from poochplan.planner.simulator.simulate import Simulation, simulate
+from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
 from poochplan.planner.whatif import as_followed
+
+DECISIONS = tuple(str(decision) for decision in Decision)
 
 
 def decisions_by_layer(plan: Plan) -> pd.DataFrame:
     """Bytes per layer, most that are not kept first: columns ``keep``, ``swap`` and ``recompute``."""
-    columns = tuple(str(decision) for decision in Decision)
-    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(DECISIONS, 0.0))
     for value in plan.values:
         rows[value.layer or OUTSIDE][value.decision] += value.size_bytes
-    frame = _frame(rows, columns, by="keep", counts=columns)
+    frame = _frame(rows, DECISIONS, by="keep", counts=DECISIONS)
     return frame.loc[(frame["swap"] + frame["recompute"]).sort_values(ascending=False, kind="stable").index]
 
 
 def decision_totals(plan: Plan) -> pd.DataFrame:
     """``values`` and ``size_bytes`` of each decision; the index is the decision."""
-    rows = {str(decision): {"values": 0, "size_bytes": 0} for decision in Decision}
-    for value in plan.values:
-        rows[value.decision]["values"] += 1
-        rows[value.decision]["size_bytes"] += value.size_bytes
+    rows = {str(one): {"values": len(sizes), "size_bytes": sum(sizes)} for one, sizes in plan.decided().items()}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -77,25 +71,6 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
     frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s", "runtime_s"]].sum(axis="columns")
     return frame.sort_values("overhead_s", ascending=False, kind="stable")
-
-
-def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
-    """The plan's step as the simulator sees it, with its trace.
-
-    Raises
-    ------
-    ModelMismatchError
-        The plan was made from another profile; names the first saved value that differs.
-    """
-    names = [profile.values[index].name for index in saved_values(profile)]
-    for wanted, found in zip_longest((value.name for value in plan.values), names):
-        if wanted != found:
-            raise ModelMismatchError(
-                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
-                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
-            )
-    problem = build_problem(as_followed(profile, plan))
-    return simulate(problem, schedule_of(plan, problem), trace=True)
 
 
 def _writing_seconds(profile: Profile) -> dict[str, float]:

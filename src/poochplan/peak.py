@@ -1,4 +1,4 @@
-"""explain_peak: the moment at which a step takes most memory, and who holds it."""
+"""explain_peak: the moment at which a step takes most memory, and who holds it; and the simulation of a plan."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 
 import numpy as np
 
+from poochplan.errors import ModelMismatchError
 from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
 from poochplan.formats.queries import OUTSIDE, saved_values
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
-from poochplan.planner.simulator.simulate import Held, held_at
+from poochplan.planner.simulator.simulate import Simulation, held_at, simulate
+from poochplan.planner.whatif import as_followed
 from poochplan.units import format_bytes
-
-from .layer_table import simulate_plan
 
 WORKSPACE, REPLAY = "workspace", "replay"
 """Kinds of holders that are no values: what the op takes and gives back, and all that one replay takes."""
@@ -110,25 +111,23 @@ class PeakExplanation:
 
     def lines(self) -> tuple[str, ...]:
         """The moment; then who holds it: kinds, the largest layers, the largest values."""
-        return tuple(self._lines())
+        counts = Counter(holder.what for holder in self.holders)
+        found = [self._moment()]
+        for what, size_bytes in self.by_kind().items():
+            found.append(_line(size_bytes, f"{what} ({counts[what]} in all)" if counts[what] > 1 else what))
+        found.append("the layers that hold most of it:")
+        for layer, kinds in list(self.by_layer().items())[:SHOWN]:
+            parts = "; ".join(f"{what} {format_bytes(size)}" for what, size in list(kinds.items())[:2])
+            found.append(_line(sum(kinds.values()), f"{layer}: {parts}"))
+        found.append("the largest values:")
+        found += [_line(one.size_bytes, f"{one.name} ({one.what})") for one in self.holders[:SHOWN]]
+        return tuple(found)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
-
-    def _lines(self) -> Iterator[str]:
-        yield self._moment()
-        counts = Counter(holder.what for holder in self.holders)
-        for what, size_bytes in self.by_kind().items():
-            yield _line(size_bytes, f"{what} ({counts[what]} in all)" if counts[what] > 1 else what)
-        yield "the layers that hold most of it:"
-        for layer, kinds in list(self.by_layer().items())[:SHOWN]:
-            yield _line(sum(kinds.values()), f"{layer}: " + "; ".join(_part(*one) for one in list(kinds.items())[:2]))
-        yield "the largest values:"
-        for holder in self.holders[:SHOWN]:
-            yield _line(holder.size_bytes, f"{holder.name} ({holder.what})")
 
     def _moment(self) -> str:
         measured = "" if self.measured_peak_bytes is None else f", measured {format_bytes(self.measured_peak_bytes)}"
@@ -176,6 +175,25 @@ def explain_peak(
     )
 
 
+def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
+    """The plan's step as the simulator sees it, with its trace.
+
+    Raises
+    ------
+    ModelMismatchError
+        The plan was made from another profile; names the first saved value that differs.
+    """
+    names = [profile.values[index].name for index in saved_values(profile)]
+    for wanted, found in zip_longest((value.name for value in plan.values), names):
+        if wanted != found:
+            raise ModelMismatchError(
+                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
+                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
+            )
+    problem = build_problem(as_followed(profile, plan))
+    return simulate(problem, schedule_of(plan, problem), trace=True)
+
+
 def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
     problem = build_problem(profile)
     held = held_at(problem, schedule_of(plan, problem), tick)
@@ -187,14 +205,9 @@ def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
         size_bytes = profile.rounded_bytes(value.size_bytes)
         if size_bytes:
             yield Holder(value.name, value.layer, str(value.kind), size_bytes, str(plan.values[place].decision))
-    yield from _replay(problem, held)
-
-
-def _replay(problem: Problem, held: Held) -> Iterator[Holder]:
     if held.replay is not None:
-        first, *others = held.replay.targets
-        more = f" and {len(others)} more" if others else ""
-        name = f"replay of {problem.names[first]}{more}"
+        first, *more = held.replay.targets
+        name = f"replay of {problem.names[first]}{f' and {len(more)} more' if more else ''}"
         yield Holder(name, problem.layers[first], REPLAY, held.replay.peak_bytes)
 
 
@@ -233,7 +246,3 @@ def _moment_of(profile: Profile, tick: int) -> tuple[str, str, str]:
 
 def _line(size_bytes: int, text: str) -> str:
     return f"  {format_bytes(size_bytes):>10}  {text}"
-
-
-def _part(what: str, size_bytes: int) -> str:
-    return f"{what} {format_bytes(size_bytes)}"

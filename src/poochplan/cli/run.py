@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poochplan.cli.base import SPILL_DIR_HELP, Verb, at_least, parse_overrides
-from poochplan.cli.machine import DEFAULT_MARGIN
-from poochplan.cli.plan import draw
-from poochplan.cli.profile import add_workload, add_workload_arguments
-from poochplan.errors import InputFileError, UsageError
-from poochplan.units import parse_bytes
+import msgspec
 
-from .compiled import (
-    add_compile_arguments,
-    check_compile,
-    made_plan,
-    room_to_compile,
-    with_inductor,
-    with_plan_inside,
+from poochplan.errors import BudgetExceededError, DivergenceError, InputFileError, PoochError, UsageError
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import Profile
+from poochplan.formats.queries import OUTSIDE
+from poochplan.formats.run_record import RunRecord
+from poochplan.report.palette import write_picture
+from poochplan.report.pictures import draw_step_memory, step_memory_of
+from poochplan.report.runs import run_record
+from poochplan.report.tables import summary_table
+from poochplan.report.timeline import draw_timeline, timeline_of, write_trace
+from poochplan.units import format_bytes, parse_bytes
+
+from .base import Say, Verb
+from .options import (
+    DEFAULT_MARGIN,
+    add_spill_dir,
+    add_workload,
+    add_workload_arguments,
+    at_least,
+    parse_overrides,
+    positive,
 )
-from .outcome import problem_of, why_not_served_text
 
 if TYPE_CHECKING:
-    from poochplan.formats.plan import Plan
-    from poochplan.formats.plan_set import PlanSet
-    from poochplan.formats.profile import Profile
-    from poochplan.report.runs import RunSummary
+    from poochplan.runtime.serving import ArenaMode
     from poochplan.verify import Build
     from poochplan.workload import LoadedWorkload, Workload
+
+COMPILED_RUNS = 4
+"""Of a compiled model: in-core, under the plan, in-core again to be timed, and once more where bits differ."""
 
 
 class RunVerb(Verb):
@@ -70,7 +80,7 @@ class RunVerb(Verb):
             metavar="FILE",
             help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
         )
-        add_compile_arguments(parser)
+        _add_compile_arguments(parser)
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="JSON to write: what was found, and where steps left it"
         )
@@ -100,7 +110,7 @@ class RunVerb(Verb):
             help="on the CPU: serve the blocks of planned steps from one arena, as the plan lays them out. auto: where "
             "it is within the budget and there is a C++ compiler; on: or an error (default: auto)",
         )
-        parser.add_argument("--spill-dir", metavar="DIR", help=SPILL_DIR_HELP)
+        add_spill_dir(parser)
         parser.add_argument(
             "--on-divergence",
             choices=("warn", "error"),
@@ -129,16 +139,15 @@ class RunVerb(Verb):
         )
 
     def run(self) -> dict[str, Any]:
-        check_compile(self.options)
-        with room_to_compile() if self.options.compile else contextlib.nullcontext():
+        _check_compile(self.options)
+        if not self.options.compile:
+            return self._run()
+        from poochplan.torch_private.compiler_internals import more_compiles
+
+        with more_compiles(COMPILED_RUNS):
             return self._run()
 
     def _run(self) -> dict[str, Any]:
-        import msgspec
-
-        from poochplan.formats.plan_set import PlanSet
-        from poochplan.profiler.assembly.host import this_host, versions_here
-
         options = self.options
         timeline = self.output(options.timeline, suffix=".png")
         picture = self.output(options.picture, suffix=".png")
@@ -155,32 +164,27 @@ class RunVerb(Verb):
         self._cap_bytes = self._cap(every)
         drawn = "--timeline" if timeline is not None else "--picture" if picture is not None else ""
         profile = self._profile(plans, drawn) if drawn else None
-        plan, summary = self._measure(plans, build, in_core, certificate_path)
-        self._show(plan, summary)
+        plan, record = self._measure(plans, build, in_core, certificate_path)
+        steps = f"{options.steps} steps and {options.timed} timed ones"
+        self.show(summary_table(f"{plan.workload}: {steps} under the plan", record.rows(plan)))
         if timeline is not None and profile is not None:
-            measured = None if summary.in_core_step_s is None else summary.overhead(plan)
-            draw(profile, plan, timeline, options.force, summary.peak_bytes, measured)
-            self.wrote(timeline)
-        record = summary.record(plan, versions_here(plan.device), this_host())
+            overhead = record.measured_overhead if record.in_core_step_measured else None
+            shown = timeline_of(
+                profile, plan, measured_peak_bytes=record.measured_peak_bytes, measured_overhead=overhead
+            )
+            self.wrote(write_picture(draw_timeline(shown), timeline, force=options.force))
         if record_path is not None:
             self.wrote(record.save(record_path, force=options.force))
         if trace_path is not None or picture is not None:
             self._trace(plans, build, trace_path, picture, profile)
+        self.problem = _problem_of(record)
         data: dict[str, Any] = msgspec.to_builtins(record)
-        problem = problem_of(plan, summary)
-        if problem is not None:
-            if options.json:
-                self.print_json(data)
-            raise problem
         return data
 
     def _trace(
         self, plans: Plan | PlanSet, build: Build, path: Path | None, picture: Path | None, profile: Profile | None
     ) -> None:
         """Measures one step more, writes it, and draws it beside the predicted one."""
-        from poochplan.formats.plan_set import PlanSet
-        from poochplan.report.inspection.trace_events import write_trace
-        from poochplan.report.pictures import draw_step_memory, step_memory_of, write_picture
         from poochplan.tracing import traced_step
 
         options = self.options
@@ -204,7 +208,7 @@ class RunVerb(Verb):
         def build() -> Workload:
             return self._load(plan.device).workload
 
-        return (with_plan_inside(build, plan), with_inductor(build)) if self.options.compile else (build, None)
+        return (_with_plan_inside(build, plan), _with_inductor(build)) if self.options.compile else (build, None)
 
     def _cap(self, plans: Sequence[Plan]) -> int | None:
         """Bytes of ``--cap``; raises ``UsageError`` where there is no allocator to cap."""
@@ -223,13 +227,10 @@ class RunVerb(Verb):
         )
 
     def _plans(self) -> Plan | PlanSet:
-        from poochplan.formats.plan import Plan
-        from poochplan.formats.plan_set import PlanSet
-
         options = self.options
         if options.budget is not None:
             with self.progress("compiling") as say:
-                return made_plan(lambda: self._load("cpu"), options, say)
+                return _made_plan(lambda: self._load("cpu"), options, say)
         first, *others = options.plans
         return PlanSet.load(first, *others) if others else Plan.load(first)
 
@@ -238,9 +239,6 @@ class RunVerb(Verb):
 
         ``drawn`` is the option that asks for a picture, for messages.
         """
-        from poochplan.formats.plan_set import PlanSet
-        from poochplan.formats.profile import Profile
-
         if isinstance(plan, PlanSet):
             raise UsageError(
                 f"{drawn}: expected one plan to draw, found {len(plan.plans)}; give one --plan, or draw each with "
@@ -268,10 +266,10 @@ class RunVerb(Verb):
 
     def _measure(
         self, plans: Plan | PlanSet, build: Build, in_core_build: Build | None, certificate: Path | None
-    ) -> tuple[Plan, RunSummary]:
+    ) -> tuple[Plan, RunRecord]:
         """What was measured, and the plan that the steps followed; what was compared is written to ``certificate``."""
         from poochplan import verify
-        from poochplan.report.runs import RunSummary
+        from poochplan.profiler.assembly.host import this_host, versions_here
 
         options = self.options
         shared: dict[str, Any] = {
@@ -284,26 +282,165 @@ class RunVerb(Verb):
             "arena": options.arena,
             "force": options.force,
         }
-        compared, in_core = None, None
+        compared = None
         with self.progress("running") as say:
             if options.check:
                 compared = verify.check(build, plans, in_core_build=in_core_build, progress=say, **shared)
                 planned = compared.planned
-                in_core = compared.in_core
             else:
                 planned = verify.run_planned(build, plans, record=False, progress=say, **shared)
         if compared is not None and certificate is not None:
             found = verify.certificate_of(compared, options.seed)
             self.wrote(found.save(certificate, force=options.force))
-        assert planned.plan is not None
-        why_not = why_not_served_text(options.arena, planned.plan)
-        return planned.plan, RunSummary.of(planned, in_core=in_core, comparison=compared, why_not_served=why_not)
+        plan = planned.plan
+        assert plan is not None, "it was given"
+        why_not = _why_not_served(options.arena, plan)
+        made_by = versions_here(plan.device)
+        return plan, run_record(planned, made_by, this_host(), comparison=compared, why_not_served=why_not)
 
-    def _show(self, plan: Plan, summary: RunSummary) -> None:
-        from poochplan.report.tables import summary_table
 
-        steps = f"{self.options.steps} steps and {self.options.timed} timed ones"
-        self.show(summary_table(f"{plan.workload}: {steps} under the plan", summary.rows(plan)))
-        contradiction = summary.contradiction(plan)
-        if contradiction:
-            self.show(f"Note: {contradiction}")
+def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model by Inductor with the plan inside its graphs; with --check the same model compiled "
+        "without a plan is the in-core one",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="with --compile, in place of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
+        "the compiled in-core peak such as 60%%",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=at_least(1),
+        metavar="N",
+        help="with --compile and --budget: timed steps of each profile (default: 2 of the step as it is, then 3)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="with --compile and --budget: seconds of the plan's search (default: 30)",
+    )
+    parser.add_argument(
+        "--save-plan", metavar="FILE", help="with --compile and --budget: JSON to write, for --compile --plan FILE"
+    )
+
+
+def _check_compile(options: argparse.Namespace) -> None:
+    """Raises ``UsageError`` where the options of a compiled run do not go together, or there is nothing to follow."""
+    plans, is_compiled = options.plans or (), options.compile
+    if options.budget is not None and not is_compiled:
+        raise UsageError("--budget: expected --compile beside it, found none; pooch plan makes a plan without it")
+    if options.save_plan is not None and (not is_compiled or options.budget is None):
+        raise UsageError("--save-plan: expected --compile and --budget beside it, whose plan it writes; add them")
+    if is_compiled and options.budget is not None and plans:
+        raise UsageError("--compile: expected --budget or --plan, found both; leave one out")
+    if is_compiled and options.budget is None and not plans:
+        raise UsageError("--compile: expected --budget or --plan beside it, found neither; add --budget 60%")
+    if not is_compiled and not plans:
+        raise UsageError("expected --plan FILE, or --compile with --budget, found neither; name the plan to follow")
+    if is_compiled and len(plans) > 1:
+        raise UsageError(
+            f"--compile: expected one plan, found {len(plans)}; graphs are compiled with one plan's replays"
+        )
+    drawn = next((name for name in ("timeline", "picture") if getattr(options, name) is not None), "")
+    if is_compiled and drawn:
+        raise UsageError(
+            f"--{drawn}: expected no --compile, whose profile is of no file, found it; --trace shows a measured step"
+        )
+
+
+def _made_plan(load: Callable[[], LoadedWorkload], options: argparse.Namespace, say: Say) -> Plan:
+    """The plan that ``poochplan.compile`` makes for a workload of its own; nothing of that is left."""
+    from poochplan.compiling.compile import compile
+    from poochplan.torch_private.compiler_internals import forget_compiled
+    from poochplan.verify import seed_everything
+
+    seed_everything(options.seed)
+    loaded = load()
+    workload = loaded.workload
+    plan = compile(
+        workload.model,
+        workload.step,
+        optimizer=workload.optimizer,
+        budget=options.budget,
+        spill_dir=options.spill_dir,
+        iterations=options.iterations,
+        time_limit_s=options.time_limit,
+        progress=say,
+    ).plan
+    assert plan is not None, "compile() gives a session that has its plan"
+    del workload
+    plan = msgspec.structs.replace(plan, workload=loaded.name)
+    del loaded
+    forget_compiled()
+    gc.collect()
+    return plan
+
+
+def _with_plan_inside(build: Build, plan: Plan) -> Build:
+    """Makes the same workloads, their models compiled with the plan's replays."""
+    from poochplan.compiling.compile import compile
+
+    def compiled() -> Workload:
+        workload = build()
+        compile(workload.model, plan=plan)
+        return workload
+
+    return compiled
+
+
+def _with_inductor(build: Build) -> Build:
+    """Makes the same workloads, their models compiled as they are."""
+
+    def compiled() -> Workload:
+        workload = build()
+        workload.model.compile(dynamic=False)
+        return workload
+
+    return compiled
+
+
+def _why_not_served(mode: ArenaMode, plan: Plan) -> str:
+    """Why the steps could not be served from an arena, in one line; empty where they could."""
+    from poochplan.runtime.metering.allocated import step_scope
+    from poochplan.runtime.serving import why_not_served
+
+    if mode == "off":
+        return "--arena off"
+    reason = why_not_served(mode, plan.device, [plan])
+    if not reason and step_scope() is None:
+        return "the compiled allocator could not be built; pooch doctor --build says why"
+    return reason
+
+
+def _problem_of(run: RunRecord) -> PoochError | None:
+    """The error that the exit code stands for, although all was measured."""
+    if run.difference is not None:
+        return PoochError(
+            f"not bitwise equal to in-core: {run.difference}; "
+            "please report this with the plan, and train in-core meanwhile"
+        )
+    peak_bytes = run.measured_peak_bytes
+    if run.is_over and peak_bytes is not None:
+        why = "; a step left the plan" if run.fallbacks else ""
+        return BudgetExceededError(
+            f"over the budget: expected at most {run.budget_bytes} bytes ({format_bytes(run.budget_bytes)}), found a "
+            f"step of {peak_bytes} bytes ({format_bytes(peak_bytes)}){why}; profile the step as it is trained and plan "
+            "again, or plan with a smaller budget",
+            peak_bytes=peak_bytes,
+        )
+    if run.left_steps:
+        why = run.fallback_reasons[0]
+        if run.departures:
+            first = run.departures[0]
+            why = f"in {first.layer or OUTSIDE}, expected {first.planned}, found {first.found}"
+        return DivergenceError(
+            f"{run.left_steps} of {run.steps} steps left the plan: {why}; profile the step as it is trained, "
+            "and plan again"
+        )
+    return None

@@ -7,16 +7,16 @@ nothing to decide, and so neither link, handles nor points.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from poochplan.formats.checks.fields import Bytes, Count, Index, Input, Offset, Seconds, Text
-from poochplan.formats.display.shown_table import html_table
-from poochplan.formats.files import read_struct, write_struct
-from poochplan.formats.profile_parts import Device, Host, ModelSignature
 from poochplan.units import format_bytes, format_seconds
+
+from .fields import Bytes, Count, Index, Input, Offset, Seconds, Text
+from .files import Document
+from .profile_parts import Device, Host, ModelSignature
+from .shown_table import numbered
 
 SCHEMA_VERSION = 1
 
@@ -36,13 +36,14 @@ class PassBlock(NamedTuple):
     """The part of the model that was called last."""
 
 
-class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
+class PassProfile(Document, frozen=True, kw_only=True):
     """One pass of a model in eval, without gradients.
 
     Blocks are rounded up to 512 bytes, and those of less than 64 count nothing. What the pass takes is that of its
     blocks, what it returns among them; ``static_bytes`` come on top.
     """
 
+    heading: ClassVar[str] = "Forward pass of {}"
     kind: Literal["inference"] = "inference"
     schema_version: int = SCHEMA_VERSION
     workload: Text
@@ -100,37 +101,23 @@ class PassProfile(msgspec.Struct, frozen=True, kw_only=True):
             f"live peak); {format_bytes(taken_bytes)} with what lies outside",
             "saved by the arena": f"{_less(taken_bytes, self.caching_bytes)} of what the caching allocator reserves, "
             f"{_less(taken_bytes, self.total_bytes)} of the blocks one by one",
-        } | {f"note {number}": note for number, note in enumerate(self.notes, 1)}
+        } | numbered("note", self.notes)
 
     def data(self) -> dict[str, Any]:
         """The figures for ``--json``: all fields but blocks and model."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return {name: value for name, value in found.items() if name not in ("blocks", "model")}
 
-    def _repr_html_(self) -> str:
-        """In a notebook: the same rows."""
-        return html_table(f"Forward pass of {self.workload}", list(self.rows().items()))
-
-    def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes it as JSON (compressed when the name ends in ``.gz``)."""
-        return write_struct(path, self, force=force)
-
-    @classmethod
-    def load(cls, path: str | Path) -> PassProfile:
-        """Reads one; raises ``UsageError`` or ``InputFileError`` with one clear line."""
-        return read_struct(path, cls, what="inference", schema_version=SCHEMA_VERSION, faults=_faults)
-
-
-def _faults(found: PassProfile) -> Iterator[str]:
-    for number, block in enumerate(found.blocks):
-        where = f"blocks[{number}]"
-        if block.start >= block.end:
-            yield f"{where}: expected an end behind its start, found {block.start} and {block.end}"
-        if block.offset >= 0 and block.offset + block.size_bytes > found.arena_bytes:
-            yield (
-                f"{where}: expected a place within arena_bytes, {found.arena_bytes}, found {block.size_bytes} bytes at "
-                f"{block.offset}"
-            )
+    def faults(self) -> Iterator[str]:
+        for number, block in enumerate(self.blocks):
+            where = f"blocks[{number}]"
+            if block.start >= block.end:
+                yield f"{where}: expected an end behind its start, found {block.start} and {block.end}"
+            if block.offset >= 0 and block.offset + block.size_bytes > self.arena_bytes:
+                yield (
+                    f"{where}: expected a place within arena_bytes, {self.arena_bytes}, found "
+                    f"{block.size_bytes} bytes at {block.offset}"
+                )
 
 
 def _above(size_bytes: int, least_bytes: int) -> str:

@@ -1,10 +1,10 @@
-"""A fit for reading: the ladder as a table and a frame, and what was found in a few lines."""
+"""A fit for reading: its ladder as table, frame and picture, and what was found in a few lines."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.table import Table
@@ -12,14 +12,19 @@ from rich.table import Table
 from poochplan.fitting.fit import Fit
 from poochplan.fitting.ladder import Rung
 from poochplan.formats.files import write_atomic
-from poochplan.report.tables import overhead_text
 from poochplan.units import format_bytes, format_seconds
+
+from .palette import BLUE, INK, LEFT, ORANGE, PURPLE, QUIET, byte_unit, new_figure, plain_axes
+from .tables import table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def fit_frame(fit: Fit) -> pd.DataFrame:
     """One row per rung, from small to large, and the value after it; bytes, seconds, shares, items per second."""
-    rungs = [*fit.rungs, *([fit.following] if fit.following is not None else [])]
-    frame = pd.DataFrame([asdict(rung) for rung in rungs])
+    frame = pd.DataFrame([asdict(rung) for rung in _all_rungs(fit)])
     return frame.rename(columns={"items_per_s": f"{fit.unit}_per_s", "value": fit.parameter})
 
 
@@ -55,22 +60,18 @@ def assumed_text(fit: Fit) -> str:
 def fit_table(fit: Fit) -> Table:
     """One row per rung."""
     within = f"{format_bytes(fit.budget_bytes)} of {format_bytes(fit.memory_bytes)}"
-    title = f"{fit.workload}{assumed_text(fit)}: {fit.parameter} within {within}"
-    table = Table(title=title, title_justify="left", title_style="bold",
-                  box=None, pad_edge=False, header_style="dim")  # fmt: skip
-    headings = ("in-core peak", "smallest peak", "overhead", "proven bound", "step", f"{fit.unit}/s")
-    table.add_column(fit.parameter, justify="right", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
-    for rung in (*fit.rungs, *([fit.following] if fit.following is not None else [])):
-        table.add_row(*_cells(fit, rung))
-    return table
+    heading = f"{fit.workload}{assumed_text(fit)}: {fit.parameter} within {within}"
+    headings = [fit.parameter, "in-core peak", "smallest peak", "overhead", "proven bound", "step", f"{fit.unit}/s", ""]
+    return table(heading, headings, [_cells(fit, rung) for rung in _all_rungs(fit)], text=("",))
+
+
+def _all_rungs(fit: Fit) -> list[Rung]:
+    return [*fit.rungs, *([fit.following] if fit.following is not None else [])]
 
 
 def _cells(fit: Fit, rung: Rung) -> list[str]:
     cells = [str(rung.value), format_bytes(rung.in_core_peak_bytes), format_bytes(rung.smallest_peak_bytes)]
-    cells += ["-" if x is None else overhead_text(x) for x in (rung.overhead, rung.bound_overhead)]
+    cells += ["-" if x is None else f"{x:+.1%}" for x in (rung.overhead, rung.bound_overhead)]
     cells.append("-" if rung.step_s is None else format_seconds(rung.step_s))
     cells.append("-" if rung.items_per_s is None else f"{rung.items_per_s:.4g}")
     return [*cells, ", ".join(_marks(fit, rung))]
@@ -116,3 +117,54 @@ def _run_line(fit: Fit) -> str:
     bits = {True: ", bitwise equal to in-core", None: "; in-core does not fit this machine, so not compared"}
     same = bits.get(trial.is_bitwise, f", NOT BITWISE EQUAL: {trial.difference}")
     return f"{trial.steps} steps of {fit.parameter} {trial.value} were run: {peak}{same}"
+
+
+def draw_fit(fit: Fit) -> Figure:
+    """In-core and smallest possible peaks against the memory above; throughput and overhead below."""
+    figure = new_figure(6.4)
+    frame = {"left": LEFT, "right": 0.97, "top": 0.855, "bottom": 0.085, "hspace": 0.16}
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=frame)
+    _draw_bytes(upper, fit)
+    _draw_throughput(lower, fit)
+    for axes in (upper, lower):
+        axes.legend(frameon=False, fontsize=8.5)
+        plain_axes(axes, "left", "bottom", grid="y")
+    lower.set_xlabel(fit.parameter, fontsize=9.5, color=INK)
+    headline = f"{fit.workload}: {fit.parameter} within {format_bytes(fit.budget_bytes)}"
+    figure.text(LEFT, 0.945, headline, fontsize=12.5, fontweight="bold", color=INK)
+    figure.text(LEFT, 0.93, _subtitle(fit), fontsize=8.5, color=QUIET, va="top")
+    return figure
+
+
+def _subtitle(fit: Fit) -> str:
+    in_core = "none in-core" if fit.in_core_value is None else f"largest in-core {fit.in_core_value}"
+    best = "" if fit.best is None else f"; best throughput at {fit.best}"
+    sizes = f"{assumed_text(fit).strip()}\n" if fit.assumed else ""
+    return f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
+
+
+def _draw_bytes(axes: Axes, fit: Fit) -> None:
+    rungs = _all_rungs(fit)
+    values = [rung.value for rung in rungs]
+    factor, unit = byte_unit(max(rung.in_core_peak_bytes for rung in rungs))
+    for label, colour, marker, sizes in (
+        ("everything kept", ORANGE, "s", [rung.in_core_peak_bytes for rung in rungs]),
+        ("smallest possible peak", BLUE, "o", [rung.smallest_peak_bytes for rung in rungs]),
+    ):
+        axes.plot(values, [size / factor for size in sizes], color=colour, marker=marker, markersize=5, label=label)
+    axes.axhline(fit.budget_bytes / factor, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="the memory")
+    axes.set_ylabel(f"peak ({unit})", fontsize=9.5, color=INK)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_throughput(axes: Axes, fit: Fit) -> None:
+    known = [rung for rung in fit.rungs if rung.items_per_s is not None]
+    values, rates = [rung.value for rung in known], [rung.items_per_s or 0.0 for rung in known]
+    axes.plot(values, rates, color=PURPLE, marker="o", markersize=5, label=f"{fit.unit} per second under the plan")
+    for rung, rate in zip(known, rates, strict=True):
+        axes.annotate(
+            f"{rung.overhead or 0.0:+.1%}", (rung.value, rate), (0, 8),
+            textcoords="offset points", ha="center", fontsize=8, color=QUIET,
+        )  # fmt: skip
+    axes.set_ylabel(f"{fit.unit}/s, and overhead", fontsize=9.5, color=INK)
+    axes.set_ylim(0, 1.25 * max(rates, default=1.0))

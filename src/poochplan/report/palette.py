@@ -1,11 +1,11 @@
-"""What the pictures share: size, colours, units, and the way to a file."""
+"""What the pictures share: size, colours, units, axes, legends, and the way to a file."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from poochplan.formats.files import write_atomic
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES, DOTS_PER_INCH = 10.0, 160
 LEFT = 0.083
-INK, QUIET, BLUE, PURPLE = "#222222", "#6B6B6B", "#0072B2", "#8A1C7C"
+INK, QUIET, BLUE, PURPLE, ORANGE = "#222222", "#6B6B6B", "#0072B2", "#8A1C7C", "#D55E00"
 DECISION_COLOURS = {"keep": BLUE, "swap": "#CC79A7", "recompute": "#F0A000"}
 """Okabe and Ito's palette, as in the other pictures: told apart with any colour vision."""
 HOLDER_COLOURS = {
@@ -24,7 +24,7 @@ HOLDER_COLOURS = {
     "activations, recomputed": "#F0A000",
     "activations": BLUE,
     "temporaries": "#56B4E9",
-    "a replay under way": "#D55E00",
+    "a replay under way": ORANGE,
     "workspace of the op": "#F0E442",
     "inputs, there before": "#009E73",
     "parameters": "#4D4D4D",
@@ -41,13 +41,13 @@ def holder_colour(what: str) -> str:
 
 
 def in_stacking_order(whats: Iterable[str]) -> list[str]:
-    """The words in the order of ``HOLDER_COLOURS``, what it does not have behind."""
+    """The words in the order of ``HOLDER_COLOURS``, unknown ones last."""
     order = list(HOLDER_COLOURS)
     return sorted(whats, key=lambda what: (order.index(what) if what in order else len(order), what))
 
 
 def new_figure(height_inches: float) -> Figure:
-    """An empty white figure of the house's width."""
+    """An empty white figure of the house's width. Matplotlib is loaded here, when the first picture is drawn."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, facecolor="white")
@@ -60,16 +60,25 @@ def write_picture(figure: Figure, path: str | Path, *, force: bool = False) -> P
     return write_atomic(path, data.getvalue(), force=force)
 
 
-def quiet(axes: Axes, *, keep: tuple[str, ...]) -> None:
-    """No frame but the named sides."""
+def title(figure: Figure, text: str, subtitle: str, left: float, height: float, below: float) -> None:
+    """The title in bold with its baseline at a share of the height, and the subtitle with its own ``below``."""
+    figure.text(left, height, text, fontsize=12.5, fontweight="bold", color=INK)
+    figure.text(left, below, subtitle, fontsize=8.5, color=QUIET)
+
+
+def plain_axes(axes: Axes, *sides: str, grid: Literal["x", "y"] | None = None) -> None:
+    """No frame but the named sides, and quiet lines across along one axis."""
     for side, spine in axes.spines.items():
-        spine.set_visible(side in keep)
+        spine.set_visible(side in sides)
         spine.set_color("#9A9A9A")
     axes.tick_params(colors=INK, labelsize=9)
+    if grid is not None:
+        axes.grid(axis=grid, color="#E6E6E6", linewidth=0.7)
+        axes.set_axisbelow(True)
 
 
 def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int, **style: float) -> None:
-    """What the axes have labelled, in rows from ``left`` on, about ``middle`` of the figure's height."""
+    """The labels of the axes, in rows from ``left`` on, about ``middle`` of the figure's height."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="center left", bbox_to_anchor=(left, middle), ncols=columns, frameon=False, fontsize=8.5,
@@ -77,10 +86,10 @@ def legend(figure: Figure, axes: Axes, left: float, middle: float, columns: int,
     )  # fmt: skip
 
 
-def byte_unit(size_bytes: int) -> tuple[int, str]:
-    """Bytes of the unit to show an axis of that length in, and its name."""
+def byte_unit(size_bytes: int, least: int = 2) -> tuple[int, str]:
+    """Bytes of the largest unit of which an axis of that length has ``least`` or more, and its name."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size_bytes >= 2 << power:
+        if size_bytes >= least << power:
             return 1 << power, unit
     return 1, "B"
 

@@ -26,3 +26,8 @@ def text_table(title: str, rows: Rows, headings: Sequence[str] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed)
     return "\n".join([title, *lines])
+
+
+def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:
+    """A row for each text: ``note 1``, ``note 2``, and so on."""
+    return {f"{name} {number}": text for number, text in enumerate(texts, 1)}

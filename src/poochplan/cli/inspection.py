@@ -1,0 +1,287 @@
+"""``pooch show``, ``pooch diff`` and ``pooch simulate``: verbs that look at files. They need neither torch nor the
+device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+import pandas as pd
+from rich.console import RenderableType
+
+from poochplan.errors import PoochError, UsageError
+from poochplan.formats.pass_profile import PassProfile
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import Profile
+from poochplan.formats.run_record import RunRecord
+from poochplan.peak import explain_peak, simulate_plan
+from poochplan.planner.simulator.simulate import Simulation
+from poochplan.report.differences import (
+    PlanDifferences,
+    ProfileDifferences,
+    RunDifferences,
+    plan_differences,
+    profile_differences,
+    run_differences,
+)
+from poochplan.report.files_shown import Inspected, file_data, file_rows, load_any, set_frame
+from poochplan.report.layer_table import decisions_by_layer, overhead_by_layer
+from poochplan.report.palette import write_picture
+from poochplan.report.pictures import draw_decisions, draw_peak
+from poochplan.report.tables import frame_table, plain_rows, summary_table
+from poochplan.report.timeline import predicted_trace, write_trace
+from poochplan.units import format_bytes, format_copies, format_seconds
+
+from .base import Verb
+from .options import at_least
+
+MOST_LAYERS, MOST_COSTLY, MOST_ROWS = 20, 12, 12
+"""Rows that are shown unless another number is asked for: of show, simulate and diff."""
+
+
+class ShowVerb(Verb):
+    """Shows files that the other verbs wrote."""
+
+    name = "show"
+    summary = "say what a profile, a plan or a run is: for what, made where, peaks, times, decisions by layer, notes"
+    description = (
+        "Reads a file that pooch profile, pooch plan or pooch run -o wrote, and says what it is for (model, inputs, "
+        "device), where and with which versions it was made, its peaks, budget and times, what is decided by layer, "
+        "and its notes. Several plans are shown as the set that they make for pooch run. With --picture, who holds the "
+        "in-core peak of a profile is drawn, layer by layer, or what a plan decides. Runs on any machine."
+    )
+    examples = """\
+  pooch show plan.json
+  pooch show profile.json --layers 5
+  pooch show batch32.plan.json batch64.plan.json
+  pooch show plan.json --picture decisions.png
+  pooch show plan.json --json | jq .versions.torch
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("files", metavar="FILE", nargs="+", help="profile, plan or run; or several plans of a set")
+        parser.add_argument(
+            "--layers",
+            type=at_least(0),
+            default=MOST_LAYERS,
+            metavar="N",
+            help=f"show at most N layers (default: {MOST_LAYERS})",
+        )
+        parser.add_argument(
+            "--picture",
+            metavar="FILE.png",
+            help="draw a profile's peak, stacked by layer and kind, or a plan's decisions, a strip of layers",
+        )
+
+    def run(self) -> dict[str, Any]:
+        first, *others = self.options.files
+        picture = self.output(self.options.picture, suffix=".png")
+        if others:
+            self._refuse_picture(f"{1 + len(others)} files")
+            return self._show_set()
+        found = load_any(first)
+        if isinstance(found, RunRecord | PassProfile):
+            self._refuse_picture("a run" if isinstance(found, RunRecord) else "a forward pass")
+        self.show(summary_table(found.title, file_rows(found)), *self._layers(found))
+        if picture is not None and isinstance(found, Profile | Plan):
+            figure = draw_peak(explain_peak(found)) if isinstance(found, Profile) else draw_decisions(found)
+            self.wrote(write_picture(figure, picture, force=self.options.force))
+        return file_data(found)
+
+    def _layers(self, found: Inspected) -> list[RenderableType]:
+        """The table of a profile's or a plan's layers."""
+        if isinstance(found, Profile):
+            title, layers = "What layers save and cost", found.to_frame("layers")
+            headings = {"saved_bytes": "saved", "forward_s": "forward", "backward_s": "backward", "swap_s": "swap"}
+            headings |= {"recompute_s": "recompute"}
+        elif isinstance(found, Plan):
+            title, layers = "Decisions by layer", decisions_by_layer(found)
+            headings = {name: name for name in ("swap", "recompute", "keep")}
+        else:
+            return []
+        top: pd.DataFrame = layers.head(self.options.layers)
+        return [] if top.empty else [frame_table(f"{title} ({len(top)} of {len(layers)})", top, headings)]
+
+    def _refuse_picture(self, found: str) -> None:
+        if self.options.picture is not None:
+            raise UsageError(
+                f"--picture: expected one profile or one plan to draw, found {found}; pooch run --picture draws the "
+                "memory of a run"
+            )
+
+    def _show_set(self) -> dict[str, Any]:
+        plans = []
+        for path in self.options.files:
+            found = load_any(path)
+            if not isinstance(found, Plan):
+                raise UsageError(f"{path}: expected a plan, found a {found.kind}; show that file alone")
+            plans.append(found)
+        checked = PlanSet(plans)
+        headings = {"budget_bytes": "budget", "peak_bytes": "peak", "step_s": "step", "overhead": "overhead"}
+        title = f"Set of {len(plans)} plans for {plans[0].workload}; a step follows the one for its inputs"
+        self.show(frame_table(title, set_frame(checked.plans), headings))
+        return {"plans": [file_data(plan) for plan in plans]}
+
+
+class DiffVerb(Verb):
+    """Sets two files beside each other."""
+
+    name = "diff"
+    summary = "say what differs between two plans, two profiles, or a plan and a run that left it"
+    description = (
+        "Of two plans: budget, predicted peak and step, the values that are decided about differently, and the points "
+        "at which other things happen. Of two profiles: the step, the machine, memory and times. Of a plan and the "
+        "file of pooch run -o: promised and found, and at which point, in which layer, a step left the plan. Exit "
+        "codes are those of diff: 0 the same, 1 they differ (a run: it left the plan, its budget or the in-core bits), "
+        "2 trouble."
+    )
+    examples = """\
+  pooch diff plan-60.json plan-70.json
+  pooch diff monday.profile.json tuesday.profile.json
+  pooch run train.py:workload --plan plan.json -o run.json ; pooch diff plan.json run.json
+  pooch diff plan.json other.json --json | jq .values
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("first", metavar="A", help="plan, profile, or run")
+        parser.add_argument("second", metavar="B", help="the same, or a run of plan A")
+        parser.add_argument(
+            "--rows",
+            type=at_least(1),
+            default=MOST_ROWS,
+            metavar="N",
+            help=f"rows of each table (default: {MOST_ROWS})",
+        )
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        try:
+            first, second = load_any(options.first), load_any(options.second)
+        except PoochError as error:  # 1 would say that they differ
+            raise UsageError(str(error)) from None
+        found = _differences(first, second)
+        names = (options.first, options.second)
+        self.show(*found.shown(names if max(map(len, names)) <= 30 else ("A", "B"), options.rows))
+        if not found:
+            self.show("They say the same." if first.kind == second.kind else "The run kept to its plan.")
+        self.exit_code = int(bool(found))
+        return {"first": first.kind, "second": second.kind, "differs": bool(found), **found.data()}
+
+
+def _differences(first: Inspected, second: Inspected) -> PlanDifferences | ProfileDifferences | RunDifferences:
+    if isinstance(first, Plan) and isinstance(second, Plan):
+        return plan_differences(first, second)
+    if isinstance(first, Profile) and isinstance(second, Profile):
+        return profile_differences(first, second)
+    if isinstance(first, Plan) and isinstance(second, RunRecord):
+        return run_differences(first, second)
+    if isinstance(first, RunRecord) and isinstance(second, Plan):
+        return run_differences(second, first)
+    raise UsageError(
+        f"expected two plans, two profiles, or a plan and a run of it, found a {first.kind} and a {second.kind}"
+    )
+
+
+class SimulateVerb(Verb):
+    """Runs a plan through the simulator once more and shows what it does."""
+
+    name = "simulate"
+    summary = "show the step that a plan predicts: time, memory, and where the overhead comes from"
+    description = (
+        "Simulates the profiled step under the plan, as planning does, and shows its time, its peak and what the "
+        "overhead consists of, by layer, and who holds the peak. With --trace it is also written op by op, for "
+        "Perfetto. Runs on any machine."
+    )
+    examples = """\
+  pooch simulate profile.json plan.json
+  pooch simulate profile.json plan.json --trace trace.json    # open it at https://ui.perfetto.dev
+  pooch simulate profile.json plan.json --picture peak.png
+  pooch simulate profile.json plan.json --json | jq .layers
+"""
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("profile", metavar="PROFILE", help="file that pooch profile wrote")
+        parser.add_argument("plan", metavar="PLAN", help="file that pooch plan made from it")
+        parser.add_argument(
+            "--trace",
+            metavar="FILE.json",
+            help="trace events to write: compute, both links, the launching thread, live bytes",
+        )
+
+        parser.add_argument(
+            "--picture",
+            metavar="FILE.png",
+            help="draw who holds the peak: bytes by layer and kind",
+        )
+
+    def run(self) -> dict[str, Any]:
+        options = self.options
+        trace = self.output(options.trace, suffix=".json")
+        picture = self.output(options.picture, suffix=".png")
+        profile, plan = Profile.load(options.profile), Plan.load(options.plan)
+        simulation = simulate_plan(profile, plan)
+        self.show(summary_table(f"Predicted step of {plan.workload}", _simulated_rows(plan, simulation)))
+        layers = overhead_by_layer(profile, plan)
+        costly = layers[layers["overhead_s"] > 0].head(MOST_COSTLY)
+        if not costly.empty:
+            title = f"Where the overhead comes from ({len(costly)} of {len(layers)} layers)"
+            headings = {"swap": "swap", "recompute": "recompute", "stall_s": "stall", "replay_s": "replay"}
+            self.show(frame_table(title, costly, headings | {"overhead_s": "overhead"}))
+        peak = explain_peak(profile, plan)
+        self.show(str(peak))
+        if picture is not None:
+            self.wrote(write_picture(draw_peak(peak), picture, force=options.force))
+        if trace is not None:
+            self.wrote(write_trace(predicted_trace(profile, plan), trace, force=options.force))
+        held = {"moment": peak.moment, "held_by": peak.by_kind(), "held_in": peak.by_layer()}
+        return _simulated_data(profile, plan, simulation) | {"layers": plain_rows(layers), "peak": held}
+
+
+def _simulated_rows(plan: Plan, simulation: Simulation) -> dict[str, str]:
+    in_core_s = plan.prediction.in_core_step_s
+    causes = msgspec.structs.replace(
+        plan.prediction,
+        stall_s=simulation.stall_s,
+        replay_s=simulation.replay_s,
+        interference_s=simulation.interference_s,
+    ).causes_text
+    return {
+        "step": f"{format_seconds(simulation.step_s)} ({plan.prediction.in_core_text})",
+        "overhead": f"{simulation.step_s / in_core_s - 1 if in_core_s > 0 else 0.0:+.1%}",
+        "of that": causes,
+        "peak": f"{format_bytes(simulation.peak_bytes)}, in {simulation.peak_layer or 'no layer'}",
+        "peak of the first step": format_bytes(simulation.first_step_peak_bytes),
+        "budget": f"{format_bytes(plan.budget_bytes)}, on {plan.counted_text}",
+        **plan.arena_rows(),
+        "bytes swapped": format_copies(simulation.out_bytes, simulation.in_bytes),
+    }
+
+
+def _simulated_data(profile: Profile, plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    return {
+        "workload": plan.workload,
+        "budget_bytes": plan.budget_bytes,
+        "in_core_peak_bytes": profile.in_core_peak_bytes,
+        "in_core_step_s": plan.prediction.in_core_step_s,
+        "peak_bytes": simulation.peak_bytes,
+        "first_step_peak_bytes": simulation.first_step_peak_bytes,
+        "peak_layer": simulation.peak_layer,
+        "memory": plan.prediction.memory,
+        "live_peak_bytes": plan.prediction.live_peak_bytes,
+        "arena_bytes": plan.prediction.arena_bytes,
+        "arena_live_bytes": plan.prediction.arena_live_bytes,
+        "arena_peak_bytes": plan.prediction.arena_peak_bytes,
+        "step_s": simulation.step_s,
+        "stall_s": simulation.stall_s,
+        "replay_s": simulation.replay_s,
+        "interference_s": simulation.interference_s,
+        "runtime_s": simulation.runtime_s,
+        "out_bytes": simulation.out_bytes,
+        "in_bytes": simulation.in_bytes,
+    }

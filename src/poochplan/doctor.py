@@ -1,0 +1,420 @@
+"""What ``pooch doctor`` looks at: the machine, the software and a workload. Each check gives a finding."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from poochplan.errors import NativeError, SpillError
+from poochplan.formats.files import package_version
+from poochplan.native.native_build import NativeBuild
+from poochplan.planner.simulator.evaluator import EVALUATOR
+from poochplan.profiler.assembly.host import this_host
+from poochplan.profiler.assembly.notes import model_notes
+from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
+from poochplan.profiler.capture.clock import clock_of
+from poochplan.profiler.fake.estimate import needed_without_memory
+from poochplan.profiler.real import Runner
+from poochplan.runtime.allocator.building import ALLOCATOR
+from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type
+from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.modes import compiled_modules
+from poochplan.torch_private.tensor_internals import intercept_autograd
+from poochplan.units import format_bytes, format_rate
+from poochplan.workload import Workload
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PROBE_BYTES = 64 << 20
+LEAST_FREE_BYTES = 4 << 30
+ROUNDS, ROUND_S = 30, 0.005
+MUCH_SPREAD = 0.2
+"""Share of its median by which the same work may spread before times of short steps say little."""
+TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14")
+"""What the tests of the runtime have passed on, from the oldest that ``pyproject.toml`` allows; the suite on 2.13."""
+Versions = Callable[[str], str | None]
+"""The installed version of a package by its name on the index; None where there is none."""
+OTHER_FORMULAS = ("Prod", "LinalgLstsq", "LinalgPinv")
+"""Of torch's database of operators, those whose results or gradients have other bits where a dispatch mode looks on."""
+
+
+class Status(StrEnum):
+    """How it stands."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """It works, slower or with less than it could."""
+    MISSING = "missing"
+    """Something cannot be done without it."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What was looked at, what was found, and what to do about it."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    """Empty where there is nothing to do."""
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing has to be done."""
+    return Finding(name=name, status=Status.OK, found=found)
+
+
+def missing(name: str, found: str, advice: str) -> Finding:
+    """Something cannot be done without it."""
+    return Finding(name=name, status=Status.MISSING, found=found, advice=advice)
+
+
+def judged(name: str, is_fine: bool, found: str, advice: str = "") -> Finding:
+    """Fine, or a warning with its advice."""
+    return ok(name, found) if is_fine else Finding(name=name, status=Status.WARNING, found=found, advice=advice)
+
+
+def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
+    """All of them, in the order in which a person asks; the spill disk is written to, for a fraction of a second."""
+    yield system()
+    yield threads(torch.get_num_threads(), _usable_cores())
+    yield ok("memory", f"{format_bytes(available_bytes())} free for this process")
+    yield huge_pages(_read(HUGE_PAGES))
+    yield spill_disk(spill_dir)
+    yield noise(_rounds_s())
+
+
+def system() -> Finding:
+    """Profiling and running need Linux."""
+    host = this_host()
+    found = f"{host.system}, {host.processor}"
+    if sys.platform.startswith("linux"):
+        return ok("system", found)
+    return missing("system", found, "profile and run on Linux; plans can be made here")
+
+
+def threads(used: int, cores: int) -> Finding:
+    """Torch's threads against the cores that this process may use."""
+    advice = f"set OMP_NUM_THREADS={cores}: threads that wait for each other slow every op"
+    return judged("threads", used <= cores, f"torch computes with {used}, this process may use {cores} cores", advice)
+
+
+def huge_pages(setting: str) -> Finding:
+    """Of the kernel: in a session each tensor of 64 KiB or more is fresh memory, which small pages make dear.
+
+    ``setting`` is the kernel's line, with the chosen word in brackets; empty where it tells none.
+    """
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen == "always":
+        return ok("huge pages", "always")
+    if chosen == "madvise":
+        return ok("huge pages", "where a program asks, as the compiled allocator does")
+    found = chosen or "the kernel does not tell"
+    advice = f"echo madvise | sudo tee {HUGE_PAGES}; without them fresh memory takes up to half of a step on the CPU"
+    return judged("huge pages", False, found, advice)
+
+
+def spill_disk(spill_dir: str | Path | None) -> Finding:
+    """Where values are swapped to on the CPU, what is free there, and how fast it takes and gives 64 MiB."""
+    try:
+        where = choose_spill_dir(spill_dir)
+        free_bytes = shutil.disk_usage(where).free
+        out_s, in_s = _copy_seconds(where, min(PROBE_BYTES, free_bytes // 2))
+    except (SpillError, OSError) as error:
+        return missing(
+            "spill disk",
+            " ".join(str(error).split()),
+            "name a folder on a disk by --spill-dir or POOCH_SPILL_DIR; nothing is swapped on the CPU without",
+        )
+    size_bytes = min(PROBE_BYTES, free_bytes // 2)
+    found = (
+        f"{where} ({file_system_type(where) or 'unknown'}), {format_bytes(free_bytes)} free, out "
+        f"{format_rate(size_bytes / out_s)}, in {format_rate(size_bytes / in_s)} ({format_bytes(size_bytes)}, page "
+        "cache included)"
+    )
+    return judged("spill disk", free_bytes >= LEAST_FREE_BYTES, found, "make room there, or name another --spill-dir")
+
+
+def noise(rounds_s: list[float]) -> Finding:
+    """How far the same work spreads over rounds: seconds of each."""
+    low_s, middle_s, high_s = np.percentile(rounds_s, [25, 50, 75])
+    spread, worst = (high_s - low_s) / middle_s, max(rounds_s) / middle_s
+    found = f"the same work spreads by {spread:.0%} (quartiles), at worst {worst:.1f} times as long"
+    advice = "profile when nothing else runs, or with more --iterations: times of a busy machine make poor plans"
+    return judged("noise", bool(spread <= MUCH_SPREAD), found, advice)
+
+
+def _rounds_s() -> list[float]:
+    """Seconds of some rounds of one matrix product, repeated to take about 5 ms."""
+    factors = torch.ones(256, 256)
+    repeats, took_s = 1, 0.0
+    while took_s < ROUND_S:
+        repeats *= 2
+        took_s = _products_s(factors, repeats)
+    return [_products_s(factors, repeats) for _ in range(ROUNDS)]
+
+
+def _products_s(factors: torch.Tensor, repeats: int) -> float:
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        torch.mm(factors, factors)
+    return time.perf_counter() - start_s
+
+
+def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
+    """Out and back in, of a spill file that has been written once."""
+    file = SpillFile(where)
+    try:
+        file.write_ahead(size_bytes)
+        buffer = bytearray(size_bytes)
+        start_s = time.perf_counter()
+        moved = 0
+        while moved < size_bytes:
+            moved += os.pwrite(file.descriptor, memoryview(buffer)[moved:], moved)
+        between_s = time.perf_counter()
+        moved = 0
+        while moved < size_bytes:
+            moved += os.preadv(file.descriptor, [memoryview(buffer)[moved:]], moved)
+        return between_s - start_s, time.perf_counter() - between_s
+    finally:
+        file.close()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def software_findings(*, builds: bool = False) -> Iterator[Finding]:
+    """All of them; with ``builds`` what is compiled is built first, which takes seconds."""
+    yield ok("poochplan", f"{package_version()} on Python {platform.python_version()}")
+    yield torch_version(str(torch.__version__))
+    yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda)
+    yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
+    yield solvers(installed)
+    yield compiled_part(EVALUATOR, "plans are found with some hundred times fewer simulations", builds=builds)
+    yield compiled_part(ALLOCATOR, "everything else works", builds=builds)
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def torch_version(found: str) -> Finding:
+    """Against those that are tested, whatever their last number."""
+    is_tested = ".".join(found.split(".")[:2]) in TESTED_TORCH
+    tested = f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}"
+    advice = f"tested with torch {tested}; check a plan with pooch run --check, and report what differs"
+    return judged("torch", is_tested, found, advice)
+
+
+def cuda(devices: int, built_for: str | None) -> Finding:
+    """Whether there is a GPU that torch can use."""
+    if devices:
+        return ok("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
+    found = f"torch is built for CUDA {built_for}, and finds no device" if built_for else "torch is built without it"
+    return ok("CUDA", f"{found}: profiles and runs are of the CPU")
+
+
+def cupy(torch_cuda: str | None, versions: Versions) -> Finding:
+    """CuPy queues copies with the least work for the launching thread; it has to be for torch's CUDA."""
+    if torch_cuda is None:
+        return ok("CuPy", "not needed without a GPU")
+    wanted = f"cuda{torch_cuda.partition('.')[0]}"
+    there = {name: found for name in ("cuda12", "cuda13") if (found := versions(f"cupy-{name}x"))}
+    if wanted in there and len(there) == 1:
+        return ok("CuPy", f"cupy-{wanted}x {there[wanted]}, as torch's CUDA")
+    if not there:
+        found = f"none; torch has CUDA {torch_cuda}"
+    else:
+        names = ", ".join(f"cupy-{name}x {text}" for name, text in there.items())
+        found = f"{names}, where torch has CUDA {torch_cuda}"
+    others = "".join(f"pip uninstall cupy-{name}x; " for name in there if name != wanted)
+    return judged("CuPy", False, found, f"{others}pip install 'poochplan[{wanted}]': it queues copies faster")
+
+
+def solvers(versions: Versions) -> Finding:
+    """HiGHS proves bounds; PuLP brings CBC, which does without."""
+    pulp, highs = versions("pulp"), versions("highspy")
+    found = ", ".join(f"{name} {text}" for name, text in (("highspy", highs), ("pulp", pulp)) if text) or "none"
+    if pulp and highs:
+        return ok("solvers", found)
+    if pulp:
+        return judged("solvers", False, found, "pip install highspy: plans are nearer to their bound, and sooner")
+    return missing("solvers", found, "pip install pulp highspy: planning needs them")
+
+
+def compiled_part(part: NativeBuild, without: str, *, builds: bool = False) -> Finding:
+    """Whether it is built, or what would build it; ``without`` it that is so. Where it was asked for it is built here,
+    and missing if that fails.
+    """
+    if builds:
+        try:
+            part.build()
+        except NativeError as error:
+            advice = f"see that line; without it {without}"
+            return missing(part.name, str(error), advice)
+    if part.is_built():
+        return ok(part.name, f"built: {part.file().parent.name}")
+    reason = part.why_unavailable()
+    if not reason:
+        found = f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now"
+        return ok(part.name, found)
+    found, _, advice = reason.partition("; ")
+    return judged(part.name, False, found, f"{advice}; without it {without}")
+
+
+def workload_findings(workload: Workload) -> Iterator[Finding]:
+    """All of them. The step runs twice without memory (on fake tensors) where it can; nothing of it is changed."""
+    model = workload.model
+    where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    count, size_bytes = _parameters(model)
+    found = f"{type(model).__name__} on {where}, {count:,} parameters ({format_bytes(size_bytes)})"
+    yield ok("model", found)
+    yield training(model)
+    yield compiled_parts(model)
+    nodes: set[str] = set()
+    with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
+        needed_bytes = None if where.type != "cpu" else _needed_bytes(workload, where)
+    yield checkpointing(model, calls.count)
+    if nodes:  # else the step has not run
+        yield other_formulas(nodes)
+    yield optimizer(workload.optimizer)
+    if where.type == "cpu":
+        yield memory(needed_bytes, available_bytes())
+
+
+def training(model: torch.nn.Module) -> Finding:
+    """Whether it, or a part of it, rests."""
+    notes = model_notes(model)
+    return judged("train mode", not notes, notes[0] if notes else "every module", "call model.train() before profiling")
+
+
+def compiled_parts(model: torch.nn.Module) -> Finding:
+    """What a compiled region saves is decided about at its edges only."""
+    found = compiled_modules(model)
+    if not found:
+        return ok("compiled parts", "none")
+    if "" in found:
+        return judged(
+            "compiled parts",
+            False,
+            "the whole model is one compiled region",
+            "have poochplan.compile compile it with a plan inside (pooch run --compile), or compile its blocks instead "
+            "(block.compile() for each): a plan decides about what lies between regions",
+        )
+    some = ", ".join(list(found)[:3])
+    return ok("compiled parts", f"{len(found)}, first {some}; what they save is swapped or kept, not recomputed")
+
+
+def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
+    """``calls`` of ``torch.utils.checkpoint`` were seen in a step; modules may say that they do it as well."""
+    modules = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    if not calls and not modules:
+        return ok("activation checkpointing", "off")
+    where = f"in {modules[0] or 'the model'} and {len(modules) - 1} more" if modules else f"{calls} calls in a step"
+    return judged(
+        "activation checkpointing",
+        False,
+        f"on, {where}",
+        "switch it off: a plan recomputes what is worth it, and decides nothing about what is checkpointed already",
+    )
+
+
+def other_formulas(nodes: Collection[str]) -> Finding:
+    """Which of the step's ``nodes`` compute by other formulas under a dispatch mode. No session has one there."""
+    found = sorted(one for one in nodes if one.removeprefix("autograd.").startswith(OTHER_FORMULAS))
+    return ok(
+        "under a mode",
+        f"{', '.join(found)}: torch has another formula where a dispatch mode of yours looks on, as a FLOP "
+        "counter does; sessions have none there"
+        if found
+        else "no operator of the step is known to have other bits where a dispatch mode looks on",
+    )
+
+
+def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
+    def noted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nodes.update(map(name_of, nodes_behind(outputs)))
+        return run(outputs, *args, **kwargs)
+
+    return noted
+
+
+def optimizer(found: torch.optim.Optimizer | None) -> Finding:
+    """Its state is part of every peak; one that calls the step again is no single step."""
+    if found is None:
+        return judged(
+            "optimizer", False, "none", "return it in the Workload: its state is part of the peak that is planned for"
+        )
+    name = type(found).__name__
+    is_lbfgs = isinstance(found, torch.optim.LBFGS)
+    advice = "it runs the step several times for one update, each is planned; its history beside them is not"
+    return judged("optimizer", not is_lbfgs, name, advice)
+
+
+def memory(needed_bytes: int | None, there_bytes: int) -> Finding:
+    """Whether the in-core step fits, as far as a step without memory tells."""
+    if needed_bytes is None:
+        found = "the step only runs with data: what it takes is told by pooch profile"
+        return ok("in-core step", found)
+    found = f"takes {format_bytes(needed_bytes)} beside model and data, {format_bytes(there_bytes)} are free"
+    return judged("in-core step", needed_bytes < there_bytes, found, "profile it with --mode swap-all, or auto")
+
+
+class CheckpointCalls:
+    """Counts calls of ``torch.utils.checkpoint.checkpoint`` on this thread within a block, whoever imported it.
+
+    State: the count, and the profile function that was set before.
+    """
+
+    _code: CodeType = inspect.unwrap(checkpoint).__code__
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> CheckpointCalls:
+        self._before = sys.getprofile()
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is self._code:
+            self.count += 1
+
+
+def _needed_bytes(workload: Workload, where: torch.device) -> int | None:
+    runner = Runner(workload.step, workload.model, workload.optimizer, False, clock_of(where))
+    return needed_without_memory(runner)
+
+
+def _parameters(model: torch.nn.Module) -> tuple[int, int]:
+    every = list(model.parameters())
+    return sum(one.numel() for one in every), sum(one.numel() * one.element_size() for one in every)

@@ -1,1 +1,0 @@
-"""What ``pooch doctor`` looks at: the machine, the software, and a workload; each check gives findings."""

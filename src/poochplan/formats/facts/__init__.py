@@ -1,1 +1,0 @@
-"""Facts about how a step was run when it was profiled, and what they advise."""

@@ -1,1 +1,0 @@
-"""Files about a forward pass alone."""

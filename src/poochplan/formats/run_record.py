@@ -1,0 +1,220 @@
+"""What ``pooch run`` writes: a RunRecord, to be compared with its plan later, and a Certificate of its bits."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar, Literal
+
+import msgspec
+
+from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
+
+from .fields import Bytes, Change, Count, Seconds, Text
+from .files import Document
+from .plan import Departure, Plan
+from .profile_parts import Host, Memory
+from .shown_table import numbered
+
+SCHEMA_VERSION = 1
+"""Of both."""
+MUCH_FRAGMENTATION = 0.1
+
+
+class RunRecord(Document, frozen=True, kw_only=True):
+    """What a run found, beside what its plan had promised. Bytes and seconds are of one step: medians over steps."""
+
+    heading: ClassVar[str] = "Run of {}"
+    kind: Literal["run"] = "run"
+    schema_version: int = SCHEMA_VERSION
+    workload: Text
+    plan_fingerprint: Text
+    """``Plan.fingerprint`` of the plan that was followed."""
+    versions: dict[Text, Text] = msgspec.field(default_factory=dict)
+    """Of the run: poochplan, torch, python."""
+    host: Host | None = None
+    """Where it ran."""
+    in_core_peak_bytes: Bytes
+    budget_bytes: Bytes
+    predicted_peak_bytes: Bytes
+    measured_peak_bytes: Bytes | None
+    """The largest of any metered step; None when none was metered."""
+    in_core_step_s: Seconds
+    in_core_step_measured: bool
+    """Whether it was measured beside the planned steps; otherwise it is the profile's."""
+    predicted_step_s: Seconds
+    planned_step_s: Seconds
+    """Measured."""
+    predicted_overhead: Change
+    measured_overhead: Change
+    out_bytes: Bytes
+    in_bytes: Bytes
+    replay_s: Seconds
+    replayed_values: Count
+    stall_s: Seconds
+    contradiction: Text
+    """How the measured time contradicts the profile; empty where it does not."""
+    fallbacks: Count
+    fallback_reasons: tuple[Text, ...]
+    departures: tuple[Departure, ...]
+    """Where steps left the plan."""
+    bitwise_equal: bool | None
+    """None when it was not checked."""
+    difference: Text | None
+    allocated_peak_bytes: Bytes | None
+    reserved_peak_bytes: Bytes | None
+    arena_bytes: Bytes | None
+    arena_live_bytes: Bytes | None
+    arena_peak_bytes: Bytes | None = None
+    """These three as the plan has them; in all that follows, files that do not say have the default."""
+    memory: Memory = Memory.LIVE
+    """What the peaks count."""
+    predicted_live_peak_bytes: Bytes | None = None
+    served_arena_bytes: Bytes | None = None
+    """Of the arena that the last steps were served from; None where there was none."""
+    served_blocks: Count = 0
+    """Of the last step that was served; so are the four that follow."""
+    served_bytes: Bytes = 0
+    unserved_blocks: Count = 0
+    """That lay outside against the plan."""
+    unserved_bytes: Bytes = 0
+    unserved: tuple[Text, ...] = ()
+    """The first of them, and why."""
+    why_not_served: Text = ""
+    """Why no step was served; empty where one was."""
+    steps: Count = 0
+    """Under the plan, timed ones too."""
+    left_steps: Count = 0
+    """That left the plan, wholly or in one value."""
+    compared_steps: Count = 0
+    """Steps whose tensors were compared with the in-core ones."""
+    compared_tensors: Count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a metered step took more than the budget."""
+        return self.measured_peak_bytes is not None and self.measured_peak_bytes > self.budget_bytes
+
+    def rows(self, plan: Plan | None = None) -> dict[str, str]:
+        """What was promised and what was found, in words; of its ``plan`` too, where that is at hand."""
+        share = share_of_peak(self.budget_bytes, self.in_core_peak_bytes)
+        peak = format_bytes(self.predicted_peak_bytes)
+        if self.memory is Memory.ALLOCATED and self.predicted_live_peak_bytes is not None:
+            peak = f"{peak} allocated, {format_bytes(self.predicted_live_peak_bytes)} live"
+        in_core = format_seconds(self.in_core_step_s)
+        if self.in_core_step_measured:
+            in_core = f"{in_core} (PyTorch alone, before and after it)"
+        else:
+            in_core = f"{in_core if plan is None else plan.prediction.in_core_text}, from the profile"
+        return {
+            "in-core peak": format_bytes(self.in_core_peak_bytes),
+            "budget": f"{format_bytes(self.budget_bytes)} ({share:.0%} of the in-core peak)",
+            **({} if plan is None else {"budget is on": plan.counted_text}),
+            "predicted peak": peak,
+            "measured peak": self._peak_text(),
+            "in-core step time": in_core,
+            "planned step time": f"{format_seconds(self.planned_step_s)} (predicted "
+            f"{format_seconds(self.predicted_step_s)})",
+            "predicted overhead": f"{self.predicted_overhead:+.1%}",
+            "measured overhead": f"{self.measured_overhead:+.1%}",
+            "bytes swapped": f"{format_copies(self.out_bytes, self.in_bytes)} a step",
+            "time recomputed": f"{format_seconds(self.replay_s)} a step, {self.replayed_values} values",
+            "stall": f"{format_seconds(self.stall_s)} a step",
+            "gradients bitwise equal": self._equal_text(),
+            **self._allocator_rows(plan),
+            **(self._arena_rows() if plan is None or plan.device == "cpu" else {}),
+            **({"left the plan": f"{self.left_steps} of {self.steps} steps"} if self.left_steps else {}),
+            **({"note": self.contradiction} if self.contradiction else {}),
+            **numbered("fallback", self.fallback_reasons),
+        }
+
+    def _peak_text(self) -> str:
+        if self.measured_peak_bytes is None:
+            return "not metered"
+        within = "OVER THE BUDGET" if self.is_over else "within the budget"
+        within += f"; {self.left_steps} of {self.steps} steps LEFT THE PLAN" if self.left_steps else ""
+        return f"{format_bytes(self.measured_peak_bytes)} ({within})"
+
+    def _equal_text(self) -> str:
+        if self.bitwise_equal is None:
+            return "not checked (--check compares them with in-core)"
+        if not self.bitwise_equal:
+            return f"no: {self.difference}"
+        if not self.compared_steps:  # files of before do not say
+            return "yes"
+        return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
+
+    def _allocator_rows(self, plan: Plan | None) -> dict[str, str]:
+        """The peaks of CUDA's caching allocator, and the arena that an allocator which knew the plan would need."""
+        if self.allocated_peak_bytes is None or self.reserved_peak_bytes is None:
+            return {}
+        fragmentation = fragmentation_text(self.allocated_peak_bytes, self.reserved_peak_bytes)
+        return {
+            "allocated peak": f"{format_bytes(self.allocated_peak_bytes)} (the allocator's, workspaces included)",
+            "reserved peak": f"{format_bytes(self.reserved_peak_bytes)}{fragmentation}",
+            **({} if plan is None else plan.arena_rows()),
+        }
+
+    def _arena_rows(self) -> dict[str, str]:
+        """What of a step the arena served; what not, and why."""
+        if self.served_arena_bytes is None:
+            return {"served from the arena": f"nothing: {self.why_not_served}"} if self.why_not_served else {}
+        served = f"{self.served_blocks} blocks, {format_bytes(self.served_bytes)} a step"
+        missed = "nothing of what was planned"
+        if self.unserved_blocks:
+            missed = f"{self.unserved_blocks} blocks, {format_bytes(self.unserved_bytes)}: {'; '.join(self.unserved)}"
+        return {
+            "served from the arena": f"{served}, from one arena of {format_bytes(self.served_arena_bytes)}",
+            "not served": missed,
+        }
+
+
+def fragmentation_text(allocated_bytes: int, reserved_bytes: int) -> str:
+    """The share of the reserved bytes that was never in use; where it is large, the setting that lowers it."""
+    share = 1 - allocated_bytes / reserved_bytes if reserved_bytes else 0.0
+    text = f" ({share:.0%} fragmentation)"
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if share > MUCH_FRAGMENTATION and "expandable_segments:True" not in settings:
+        return f"{text}; set PYTORCH_ALLOC_CONF=expandable_segments:True to have less"
+    return text
+
+
+class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
+
+    loss: Text
+    gradients: dict[Text, Text]
+    """Before the optimizer's step."""
+    buffers: dict[Text, Text]
+    """After it, like the two below."""
+    parameters: dict[Text, Text]
+    generators: dict[Text, Text]
+    """State of torch's random number generator of each kind of device."""
+
+
+class Certificate(Document, frozen=True, kw_only=True):
+    """Digests of steps in-core and of the same steps under a plan from the same seed, for a supplement.
+
+    Whoever has the same versions, machine and flags can run the workload plainly and find the same digests.
+    """
+
+    heading: ClassVar[str] = "Certificate of {}"
+    kind: Literal["certificate"] = "certificate"
+    schema_version: int = SCHEMA_VERSION
+    workload: Text
+    plan_fingerprint: Text
+    """``Plan.fingerprint`` of the plan that was followed."""
+    seed: int
+    versions: dict[Text, Text]
+    host: Host | None = None
+    flags: dict[Text, Text]
+    """Settings of torch that can change bits."""
+    equal: bool
+    in_core: tuple[StepDigests, ...]
+    planned: tuple[StepDigests, ...]
+
+    def rows(self) -> dict[str, str]:
+        return {
+            "plan": self.plan_fingerprint,
+            "seed": str(self.seed),
+            "bitwise equal": f"{'yes' if self.equal else 'no'}, in {len(self.planned)} steps",
+        }

@@ -1,0 +1,398 @@
+"""traced_step: runs one planned step and measures when what happens: ops, copies, waits, replays and live bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from poochplan.formats.plan import Plan
+from poochplan.formats.plan_set import PlanSet
+from poochplan.formats.profile import Phase
+from poochplan.formats.profile_parts import rounded_up
+from poochplan.profiler.step.forward_only import checked_loss
+from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.applying import apply
+from poochplan.runtime.devices.cpu import CallingThread, CpuDevice, SpillCopy
+from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
+from poochplan.runtime.devices.device import Event
+from poochplan.runtime.devices.opening import model_device
+from poochplan.runtime.devices.pinned import PinnedMemory
+from poochplan.runtime.devices.pinned_tier import Part
+from poochplan.runtime.devices.stopwatch import CudaStopwatch
+from poochplan.runtime.session import Session
+from poochplan.step_trace import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, Bar, MemoryCurve, StepTrace
+from poochplan.tensors.modes import ToggledMode, around_compiled
+from poochplan.tensors.operators import traits
+from poochplan.tensors.storages import has_storage
+from poochplan.torch_private.tensor_internals import pytree, storage_identity
+from poochplan.verify import METERED_STEPS, seed_everything
+from poochplan.workload import Workload
+
+__all__ = ["traced_step"]
+
+_QUEUED = {"swap out": OUT_LINK, "prefetch": IN_LINK}
+
+
+def traced_step(
+    build: Callable[[], Workload],
+    plan: Plan | PlanSet,
+    *,
+    seed: int = 0,
+    spill_dir: str | Path | None = None,
+    force: bool = False,
+) -> StepTrace:
+    """Builds the workload, trains it under ``plan`` until steps are alike, and measures one step more.
+
+    Measuring takes some 10 us an op, so that the traced step is slower than it is without; ``pooch run`` has timed it
+    before. On CUDA compute and copies are timed by events on their streams. Raises what ``poochplan.apply`` raises.
+    """
+    seed_everything(seed)
+    workload = build()
+    first = plan.plans[0] if isinstance(plan, PlanSet) else plan
+    where = model_device(workload.model, first.device)
+    log, tracker = StepLog(where), LayerTracker()
+    meter = TracingMeter(where.type, log, tracker)
+
+    def opened() -> CpuDevice | CudaDevice:
+        if where.type == "cpu":
+            return TracedCpuDevice(spill_dir, first.link.throttle_bytes_per_s, log)
+        return TracedCudaDevice(where, log)
+
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(apply(plan, workload.model, device=opened, meter="always", force=force))
+        stack.enter_context(tracker.on(workload.model))
+        stack.enter_context(around_compiled(workload.model, meter.compiled))
+        meter.switch_on()
+        stack.callback(meter.switch_off)
+        for tensor in (*workload.model.parameters(), *workload.model.buffers()):
+            meter.watch(tensor)
+        for _ in range(METERED_STEPS):
+            _train(workload, log)
+        log.start()
+        log.live(meter.live_bytes)
+        _train(workload, log)
+        end = log.clock.mark()
+        log.stop()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return _trace_of(session, log, log.clock.seconds(end))
+
+
+def _trace_of(session: Session, log: StepLog, step_s: float) -> StepTrace:
+    report, plan = session.report().last_step, session.plan
+    memory = log.memory(step_s)
+    assert plan is not None, "it was given"
+    return StepTrace(
+        workload=plan.workload,
+        source="measured",
+        budget_bytes=plan.budget_bytes,
+        step_s=step_s,
+        bars=log.bars(),
+        memory=memory,
+        facts={
+            "peak_bytes": memory.peak_bytes,
+            "predicted_peak_bytes": plan.prediction.peak_bytes,
+            "out_bytes": report.out_bytes,
+            "in_bytes": report.in_bytes,
+            "fallbacks": report.fallbacks,
+        },
+    )
+
+
+def _train(workload: Workload, log: StepLog) -> None:
+    """One step, as ``pooch run`` trains."""
+    if workload.optimizer is not None:
+        workload.optimizer.zero_grad(set_to_none=True)
+    workload.model.zero_grad(set_to_none=True)
+    with log.block(STEP, Phase.FORWARD, ""):
+        loss = checked_loss(workload.step(), workload.model)
+    with log.block(STEP, Phase.BACKWARD, ""):
+        loss.backward()  # type: ignore[no-untyped-call]
+    loss = loss.detach()
+    with log.block(STEP, Phase.OPTIMIZER, ""):
+        if workload.optimizer is not None:
+            workload.optimizer.step()
+
+
+class TraceClock(Protocol):
+    """Marks, and how many seconds after the origin each was passed."""
+
+    def start(self) -> None:
+        """The origin is now."""
+
+    def mark(self, stream: Any = None) -> Any:
+        """Now; of a device's stream, the place behind what is queued on it."""
+
+    def seconds(self, mark: Any) -> float:
+        """From the origin to a mark that has been passed."""
+
+
+class HostClock:
+    """Marks are the calling thread's time. State: the origin."""
+
+    def __init__(self) -> None:
+        self._origin_s = time.perf_counter()
+
+    def start(self) -> None:
+        self._origin_s = time.perf_counter()
+
+    def mark(self, stream: Any = None) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        return mark - self._origin_s
+
+
+class DeviceClock:
+    """Marks are events on a CUDA stream, by default the current one. State: the origin."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._origin: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        self._origin = self.mark()
+
+    def mark(self, stream: Any = None) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream or torch.cuda.current_stream(self._where))
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        assert self._origin is not None, "start() comes first"
+        return float(self._origin.elapsed_time(mark)) / 1e3
+
+
+class _Entry(NamedTuple):
+    row: str
+    what: str
+    label: str
+    begin: Callable[[], float]
+    end: Callable[[], float]
+
+
+class StepLog:
+    """State: whether it listens, and what it has heard. ``clock`` is the compute stream's, ``host`` the thread's."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.host = HostClock()
+        self.clock: TraceClock = self.host if where.type == "cpu" else DeviceClock(where)
+        self.is_on = False
+        self._entries: list[_Entry] = []
+        self._sizes: list[tuple[Any, int]] = []
+
+    def start(self) -> None:
+        """The step begins now."""
+        self.host.start()
+        self.clock.start()
+        self.is_on = True
+
+    def stop(self) -> None:
+        self.is_on = False
+
+    @contextlib.contextmanager
+    def block(self, row: str, what: str, label: str) -> Iterator[None]:
+        """What is queued on the compute stream inside; on the row of the thread, what it does inside."""
+        if not self.is_on:
+            yield
+            return
+        clock = self.host if row == THREAD else self.clock
+        begin = clock.mark()
+        try:
+            yield
+        finally:
+            self.took(row, what, label, begin, clock.mark(), clock)
+
+    def took(self, row: str, what: str, label: str, begin: Any, end: Any, clock: TraceClock | None = None) -> None:
+        """Something ran between two marks, of the compute stream's clock unless another is named."""
+        read = (clock or self.clock).seconds
+        self.took_later(row, what, label, lambda: read(begin), lambda: read(end))
+
+    def took_later(self, row: str, what: str, label: str, begin: Callable[[], float], end: Callable[[], float]) -> None:
+        """The same for what has perhaps not yet run: asked for seconds since the origin when the step is over."""
+        if self.is_on:
+            self._entries.append(_Entry(row, what, label, begin, end))
+
+    def live(self, size_bytes: int) -> None:
+        """So many bytes are live from here on."""
+        if self.is_on:
+            self._sizes.append((self.clock.mark(), size_bytes))
+
+    def bars(self) -> tuple[Bar, ...]:
+        """All that was heard of, in order of begin; nothing begins before the step."""
+        read = [Bar(one.row, one.what, max(0.0, one.begin()), one.end(), one.label) for one in self._entries]
+        return tuple(sorted((bar for bar in read if bar.end_s >= bar.start_s), key=lambda bar: bar.start_s))
+
+    def memory(self, end_s: float) -> MemoryCurve:
+        """Live bytes from the first mark on to the end of the step."""
+        times_s = [max(0.0, self.clock.seconds(mark)) for mark, _ in self._sizes]
+        sizes = [size for _, size in self._sizes]
+        order = np.argsort(times_s, kind="stable")
+        times = np.append(np.asarray(times_s)[order], end_s) if times_s else np.zeros(0)
+        return MemoryCurve(np.maximum.accumulate(times), np.asarray(sizes, dtype=np.int64)[order])
+
+
+class TracingMeter(ToggledMode):
+    """Tells a log each op that takes time, with its layer, and live bytes whenever they change: those of device
+    storages, each rounded up to what is allocated at once. State: these storages.
+
+    A storage that is first met as an argument was there before. For steps whose gradients nobody uses: under a mode
+    autograd takes other formulas.
+    """
+
+    def __init__(self, device_type: str, log: StepLog, tracker: LayerTracker) -> None:
+        super().__init__()
+        self._device_type, self._log, self._tracker = device_type, log, tracker
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.live_bytes = 0
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor's storage from now on, once."""
+        if not has_storage(tensor, self._device_type):
+            return
+        storage = tensor.untyped_storage()
+        key, size_bytes = storage_identity(storage), rounded_up(storage.nbytes())
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._died(key, size_bytes))
+            self.live_bytes += size_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, facts = kwargs or {}, traits(func)
+        is_told = self._log.is_on and not facts.pure_view
+        begin = self._log.clock.mark() if is_told else None
+        self._watch_all((args, kwargs))
+        outputs = func(*args, **kwargs)
+        if not facts.pure_view:
+            self._watch_all(outputs)
+        if is_told:
+            self._log.took(COMPUTE, facts.name, self._tracker.current(), begin, self._log.clock.mark())
+            self._log.live(self.live_bytes)
+        return outputs
+
+    def compiled(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """One bar for a compiled callable, inside of which there are no ops."""
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            with self.away(), self._log.block(COMPUTE, "compiled region", path):
+                return call(*args, **kwargs)
+
+        return region
+
+    def _watch_all(self, tree: Any) -> None:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                self.watch(leaf)
+
+    def _died(self, key: int, size_bytes: int) -> None:
+        if self._alive.pop(key, None) is not None:
+            self.live_bytes -= size_bytes
+            self._log.live(self.live_bytes)
+
+
+class Named:
+    """What the mechanism is at: ``"swap out NAME"``, ``"prefetch NAME"`` or ``"replay NAME"``. State: the innermost."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self.label = ""
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """The thread queues it inside, but for a replay: that runs on the compute stream."""
+        what = next((known for known in (*_QUEUED, "replay") if name.startswith(known)), name)
+        outer, self.label = self.label, name.removeprefix(what).strip()
+        row, shown = (COMPUTE, "replay") if what == "replay" else (THREAD, f"queue {_QUEUED.get(what, what)}")
+        try:
+            with self._log.block(row, shown, self.label):
+                yield
+        finally:
+            self.label = outer
+
+
+class WaitingThread(CallingThread):
+    """The compute stream of the CPU, which tells of each wait. State: the name of each copy's value."""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self.labels: weakref.WeakKeyDictionary[Event, str] = weakref.WeakKeyDictionary()
+
+    def wait(self, event: Event) -> float:
+        if event.done():
+            return 0.0
+        with self._log.block(COMPUTE, "stall", self.labels.get(event, "")):
+            return super().wait(event)
+
+
+class TracedCpuDevice(CpuDevice):
+    """The CPU device."""
+
+    spans = True
+
+    def __init__(self, spill_dir: str | Path | None, throttle_bytes_per_s: float | None, log: StepLog) -> None:
+        super().__init__(spill_dir, throttle_bytes_per_s=throttle_bytes_per_s)
+        self.compute: WaitingThread = WaitingThread(log)
+        self._log, self._named = log, Named(log)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._named.span(name)
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
+        return self._told("swap out", super().copy_out(storage, host_offset))
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> SpillCopy:
+        return self._told("swap in", super().copy_in(storage, host_offset))
+
+    def _told(self, what: str, job: SpillCopy) -> SpillCopy:
+        self.compute.labels[job] = self._named.label
+        read = self._log.host.seconds
+        row = OUT_LINK if what == "swap out" else IN_LINK
+        self._log.took_later(row, what, self._named.label, lambda: read(job.began_s), lambda: read(job.ended_s))
+        return job
+
+
+class TracedCudaDevice(CudaDevice):
+    """The CUDA device: marks are events on the streams themselves."""
+
+    def __init__(self, where: torch.device, log: StepLog) -> None:
+        super().__init__(where, spans=True)
+        self._log, self._named = log, Named(log)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        with self._named.span(name):
+            yield
+
+    def stopwatch(self) -> CudaStopwatch:
+        return TracedStopwatch(self._log, self.where)
+
+    def _queue(
+        self, storage: torch.UntypedStorage, parts: list[Part[PinnedMemory]], kind: int, stream: CudaStream
+    ) -> None:
+        if not self._log.is_on:
+            super()._queue(storage, parts, kind, stream)
+            return
+        what, row = ("swap out", OUT_LINK) if stream is self.outward else ("swap in", IN_LINK)
+        begin = self._log.clock.mark(stream.stream)
+        super()._queue(storage, parts, kind, stream)
+        self._log.took(row, what, self._named.label, begin, self._log.clock.mark(stream.stream))
+
+
+class TracedStopwatch(CudaStopwatch):
+    """Around waits; those of replays, which have a name of their own, are told too and lie inside of these."""
+
+    def __init__(self, log: StepLog, where: torch.device) -> None:
+        super().__init__(lambda: torch.cuda.current_stream(where))
+        self._log = log
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), self._log.block(COMPUTE, "stall", ""):
+            yield
