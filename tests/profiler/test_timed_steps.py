@@ -16,7 +16,7 @@ from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
 from poochplan.profiler.timed_steps import with_plain_again
-from poochplan.report.timeline import timeline_of
+from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.arena.repeated_step import RepeatedStep
 from tests.runtime.nets import LINK
@@ -92,7 +92,7 @@ def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says
         plan = poochplan.plan(one, "80%", evaluations=50)
         assert plan.prediction.is_timed_alone is (one is alone)
         assert said in plan.rows()["predicted step"]
-        assert said in timeline_of(one, plan).subtitle
+        assert any(said in text.get_text() for text in draw_timeline(timeline_of(one, plan)).texts)
     kept = poochplan.plan(without, "80%", evaluations=50).prediction
     assert kept.in_core_step_s == pytest.approx(sum(op.duration_s for op in without.ops))
     assert without.rows()["in-core step"].count("not timed by PyTorch alone") == 1
