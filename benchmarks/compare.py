@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.against.campaign import Campaign, wanted_rows
 from benchmarks.against.compare_picture import draw
-from benchmarks.against.compare_table import one_line, put_into_page, table
+from benchmarks.against.compare_table import one_line, put_into_page, table, verdicts
 from benchmarks.against.compared_networks import NETWORKS, TINY
 from benchmarks.against.methods import METHODS, method_of
 from benchmarks.against.rows import Effort, Wanted
@@ -94,7 +94,7 @@ def main() -> None:
             began_s = time.perf_counter()
             print(one_line(campaign.take(one, arguments.redo)), f"({time.perf_counter() - began_s:.0f} s)", flush=True)
     text = table(campaign.found, shares)
-    print(text)
+    print(text, *verdicts(campaign.found, shares), sep="\n")
     if arguments.page:
         put_into_page(Path(arguments.page), text)
     if arguments.readme:

@@ -60,17 +60,15 @@ def with_host_copies(row: Found) -> int:
 
 
 def table(found: dict[str, Any], shares: list[str]) -> str:
-    """The Markdown table, with a column for each budget that says who meets it, and what follows from it."""
+    """The Markdown table, with a column for each budget that says who meets it, and what did not run."""
     head = [*HEAD[:5], *shares, *HEAD[5:]]
-    lines = [_line(head), _line(["---"] * len(head))]
-    lines += [_line(_cells(row, found, shares)) for row in _in_order(found)]
-    notes = sorted({row["note"] for row in found["rows"] if row.get("note")})
-    return "\n".join([*lines, "", *(f"Rows with `*`: {note}." for note in notes), "", *verdicts(found, shares)])
-
-
-def _in_order(found: dict[str, Any]) -> list[Found]:
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    return sorted(found["rows"], key=lambda row: names.index(row["network"]))
+    rows = sorted(found["rows"], key=lambda row: names.index(row["network"]))
+    lines = [_line(head), _line(["---"] * len(head))]
+    lines += [_line(_cells(row, found, shares)) for row in rows if "refused" not in row]
+    notes = [f"Rows with `*`: {note}." for note in sorted({row["note"] for row in rows if row.get("note")})]
+    refused = dict.fromkeys(f"Not run: {row['method']} ({row['refused']})." for row in rows if "refused" in row)
+    return "\n".join([*lines, "", *notes, *refused])
 
 
 def _line(cells: list[str]) -> str:
@@ -78,16 +76,14 @@ def _line(cells: list[str]) -> str:
 
 
 def _cells(row: Found, found: dict[str, Any], shares: list[str]) -> list[str]:
-    named = [row["network"], row["method"]]
-    if "refused" in row:
-        return [*named, row["at"], "-", "-", *("-" for _ in shares), f"not run: {row['refused']}", *["-"] * 6]
     facts = found["networks"].get(row["network"])
     met = ["-" if facts is None else "meets" if meets(row, budget_bytes(facts, one)) else "no" for one in shares]
     budget = f"{row['at']}: {row['budget_bytes'] / MIB:.1f}" if row["at"] else "-"
     predicted = f"{row['predicted_ratio']:.3f}" if "predicted_ratio" in row else "-"
     against = "" if row["against"] == "in-core" else f", against {row['against']}"
     return [
-        *named,
+        row["network"],
+        row["method"],
         budget,
         _peak(row),
         f"{with_host_copies(row) / MIB:.1f} ({with_host_copies(row) / row['in_core_peak_bytes']:.0%})",

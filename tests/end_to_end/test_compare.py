@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.against.asking import COMPILED, IN_CORE, OURS, Ask
 from benchmarks.against.campaign import Campaign, wanted_rows
-from benchmarks.against.compare_table import BEGIN, END, bits, put_into_page, table
+from benchmarks.against.compare_table import BEGIN, END, bits, put_into_page, table, verdicts
 from benchmarks.against.methods import BROKEN_CHECKPOINT, CHECKPOINT, SAC
 from benchmarks.against.rows import Effort, Wanted, as_in_core, changes_gradients, first_difference, is_honest
 from benchmarks.against.turns import RefusedError, asked
@@ -69,7 +69,7 @@ def test_who_exceeds_a_budget_is_named(campaign: Campaign) -> None:
 
 
 def test_the_fastest_other_is_one_that_meets_the_budget(campaign: Campaign) -> None:
-    half, least = [line for line in table(campaign.found, SHARES).splitlines() if line.startswith("* tiny-mlp")]
+    half, least = [line for line in verdicts(campaign.found, SHARES) if line.startswith("* tiny-mlp")]
     assert f"fastest other {CHECKPOINT}" in half
     assert "no other method meets it" in least
 
