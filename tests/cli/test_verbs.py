@@ -183,7 +183,7 @@ def test_the_version(pooch: Pooch) -> None:
     assert (result.code, result.out) == (0, f"pooch {poochplan.__version__}\n")
 
 
-@pytest.mark.parametrize("verb", [[], *([verb.name] for verb in VERBS)], ids=lambda verb: " ".join(verb) or "pooch")
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)], ids=lambda verb: " ".join(verb) or "pooch")
 def test_every_help_has_examples(pooch: Pooch, verb: list[str]) -> None:
     result = pooch(*verb, "--help")
     assert result.code == 0

@@ -8,6 +8,7 @@ budget, 6 its steps left their plan, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import textwrap
@@ -21,17 +22,50 @@ from poochplan.errors import PoochError, UsageError
 from .. import __version__
 from ..out_of_memory import asked_text, is_out_of_memory
 from .base import Verb
-from .fit import FitVerb
-from .inspection import DiffVerb, ShowVerb, SimulateVerb
-from .machine import DoctorVerb, LinkVerb
-from .plan import PlanVerb
-from .profile import ProfileVerb
-from .run import RunVerb
-from .sweep import SweepVerb
 
-VERBS: tuple[type[Verb], ...] = (
-    ProfileVerb, PlanVerb, SweepVerb, RunVerb, FitVerb, LinkVerb, ShowVerb, DiffVerb, SimulateVerb, DoctorVerb,
-)  # fmt: skip
+VERBS: dict[str, tuple[str, str]] = {
+    "profile": (
+        "profile",
+        "measure a training step: ops, saved values, memory, and the link to the host tier",
+    ),
+    "plan": (
+        "plan",
+        "decide which saved values to keep, swap and recompute under a memory budget",
+    ),
+    "sweep": (
+        "sweep",
+        "plan for a range of budgets with every policy: memory against overhead, as a table, CSV and picture",
+    ),
+    "run": (
+        "run",
+        "train for some steps under a plan, measure them, and check the gradients",
+    ),
+    "fit": (
+        "fit",
+        "find the largest batch, depth or length that trains within a memory, and what it costs",
+    ),
+    "link": (
+        "machine",
+        "measure the link between device and host tier",
+    ),
+    "show": (
+        "inspection",
+        "say what a profile, a plan or a run is: for what, made where, peaks, times, decisions by layer, notes",
+    ),
+    "diff": (
+        "inspection",
+        "say what differs between two plans, two profiles, or a plan and a run that left it",
+    ),
+    "simulate": (
+        "inspection",
+        "show the step that a plan predicts: time, memory, and where the overhead comes from",
+    ),
+    "doctor": (
+        "machine",
+        "look at the machine, the software and a workload: what is fine, what to change, what to install",
+    ),
+}
+"""By name: the module, which is loaded where the verb is asked for, and what the verb does."""
 _EXAMPLES = """\
 examples:
   pooch profile unet3d -o profile.json
@@ -62,8 +96,13 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``pooch`` with a sub-parser for each verb."""
+def _verb(name: str) -> type[Verb]:
+    importlib.import_module(f".{VERBS[name][0]}", __name__)
+    return next(one for one in Verb.__subclasses__() if one.name == name)
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of ``pooch`` with a sub-parser for each verb; ``only`` names the one whose arguments it needs."""
     parser = _Parser(
         prog="pooch",
         description="Train a network that does not fit: measure its step, plan what to keep, swap or recompute, run.",
@@ -72,14 +111,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pooch {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in VERBS:
-        sub = verbs.add_parser(
-            verb.name,
-            help=verb.summary,
-            description=textwrap.fill(verb.description, HELP_WIDTH),
-            epilog=f"examples:\n{verb.examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    for name, (_, summary) in VERBS.items():
+        sub = verbs.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if only not in (None, name):
+            continue
+        verb = _verb(name)
+        sub.description, sub.epilog = textwrap.fill(verb.description, HELP_WIDTH), f"examples:\n{verb.examples}"
         verb.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="data as JSON on stdout, everything else on stderr")
         sub.add_argument("--force", action="store_true", help=verb.force_help)
@@ -96,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             warnings.showwarning = _show_warning
         try:
-            options = build_parser().parse_args(arguments)
+            asked = next((one for one in arguments if not one.startswith("-")), "")
+            options = build_parser(asked).parse_args(arguments)
             verb: Verb = options.verb(options)
             return verb.execute()
         except SystemExit as ended:  # --help and --version

@@ -39,7 +39,6 @@ class Verb(ABC):
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
     description: ClassVar[str]
     examples: ClassVar[str]
     force_help: ClassVar[str] = "overwrite output files that exist"

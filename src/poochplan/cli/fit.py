@@ -33,7 +33,6 @@ class FitVerb(Verb):
     """Searches the largest value, plans a ladder up to it, and on this machine runs what it found."""
 
     name = "fit"
-    summary = "find the largest batch, depth or length that trains within a memory, and what it costs"
     description = (
         "Finds the largest value of one whole-number parameter of the workload that trains within --device-memory: the "
         "batch size, layers, an image's size, a sequence's length. Profiles without memory say what a value takes; the "

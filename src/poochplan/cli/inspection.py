@@ -46,7 +46,6 @@ class ShowVerb(Verb):
     """Shows files that the other verbs wrote."""
 
     name = "show"
-    summary = "say what a profile, a plan or a run is: for what, made where, peaks, times, decisions by layer, notes"
     description = (
         "Reads a file that pooch profile, pooch plan or pooch run -o wrote, and says what it is for (model, inputs, "
         "device), where and with which versions it was made, its peaks, budget and times, what is decided by layer, "
@@ -131,7 +130,6 @@ class DiffVerb(Verb):
     """Sets two files beside each other."""
 
     name = "diff"
-    summary = "say what differs between two plans, two profiles, or a plan and a run that left it"
     description = (
         "Of two plans: budget, predicted peak and step, the values that are decided about differently, and the points "
         "at which other things happen. Of two profiles: the step, the machine, memory and times. Of a plan and the "
@@ -191,7 +189,6 @@ class SimulateVerb(Verb):
     """Runs a plan through the simulator once more and shows what it does."""
 
     name = "simulate"
-    summary = "show the step that a plan predicts: time, memory, and where the overhead comes from"
     description = (
         "Simulates the profiled step under the plan, as planning does, and shows its time, its peak and what the "
         "overhead consists of, by layer, and who holds the peak. With --trace it is also written op by op, for "

@@ -29,7 +29,6 @@ class DoctorVerb(Verb):
     """Runs checks; each gives one line."""
 
     name = "doctor"
-    summary = "look at the machine, the software and a workload: what is fine, what to change, what to install"
     description = (
         "Looks at threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
         "machine, torch, CUDA and CuPy, the solvers and what is compiled on first use (the evaluator of plans and the "
@@ -83,7 +82,6 @@ class LinkVerb(Verb):
     """Copies buffers of several sizes in both directions and shows how long that takes."""
 
     name = "link"
-    summary = "measure the link between device and host tier"
     description = (
         "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute; on CUDA pinned "
         "ones, and pageable ones to compare. On the CPU device the "

@@ -46,7 +46,6 @@ class PlanVerb(Verb):
     """Solves for the cheapest decisions that fit the budget and writes them."""
 
     name = "plan"
-    summary = "decide which saved values to keep, swap and recompute under a memory budget"
     description = (
         "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
         "will cost, and how near that is proven to be to the best there is. Runs on any machine. Exit code 3: nothing "
@@ -176,7 +175,7 @@ class PlanVerb(Verb):
 
 
 def _settle_arena(options: argparse.Namespace) -> None:
-    """Policies that decide alone know no arena: what they plan for is the peak."""
+    """Policies that decide alone plan for the peak, and have no arena."""
     if options.policy in ("ilp", "all"):
         return
     if options.arena == "on":

@@ -35,7 +35,6 @@ class ProfileVerb(Verb):
     """Runs the step a few times and writes what it saw."""
 
     name = "profile"
-    summary = "measure a training step: ops, saved values, memory, and the link to the host tier"
     description = (
         "Runs the workload's training step a few times and writes a profile: every op with its time, every saved value "
         "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "

@@ -48,7 +48,6 @@ class RunVerb(Verb):
     """Runs steps under a plan; with ``--check`` also in-core, and compares bit by bit."""
 
     name = "run"
-    summary = "train for some steps under a plan, measure them, and check the gradients"
     description = (
         "Builds the workload, runs training steps under the plan, and sets measured peak and step time beside the "
         "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "

@@ -34,7 +34,6 @@ class SweepVerb(Verb):
     """Plans for a range of budgets with each policy and writes the frontier."""
 
     name = "sweep"
-    summary = "plan for a range of budgets with every policy: memory against overhead, as a table, CSV and picture"
     description = (
         "Plans the profiled step for each budget with each policy, several at a time, and judges all of them by the "
         "same simulator. A policy that finds no plan within a budget gets a row that says so, with the peak it came "
