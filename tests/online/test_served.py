@@ -66,10 +66,11 @@ class Served:
             self.planned.append(bool(self.session.plans))
 
     def run(self) -> Run:
+        gc.collect()  # arenas of sessions before go
+        before = arenas_mapped()  # a plan may come before all kinds are profiled, and its arena with it
         with self.session:
             self.turns(0, PLANNED_AT)
             self.session.wait_until_planned(120)
-            before = arenas_mapped()
             self.turns(PLANNED_AT, LEARNED_AT)
             self.arenas.append(arenas_mapped() - before)
             self.turns(LEARNED_AT, TURNS)
