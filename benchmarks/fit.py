@@ -29,10 +29,8 @@ from benchmarks import networks
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
-from poochplan.fitting.family import family_of
-from poochplan.fitting.ladder import Rung, rung_at
-from poochplan.fitting.probes import Effort, Probes
-from poochplan.fitting.taking import Machine, bytes_alone
+from poochplan.fitting.family import Machine, bytes_alone, family_of
+from poochplan.fitting.probes import Effort, Probes, Rung, rung_at
 from poochplan.workloads import sequence, volume
 
 MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"

@@ -28,11 +28,9 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
-from poochplan.fitting.aiming import aimed
-from poochplan.fitting.family import Family, family_of
-from poochplan.fitting.largest import Gait, largest
+from poochplan.fitting.family import Family, Machine, bytes_alone, family_of
+from poochplan.fitting.largest import Gait, aimed, largest
 from poochplan.fitting.probes import Effort, Probes
-from poochplan.fitting.taking import Machine, bytes_alone
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.units import parse_bytes

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "poochplan"
 MARKER = "<!-- api -->"
 RETURNED = {
     "Fit": ".fitting.fit",
-    "Rung": ".fitting.ladder",
+    "Rung": ".fitting.probes",
     "Report": ".runtime.run_report",
     "StepReport": ".runtime.run_report",
     "ArenaReport": ".runtime.run_report",

@@ -1,15 +1,30 @@
-"""A workload as a function of one of its whole-number parameters: what is varied, and what a step then works on."""
+"""A workload as a function of one of its whole-number parameters: profiles of its values, and steps of one."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+from poochplan import verify
 from poochplan.errors import UsageError
-from poochplan.verify import seed_everything
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Link, Profile
+from poochplan.planner.whatif import MEASURED, for_machine
+from poochplan.profiler.fake.fake import building
+from poochplan.profiler.link.cache import cached_link
+from poochplan.profiler.profiling import profile
 from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 
+Say = Callable[[str], None]
+Take = Callable[[int], Profile]
+BYTES_ALONE = "h200"
+"""Roofline of profiles that are asked for bytes alone, which no roofline changes."""
+ITERATIONS = 2
+"""Timed steps of a real profile: enough for a plan, and few enough to look at several values."""
 Target = str | Callable[..., Workload]
 """What :func:`poochplan.workload.load_workload` takes: a name, a TOML, a function's name, or the function itself."""
 
@@ -34,7 +49,7 @@ class Family:
 
     def workload(self, value: int) -> Workload:
         """The seeded workload with that value; raises what ``load_workload`` raises."""
-        seed_everything(self.seed)
+        verify.seed_everything(self.seed)
         return load_workload(self.target, {**self.settings, self.parameter: value}).workload
 
     def items(self, value: int) -> int:
@@ -95,3 +110,118 @@ def _is_batch(parameter: str) -> bool:
 
 def _is_length(parameter: str) -> bool:
     return "length" in parameter
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that is asked about."""
+
+    budget_bytes: int
+    """What the step may take of its memory."""
+    roofline: str | None = None
+    link: str | float | None = None
+    compute_scale: float | None = None
+    spill_dir: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this one, so that what is found can be run."""
+        return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
+
+    def measured_link(self) -> Link | None:
+        """This machine's link, measured once; None where a roofline brings its own."""
+        return None if self.roofline is not None else cached_link(torch.device("cpu"), self.spill_dir)[0]
+
+
+def bytes_alone(family: Family, machine: Machine, say: Say) -> Take:
+    """Profiles without memory by a roofline; where it is not that of the machine, only their bytes mean something."""
+    roofline = machine.roofline or BYTES_ALONE
+
+    def take(value: int) -> Profile:
+        say(f"{family.parameter} {value}, without memory")
+        return _profiled(family, value, machine, mode="fake", roofline=roofline)
+
+    return take
+
+
+def with_times(family: Family, machine: Machine, say: Say) -> Take:
+    """Profiles without memory, with the times of the machine: each distinct op is run by itself on this one."""
+
+    def take(value: int) -> Profile:
+        say(f"{family.parameter} {value}, without memory, each op timed by itself")
+        link = machine.measured_link()
+        return _profiled(family, value, machine, mode="fake", roofline=machine.roofline, link=link)
+
+    return take
+
+
+def of_real_steps(family: Family, machine: Machine, say: Say) -> Take:
+    """Profiles of steps that run here, in-core where that fits this machine's memory, and else swapping."""
+
+    def take(value: int) -> Profile:
+        say(f"{family.parameter} {value}, real steps")
+        link = machine.measured_link()
+        return _profiled(
+            family, value, machine, mode="auto", iterations=ITERATIONS, spill_dir=machine.spill_dir, link=link
+        )
+
+    return take
+
+
+def _profiled(family: Family, value: int, machine: Machine, mode: Literal["auto", "fake"], **how: Any) -> Profile:
+    with building() if mode == "fake" else contextlib.nullcontext():
+        workload = family.workload(value)
+    found = profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, workload=family.name, mode=mode, **how
+    )
+    return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if mode == "fake" else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What running the value found."""
+
+    value: int
+    steps: int
+    peak_bytes: int | None
+    """Most that a metered step took."""
+    is_within: bool
+    """Whether each step stayed within the budget."""
+    is_bitwise: bool | None
+    """Whether losses, gradients, buffers and parameters are those of in-core steps; None where in-core does not fit."""
+    difference: str | None = None
+    """The first that differs."""
+
+
+def tried(
+    family: Family,
+    value: int,
+    made: Plan,
+    steps: int,
+    *,
+    in_core: bool,
+    spill_dir: str | None,
+    say: Say,
+) -> Trial:
+    """Runs ``steps`` steps under the plan, and where ``in_core`` the same without one; raises what ``apply`` raises."""
+
+    def build() -> Workload:
+        return family.workload(value)
+
+    say(f"{family.parameter} {value}, {steps} steps under its plan")
+    difference = None
+    shared: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}
+    if in_core:
+        compared = verify.check(build, made, **shared)
+        run, difference = compared.planned, compared.difference
+    else:
+        run = verify.run_planned(build, made, record=False, **shared)
+    peaks = [step.peak_bytes for step in run.step_reports if step.peak_bytes is not None]
+    return Trial(
+        value=value,
+        steps=steps,
+        peak_bytes=max(peaks, default=None),
+        is_within=max(peaks, default=0) <= made.budget_bytes,
+        is_bitwise=difference is None if in_core else None,
+        difference=difference,
+    )

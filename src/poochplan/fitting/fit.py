@@ -13,17 +13,12 @@ from poochplan.formats.profile import Profile
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.units import format_bytes, parse_bytes
 
-from .aiming import aimed
-from .family import Family, Target, family_of
-from .ladder import Rung, bytes_of, ladder, ladder_values
-from .largest import NEIGHBOURS, Found, Gait, largest
-from .probes import Effort, Probes
-from .taking import Machine, bytes_alone, of_real_steps, with_times
-from .trial import Trial, tried
+from .family import Family, Machine, Say, Target, Trial, bytes_alone, family_of, of_real_steps, tried, with_times
+from .largest import NEIGHBOURS, Found, Gait, aimed, largest
+from .probes import Effort, Probes, Rung, bytes_of, ladder, ladder_values
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
-Say = Callable[[str], None]
 Fits = Callable[[Probes, int], bool | None]
 Bytes = Callable[[Probes, int], int | None]
 
@@ -173,24 +168,17 @@ class _Search:
         self.start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
         self.low, self.high = low, self.start << MOST_DOUBLINGS if high is None else high
         self.is_open = high is None
-
-        def probes(take: Callable[[int], Profile]) -> Probes:
-            return Probes(take, machine.budget_bytes, effort, most_overhead)
-
-        self.quick = Probes(bytes_alone(family, machine, say), machine.budget_bytes, effort, most_overhead)
-        self.judge = self.quick if machine.roofline else self._judge(effort)
+        budget_bytes = machine.budget_bytes
+        self.quick = Probes(bytes_alone(family, machine, say), budget_bytes, effort, most_overhead)
+        self.judge = self.quick
+        """Profiles that have the last word: those of real steps, of another machine's times, or of its roofline."""
+        if not machine.roofline:
+            take = (of_real_steps if machine.is_here else with_times)(family, machine, say)
+            self.judge = Probes(take, budget_bytes, effort, most_overhead, exists=self._exists)
         self.in_core: int | None = None
 
-    def _judge(self, effort: Effort) -> Probes:
-        """Profiles that have the last word where no roofline has: of real steps, or of another machine's."""
-        take = of_real_steps if self.machine.is_here else with_times
-        return Probes(
-            take(self.family, self.machine, self.say),
-            self.machine.budget_bytes,
-            effort,
-            self.most_overhead,
-            exists=lambda value: self.quick.has_plan(value) is not None,
-        )
+    def _exists(self, value: int) -> bool:
+        return self.quick.has_plan(value) is not None
 
     def run(self) -> Found:
         """The value by profiles without memory, settled by real ones where the machine is this one.

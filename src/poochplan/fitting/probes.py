@@ -1,14 +1,19 @@
-"""What one value of the parameter takes: a profile of it, its bytes within the budget, and its plan; asked for once."""
+"""Values of the parameter as profiles and plans show them, each asked for once; and the ladder of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
+
+from .family import Family
+
+MOST_RUNGS = 8
+"""Powers of two of a ladder; of more, as many are taken evenly."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,6 @@ class Sight:
     profile: Profile
     smallest_peak_bytes: int
     """No plan has a smaller peak."""
-
-    @property
-    def in_core_peak_bytes(self) -> int:
-        return self.profile.in_core_peak_bytes
 
 
 class Probes:
@@ -75,7 +76,7 @@ class Probes:
 
     def in_core(self, value: int) -> bool | None:
         """Whether the value fits with everything kept; None where the workload does not take it."""
-        return self._asked(value, lambda: self.sight(value).in_core_peak_bytes <= self.budget_bytes)
+        return self._asked(value, lambda: self.sight(value).profile.in_core_peak_bytes <= self.budget_bytes)
 
     def has_plan(self, value: int) -> bool | None:
         """Whether some plan of the value fits, at any overhead."""
@@ -87,7 +88,7 @@ class Probes:
 
     def in_core_peak(self, value: int) -> int | None:
         """Bytes of the in-core peak; None where the workload does not take the value."""
-        return None if self.has_plan(value) is None else self.sight(value).in_core_peak_bytes
+        return None if self.has_plan(value) is None else self.sight(value).profile.in_core_peak_bytes
 
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and within the overhead that is asked for."""
@@ -108,3 +109,76 @@ class Probes:
         except Exception as error:  # whatever a workload says to a value that it was not written for
             self.refusals[value] = error
             return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One value: what it takes, and what its plan within the memory gives."""
+
+    value: int
+    in_core_peak_bytes: int
+    smallest_peak_bytes: int
+    """No plan has a smaller peak."""
+    fits: bool
+    """Whether it has a plan within the memory, and within the overhead that was asked for."""
+    in_core_step_s: float | None = None
+    """This and all below: None where there is no plan within the memory."""
+    step_s: float | None = None
+    overhead: float | None = None
+    bound_overhead: float | None = None
+    """Proven: no plan within the memory has a smaller overhead. None where nothing is proven."""
+    items_per_s: float | None = None
+    """Throughput of the planned step, in units of ``Fit.unit``."""
+    is_measured: bool = False
+    """Whether real steps were profiled; else the profile was taken without memory."""
+
+
+def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = MOST_RUNGS) -> tuple[int, ...]:
+    """The largest in-core value, powers of two above it, and the largest; from the smallest where none is in-core."""
+    first = smallest if in_core is None else in_core
+    powers = [1 << exponent for exponent in range(largest.bit_length()) if first < 1 << exponent < largest]
+    if len(powers) > most:
+        powers = [powers[index * (len(powers) - 1) // (most - 1)] for index in range(most)]
+    return tuple(sorted({first, *powers, largest}))
+
+
+def rung_at(family: Family, value: int, probes: Probes, *, is_measured: bool) -> Rung:
+    """The value's rung; raises what profiling it raises."""
+    bare = bytes_of(value, probes.sight(value), is_measured=is_measured)
+    if not probes.has_plan(value):
+        return bare
+    made = probes.plan(value)
+    prediction = made.prediction
+    return replace(
+        bare,
+        fits=bool(probes.fits(value)),
+        in_core_step_s=prediction.in_core_step_s,
+        step_s=prediction.step_s,
+        overhead=prediction.overhead,
+        bound_overhead=_bound_of(made),
+        items_per_s=family.items(value) / prediction.step_s if prediction.step_s > 0 else None,
+    )
+
+
+def bytes_of(value: int, sight: Sight, *, is_measured: bool) -> Rung:
+    """A rung without a plan: what the value would take."""
+    in_core_bytes, smallest_bytes = sight.profile.in_core_peak_bytes, sight.smallest_peak_bytes
+    return Rung(
+        value=value,
+        in_core_peak_bytes=in_core_bytes,
+        smallest_peak_bytes=smallest_bytes,
+        fits=False,
+        is_measured=is_measured,
+    )
+
+
+def ladder(family: Family, values: tuple[int, ...], probes: Probes, *, is_measured: bool) -> tuple[Rung, ...]:
+    """The rungs of those values that the workload takes."""
+    taken = [value for value in values if probes.has_plan(value) is not None]
+    return tuple(rung_at(family, value, probes, is_measured=is_measured) for value in taken)
+
+
+def _bound_of(made: Plan) -> float | None:
+    if made.solve.bound_s is None or made.prediction.in_core_step_s <= 0:
+        return 0.0 if made.prediction.overhead <= 0 else None
+    return made.solve.bound_s / made.prediction.in_core_step_s - 1

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.table import Table
 
 from poochplan.fitting.fit import Fit
-from poochplan.fitting.ladder import Rung
+from poochplan.fitting.probes import Rung
 from poochplan.formats.files import write_atomic
 from poochplan.units import format_bytes, format_seconds
 
