@@ -19,7 +19,7 @@ import transformers
 from poochplan.errors import UsageError
 from poochplan.integrations import hf
 from poochplan.integrations import lightning as for_lightning
-from poochplan.integrations.wrapping import called_by
+from poochplan.integrations.trainers import called_by
 from tests.examples.test_examples import EXAMPLES
 from tests.online.caches import empty_cache
 from tests.online.census import outside_meter

@@ -18,7 +18,7 @@ import torch
 
 import poochplan
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.integrations.calls import Call
+from poochplan.integrations.trainers import Call
 from poochplan.profiler.trials.machine_facts import is_complete
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.spill import choose_spill_dir

@@ -11,24 +11,15 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from poochplan.online.auto import auto, check_budget
-from poochplan.runtime.session import Session
-
-from .calls import Call, check_only_one, owner_of_method
-from .wrapping import called_by
+from .trainers import Call, PlansTraining, called_by, owner_of_method
 
 
-class PlanCallback(TrainerCallback):
+class PlanCallback(PlansTraining, TrainerCallback):
     """``train()`` runs inside :func:`poochplan.auto`. State: the ``session``, of the last ``train()`` after it.
 
     Takes what :func:`poochplan.auto` takes, but for model and optimizer. The session ends with ``train()``; where that
     raises, at the latest when something is trained next.
     """
-
-    def __init__(self, *, budget: str | int | float, **options: Any) -> None:
-        check_budget(budget)
-        self.session: Session | None = None
-        self._options: dict[str, Any] = {"budget": budget, **options}
 
     def on_train_begin(
         self,
@@ -40,22 +31,13 @@ class PlanCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         assert model is not None, "the Trainer gives its model to its callbacks"
-        self.close()
         trainer, call = owner_of_method(Trainer), Call.of_method(Trainer)
-        if trainer is not None:
-            check_only_one(self, trainer.callback_handler.callbacks)
-        session = auto(called_by(trainer, model), optimizer, **self._options)
-        session.__enter__()
+        callbacks = () if trainer is None else trainer.callback_handler.callbacks
+        session = self._begin(called_by(trainer, model), optimizer, callbacks)
         if call is not None:
             session._lasts_while(call.is_running)
-        self.session = session
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Ends the session, if one is open."""
-        if self.session is not None:
-            self.session.close()

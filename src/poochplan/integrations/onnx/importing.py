@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch import fx
 
 from poochplan.errors import PoochError, UsageError
 
-from .joined import part_joined, tell_joined
 from .onnx_file import attributes_of, constant_of, known_shapes, label_of, opset_of, read_model
-from .onnx_node import OnnxNode
 from .operators import HOST, OPERATORS
 from .operators.known import to_tensor
-from .operators.recurrent import NAMES, torch_weights
-from .roles import parameters_of
+from .operators.layers import NAMES, torch_weights
+from .weights import parameters_of, part_joined, tell_joined
 
 _LARGEST_FOLDED = 1 << 24
 """Elements above which a constant result is computed in each step, and not kept."""
@@ -36,7 +34,7 @@ def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterabl
     It takes the file's inputs in their order, and returns its output, or a tuple of them. Each ONNX node is one node of
     the graph and one submodule, named after it; dynamic dimensions stay dynamic. Weights are parameters under the names
     of the file, so that ``state_dict()`` of an unoptimised export is that of the exported module. ``parameters`` and
-    ``constants`` name initialisers that :func:`~poochplan.integrations.onnx.roles.parameters_of` would tell wrong.
+    ``constants`` name initialisers that :func:`~poochplan.integrations.onnx.weights.parameters_of` would tell wrong.
     After ``train()`` batch normalisation and dropout behave as in training.
 
     Raises
@@ -47,6 +45,45 @@ def load(path: str | Path, *, parameters: Iterable[str] = (), constants: Iterabl
     """
     where = Path(path)
     return GraphImport(where, read_model(where), parameters, constants).module()
+
+
+class OnnxNode(torch.nn.Module):
+    """Runs one ONNX operator. It holds no weights: these are the graph's, and come as arguments.
+
+    ``constants`` are inputs of the node, by their place, that no argument is given for: shapes, axes, single numbers.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        attributes: Mapping[str, Any],
+        constants: Mapping[int, np.ndarray],
+        outputs: int,
+        opset: int,
+        on_host: bool,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attributes = dict(attributes)
+        self.constants = dict(constants)
+        self.outputs = outputs
+        self.opset = opset
+        self.on_host = on_host
+
+    def forward(self, *arguments: Any) -> Any:
+        """What the operator gives: a tensor, a tuple of them, or an array where it computes a shape."""
+        inputs, given = [], iter(arguments)
+        for place in range(len(arguments) + len(self.constants)):
+            inputs.append(self.constants[place] if place in self.constants else next(given))
+        if self.on_host:
+            return HOST[self.kind](self, *inputs)
+        if inputs and isinstance(inputs[0], np.ndarray) and inputs[0].ndim:
+            device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), None)
+            inputs[0] = to_tensor(inputs[0], device)
+        return OPERATORS[self.kind].function(self, *inputs)
+
+    def extra_repr(self) -> str:
+        return ", ".join([self.kind, *(f"{name}={value}" for name, value in self.attributes.items())])
 
 
 class GraphImport:

@@ -1,4 +1,4 @@
-"""Operators that treat each element by itself: arithmetic, comparisons, activations and casts."""
+"""Arithmetic: operators that treat each element by itself, reductions over axes, and sums along one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .known import Function, Node, operands, operator, to_tensor
+from .known import Function, Node, integers, operands, operator, to_tensor
 
 TORCH_TYPES = {
     1: torch.float32,
@@ -115,14 +115,12 @@ def _mean(node: Node, *values: Any) -> torch.Tensor:
     return functools.reduce(torch.add, operands(*values)) / len(values)
 
 
-@operator("Max", no_weights=tuple(range(16)))
-def _max(node: Node, *values: Any) -> torch.Tensor:
-    return functools.reduce(torch.maximum, _tensors(values))
+def _largest(function: Function, node: Node, *values: Any) -> torch.Tensor:
+    return functools.reduce(function, _tensors(values))
 
 
-@operator("Min", no_weights=tuple(range(16)))
-def _min(node: Node, *values: Any) -> torch.Tensor:
-    return functools.reduce(torch.minimum, _tensors(values))
+for _name, _function in (("Max", torch.maximum), ("Min", torch.minimum)):
+    operator(_name, no_weights=tuple(range(16)))(functools.partial(_largest, _function))
 
 
 def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -174,19 +172,16 @@ def _swish(node: Node, value: torch.Tensor) -> torch.Tensor:
     return functional.silu(value) if alpha == 1.0 else value * torch.sigmoid(alpha * value)
 
 
-@operator("LeakyRelu")
-def _leaky_relu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.leaky_relu(value, node.attributes.get("alpha", 0.01))
+def _with_alpha(function: Function, alpha: float, node: Node, value: torch.Tensor) -> torch.Tensor:
+    return function(value, node.attributes.get("alpha", alpha))
 
 
-@operator("Elu")
-def _elu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.elu(value, node.attributes.get("alpha", 1.0))
-
-
-@operator("Celu")
-def _celu(node: Node, value: torch.Tensor) -> torch.Tensor:
-    return functional.celu(value, node.attributes.get("alpha", 1.0))
+for _name, _function, _alpha in (
+    ("LeakyRelu", functional.leaky_relu, 0.01),
+    ("Elu", functional.elu, 1.0),
+    ("Celu", functional.celu, 1.0),
+):
+    operator(_name)(functools.partial(_with_alpha, _function, _alpha))
 
 
 @operator("Selu", allowed={"alpha": (1.6732631921768188,), "gamma": (1.0507010221481323,)})
@@ -210,3 +205,70 @@ def _prelu(node: Node, value: torch.Tensor, slope: torch.Tensor) -> torch.Tensor
     if slope.numel() == 1 or (slope.ndim == value.ndim - 1 and slope.shape[1:].numel() == 1):
         return functional.prelu(value, slope.reshape(-1))
     return torch.where(value >= 0, value, value * slope)
+
+
+def _product(value: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
+    for axis in sorted((axis % value.ndim for axis in axes), reverse=True):
+        value = torch.prod(value, axis, keepdim=keep)
+    return value
+
+
+_REDUCTIONS: dict[str, Function] = {
+    "ReduceL1": lambda value, axes, keep: torch.sum(value.abs(), axes, keepdim=keep),
+    "ReduceL2": lambda value, axes, keep: torch.linalg.vector_norm(value, 2, axes, keepdim=keep),
+    "ReduceLogSum": lambda value, axes, keep: torch.log(torch.sum(value, axes, keepdim=keep)),
+    "ReduceLogSumExp": lambda value, axes, keep: torch.logsumexp(value, axes, keepdim=keep),
+    "ReduceMax": lambda value, axes, keep: torch.amax(value, axes, keepdim=keep),
+    "ReduceMean": lambda value, axes, keep: torch.mean(value, axes, keepdim=keep),
+    "ReduceMin": lambda value, axes, keep: torch.amin(value, axes, keepdim=keep),
+    "ReduceProd": _product,
+    "ReduceSum": lambda value, axes, keep: torch.sum(value, axes, keepdim=keep),
+    "ReduceSumSquare": lambda value, axes, keep: torch.sum(value.square(), axes, keepdim=keep),
+}
+
+
+def _reduction(function: Function) -> Function:
+    def reduce(node: Node, value: Any, axes: Any = None) -> torch.Tensor:
+        tensor = to_tensor(value)
+        chosen = axes_of(node, axes, tensor.ndim)
+        return tensor if chosen is None else function(tensor, chosen, bool(node.attributes.get("keepdims", 1)))
+
+    return reduce
+
+
+def axes_of(node: Node, axes: Any, ndim: int) -> list[int] | None:
+    """The axes to reduce over: an attribute in older opsets, else an input. None leaves the value as it is."""
+    chosen = node.attributes.get("axes") if axes is None else integers(axes)
+    if chosen:
+        return list(chosen)
+    return None if node.attributes.get("noop_with_empty_axes", 0) else list(range(ndim))
+
+
+for _name, _function in _REDUCTIONS.items():
+    operator(_name, on_host=(1,))(_reduction(_function))
+
+
+def _arg(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
+    return function(value, node.attributes.get("axis", 0), keepdim=bool(node.attributes.get("keepdims", 1)))
+
+
+for _name, _function in (("ArgMax", torch.argmax), ("ArgMin", torch.argmin)):
+    operator(_name, allowed={"select_last_index": (0,)})(functools.partial(_arg, _function))
+
+
+@operator("TopK", on_host=(1,), most_outputs=2)
+def _top_k(node: Node, value: torch.Tensor, count: Any) -> Any:
+    attributes = node.attributes
+    axis, largest, ordered = (
+        attributes.get(name, default) for name, default in (("axis", -1), ("largest", 1), ("sorted", 1))
+    )
+    found = torch.topk(value, integers(count)[0], axis, bool(largest), bool(ordered))
+    return tuple(found) if node.outputs > 1 else found.values
+
+
+@operator("CumSum", on_host=(1,), allowed={"exclusive": (0,)})
+def _cumulative_sum(node: Node, value: Any, axis: Any) -> torch.Tensor:
+    tensor, along = to_tensor(value), integers(axis)[0]
+    if node.attributes.get("reverse", 0):
+        return tensor.flip(along).cumsum(along).flip(along)
+    return tensor.cumsum(along)

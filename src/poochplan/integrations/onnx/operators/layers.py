@@ -1,7 +1,12 @@
-"""Products, convolutions, pooling and resizing."""
+"""Layers: products, convolutions, pooling, resizing, normalisations, softmax, and LSTM, GRU and RNN.
+
+ONNX joins the weights of the directions of a recurrent layer and orders its gates otherwise. Where a file holds them as
+constants, they become the parameters that ``torch.nn`` would have (:func:`torch_weights`).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +14,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .known import Node, integers, operator, to_tensor
+from .known import Function, Node, integers, operator, to_tensor
 
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 _MAX_POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 _AVERAGE_POOLS = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
+_GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
+"""Which of ONNX's gates come first, second, ... in torch: iofc -> ifco, zrh -> rzh."""
+_ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
+NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+"""What torch calls the weights of a direction, in their order."""
 
 
 @operator("MatMul")
@@ -209,3 +219,140 @@ def _pads(node: Node, value: torch.Tensor, kernel: list[int]) -> list[int]:
 
 def _both_ends(pads: list[int]) -> list[int]:
     return [pad for pad in reversed(pads) for _ in range(2)]
+
+
+@operator("BatchNormalization", no_weights=(3, 4), allowed={"training_mode": (0,)})
+def _batch_norm(
+    node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
+) -> torch.Tensor:
+    """In training it moves the running statistics; ONNX's momentum is the share of them that stays."""
+    attributes = node.attributes
+    momentum, epsilon = 1.0 - attributes.get("momentum", 0.9), attributes.get("epsilon", 1e-5)
+    return functional.batch_norm(value, mean, variance, scale, bias, node.training, momentum, epsilon)
+
+
+@operator("RMSNormalization", allowed={"stash_type": (1,)})
+def _rms_norm(node: Node, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    shape = value.shape[node.attributes.get("axis", -1) :]
+    return functional.rms_norm(value, shape, scale.expand(shape), node.attributes.get("epsilon", 1e-5))
+
+
+@operator("InstanceNormalization")
+def _instance_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return functional.instance_norm(value, weight=scale, bias=bias, eps=node.attributes.get("epsilon", 1e-5))
+
+
+@operator("LayerNormalization")
+def _layer_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    shape = value.shape[node.attributes.get("axis", -1) :]
+    return functional.layer_norm(
+        value,
+        shape,
+        scale.expand(shape),
+        None if bias is None else bias.expand(shape),
+        node.attributes.get("epsilon", 1e-5),
+    )
+
+
+@operator("GroupNormalization", allowed={"stash_type": (1,)})
+def _group_norm(node: Node, value: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Scale and bias are per group up to opset 20, and torch's per channel."""
+    groups, channels = node.attributes["num_groups"], value.shape[1]
+    if scale.numel() != channels:
+        scale, bias = (part.repeat_interleave(channels // groups) for part in (scale, bias))
+    return functional.group_norm(value, groups, scale, bias, node.attributes.get("epsilon", 1e-5))
+
+
+@operator("LpNormalization")
+def _lp_normalization(node: Node, value: torch.Tensor) -> torch.Tensor:
+    return functional.normalize(value, node.attributes.get("p", 2), node.attributes.get("axis", -1), 0.0)
+
+
+def _along_axis(function: Function, node: Node, value: torch.Tensor) -> torch.Tensor:
+    return function(value, node.attributes.get("axis", -1))
+
+
+for _name, _function in (("Softmax", torch.softmax), ("LogSoftmax", torch.log_softmax)):
+    operator(_name)(functools.partial(_along_axis, _function))
+
+
+def torch_weights(
+    kind: str, weight: torch.Tensor, recurrence: torch.Tensor, bias: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The weights as torch has them: for each direction of shape (gates * hidden, ...) two weights, then two biases.
+
+    ``weight`` is (directions, gates * hidden, inputs), ``recurrence`` (directions, gates * hidden, hidden) and ``bias``
+    (directions, 2 * gates * hidden).
+    """
+    order, found = _GATES[kind], []
+    for direction in range(weight.shape[0]):
+        parts = [weight[direction], recurrence[direction]]
+        if bias is not None:
+            parts += list(bias[direction].chunk(2))
+        for part in parts:
+            gates = part.chunk(len(order))
+            found.append(torch.cat([gates[gate] for gate in order]) if len(order) > 1 else part)
+    return found
+
+
+def _checked(kind: str) -> Any:
+    def check(attributes: Mapping[str, Any]) -> str:
+        directions = 2 if attributes.get("direction", "forward") == "bidirectional" else 1
+        given = [name.lower() for name in attributes.get("activations") or []]
+        usual = (_ACTIVATIONS.get(kind) or given[:1]) * directions
+        if (given and given != usual) or any(name not in ("tanh", "relu", "sigmoid") for name in given):
+            return f"expected the usual activations, found {', '.join(given)}"
+        if kind == "RNN" and "sigmoid" in given:
+            return "expected tanh or relu, found sigmoid"
+        if kind == "GRU" and not attributes.get("linear_before_reset", 0):
+            return "expected linear_before_reset=1, found 0"
+        return ""
+
+    return check
+
+
+def _recurrent(kind: str, node: Node, value: torch.Tensor, *inputs: Any) -> Any:
+    """Of all time steps (time, directions, batch, hidden), then the last states."""
+    weights, hidden, cell = _taken(kind, node, value, inputs)
+    is_biased = len(weights) == len(NAMES) * _directions(node)
+    state: Any = (hidden, cell) if kind == "LSTM" else hidden
+    is_relu = (node.attributes.get("activations") or ["Tanh"])[0].lower() == "relu"
+    recurrences: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru}
+    function = recurrences.get(kind, torch.rnn_relu if is_relu else torch.rnn_tanh)
+    is_reverse, directions = node.attributes.get("direction", "forward") == "reverse", _directions(node)
+    given = value.flip(0) if is_reverse else value
+    out, *states = function(given, state, weights, is_biased, 1, 0.0, node.training, directions == 2, False)
+    if is_reverse:
+        out = out.flip(0)
+    out = out.unflatten(-1, (directions, out.shape[-1] // directions)).transpose(1, 2)
+    return (out, *states)[: node.outputs] if node.outputs > 1 else out
+
+
+for _kind, _states in (("LSTM", 2), ("GRU", 1), ("RNN", 1)):
+    operator(
+        _kind,
+        no_weights=(4, 5, 6)[: _states + 1],
+        allowed={"clip": (), "layout": (0,), "input_forget": (0,)},
+        refused={4: "sequence_lens", 7: "peepholes (P)"},
+        most_outputs=1 + _states,
+        check=_checked(_kind),
+    )(functools.partial(_recurrent, _kind))
+
+
+def _taken(
+    kind: str, node: Node, value: torch.Tensor, inputs: tuple[Any, ...]
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Weights in torch's order, and the first states; those that are not given are zeros."""
+    weight, recurrence, bias, _, hidden, cell = [*inputs, *[None] * 6][:6]
+    split = isinstance(weight, (list, tuple))
+    weights = list(weight) if split else torch_weights(kind, weight, recurrence, bias)
+    directions, size = _directions(node), weights[1].shape[1]
+    states = [
+        value.new_zeros(directions, value.shape[1], size) if state is None else to_tensor(state, value.device)
+        for state in (hidden, cell)
+    ]
+    return weights, states[0], states[1]
+
+
+def _directions(node: Node) -> int:
+    return 2 if node.attributes.get("direction", "forward") == "bidirectional" else 1

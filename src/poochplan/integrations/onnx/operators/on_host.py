@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .elementwise import TORCH_TYPES
+from .elementwise import TORCH_TYPES, axes_of
 from .known import HOST, Function, Node, integers, operator
-from .reductions import axes_of
 from .structure import asked_shape, slices, split_sizes
 
 _OF_ONE: dict[str, Function] = {
@@ -68,6 +67,31 @@ for _name, _function in _REDUCTIONS.items():
     ).astype(value.dtype)
 
 
+HOST.update(
+    {
+        "Identity": lambda node, value: value,
+        "Mod": lambda node, left, right: np.asarray(
+            (np.fmod if node.attributes.get("fmod", 0) else np.mod)(left, right)
+        ),
+        "Pow": lambda node, left, right: np.asarray(left**right).astype(left.dtype),
+        "Where": lambda node, condition, left, right: np.where(condition, left, right),
+        "Reshape": lambda node, value, shape: value.reshape(asked_shape(node, value.shape, integers(shape))),
+        "Transpose": lambda node, value: value.transpose(node.attributes.get("perm")),
+        "Squeeze": lambda node, value, axes=None: value.squeeze(None if axes is None else tuple(integers(axes))),
+        "Unsqueeze": lambda node, value, axes: np.expand_dims(value, tuple(integers(axes))),
+        "Concat": lambda node, *values: np.concatenate(values, node.attributes["axis"]),
+        "Slice": lambda node, value, starts, ends, axes=None, steps=None: value[
+            tuple(slices(value.shape, starts, ends, axes, steps))
+        ],
+        "Gather": lambda node, value, indices: np.asarray(np.take(value, indices, node.attributes.get("axis", 0))),
+        "Expand": lambda node, value, shape: np.broadcast_to(
+            value, np.broadcast_shapes(value.shape, tuple(integers(shape)))
+        ),
+        "Tile": lambda node, value, repeats: np.tile(value, integers(repeats)),
+    }
+)
+
+
 @operator("Shape")
 @_on_host("Shape")
 def _shape(node: Node, value: Any) -> np.ndarray:
@@ -96,11 +120,6 @@ def _constant_of_shape(node: Node, shape: Any) -> np.ndarray:
     return np.broadcast_to(value.reshape(()), integers(shape))
 
 
-@_on_host("Identity")
-def _identity(node: Node, value: np.ndarray) -> np.ndarray:
-    return value
-
-
 @_on_host("Cast")
 def _cast(node: Node, value: np.ndarray) -> np.ndarray:
     name = str(TORCH_TYPES[node.attributes["to"]]).removeprefix("torch.")
@@ -114,72 +133,12 @@ def _div(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.asarray(left / right)
 
 
-@_on_host("Mod")
-def _mod(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.asarray((np.fmod if node.attributes.get("fmod", 0) else np.mod)(left, right))
-
-
-@_on_host("Pow")
-def _pow(node: Node, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.asarray(left**right).astype(left.dtype)
-
-
-@_on_host("Where")
-def _where(node: Node, condition: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return np.where(condition, left, right)
-
-
-@_on_host("Reshape")
-def _reshape(node: Node, value: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    return value.reshape(asked_shape(node, value.shape, integers(shape)))
-
-
-@_on_host("Transpose")
-def _transpose(node: Node, value: np.ndarray) -> np.ndarray:
-    return value.transpose(node.attributes.get("perm"))
-
-
-@_on_host("Squeeze")
-def _squeeze(node: Node, value: np.ndarray, axes: Any = None) -> np.ndarray:
-    return value.squeeze(None if axes is None else tuple(integers(axes)))
-
-
-@_on_host("Unsqueeze")
-def _unsqueeze(node: Node, value: np.ndarray, axes: Any) -> np.ndarray:
-    return np.expand_dims(value, tuple(integers(axes)))
-
-
-@_on_host("Concat")
-def _concat(node: Node, *values: np.ndarray) -> np.ndarray:
-    return np.concatenate(values, node.attributes["axis"])
-
-
 @_on_host("Split")
 def _split(node: Node, value: np.ndarray, sizes: Any = None) -> Any:
     axis = node.attributes.get("axis", 0)
     ends = np.cumsum(split_sizes(node, value.shape[axis], sizes))
     parts = tuple(np.split(value, ends[:-1], axis))
     return parts if node.outputs > 1 else parts[0]
-
-
-@_on_host("Slice")
-def _slice(node: Node, value: np.ndarray, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> np.ndarray:
-    return value[tuple(slices(value.shape, starts, ends, axes, steps))]
-
-
-@_on_host("Gather")
-def _gather(node: Node, value: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    return np.asarray(np.take(value, indices, node.attributes.get("axis", 0)))
-
-
-@_on_host("Expand")
-def _expand(node: Node, value: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(integers(shape))))
-
-
-@_on_host("Tile")
-def _tile(node: Node, value: np.ndarray, repeats: np.ndarray) -> np.ndarray:
-    return np.tile(value, integers(repeats))
 
 
 @_on_host("Trilu")

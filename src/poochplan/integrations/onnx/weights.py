@@ -1,12 +1,15 @@
-"""Which constants of an ONNX graph are weights: the file does not say, so what reads them has to."""
+"""Which constants of an ONNX graph are weights, and which of these an exporter joined: the file says neither."""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto, NodeProto, TensorProto
 
 from poochplan.errors import UsageError
 
@@ -19,6 +22,11 @@ _LARGEST = 1e30
 """Masks are added as minus infinity, or the least number of their type; no weight is as large."""
 
 Use = tuple[NodeProto, int]
+_INSERTED = re.compile(r"Identity(_\d+)?")
+"""What torch's older exporter calls the nodes that it joins by. A model's own have a scope: ``/block/Identity``."""
+_TENSOR = re.compile(r"(?!\d+$)\w[\w.]*")
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "PRelu")
+_SHOWN = 3
 
 
 def parameters_of(
@@ -77,3 +85,54 @@ def _is_weight(use: Use, array: np.ndarray, made_by: Mapping[str, str]) -> bool:
         return True
     other = next((name for index, name in enumerate(node.input) if index != slot), "")
     return node.op_type == "Add" and made_by.get(other) in _PRODUCTS
+
+
+def part_joined(graph: GraphProto) -> dict[str, str]:
+    """Makes each further name of an initialiser one of its own; returns these, each with the name it was joined to.
+
+    The older exporter of torch keeps one of several equal tensors and has the others be an Identity of it. Tensors that
+    the module itself shares have one name in its files, so none of those is parted.
+    """
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    found: dict[str, str] = {}
+    outputs = {value.name for value in graph.output}
+    for node in list(graph.node):
+        is_inserted = node.op_type == "Identity" and _INSERTED.fullmatch(node.name) and node.input[0] in held
+        name = node.output[0] if node.output else ""
+        if not is_inserted or name in outputs or not _TENSOR.fullmatch(name):
+            continue
+        found[name] = node.input[0]
+        own = TensorProto()
+        own.CopyFrom(held[node.input[0]])
+        own.name = name
+        graph.initializer.append(own)
+        held[name] = own
+        graph.node.remove(node)
+    return found
+
+
+def tell_joined(path: Path, graph: GraphProto, parted: dict[str, str], weights: Iterable[str]) -> None:
+    """Warns where parameters were parted, and where several layers have one that cannot be parted."""
+    names, readers = set(weights), defaultdict[str, list[str]](list)
+    apart = sorted(name for name in parted if name in names)
+    if apart:
+        warnings.warn(
+            f"{path}: {len(apart)} parameters were joined with equal ones ({_some(apart)}); "
+            "each is a parameter of its own again",
+            stacklevel=2,
+        )
+    for node in graph.node:
+        if node.op_type in _LAYERS or node.op_type.endswith("Normalization"):
+            for name in set(node.input[1:]) & names:
+                readers[name].append(node.name or node.output[0])
+    shared = sorted(name for name, found in readers.items() if len(found) > 1)
+    if shared:
+        warnings.warn(
+            f"{path}: several layers have one parameter ({_some(shared)}): the module shares it, or an exporter joined "
+            "equal ones, and the gradients are those of another model; export with optimize=False to keep them apart",
+            stacklevel=2,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
