@@ -30,10 +30,10 @@ from poochplan.profiler.link.cache import cached_link
 from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.drivers.course import Course
-from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.workload import Workload
 
 WORKLOADS: dict[str, dict[str, str]] = {

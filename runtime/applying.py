@@ -16,7 +16,7 @@ from poochplan.formats.profile import Profile
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
 from poochplan.runtime.devices.spill import choose_spill_dir
-from poochplan.runtime.drivers.follow import DivergencePolicy
+from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
 from poochplan.runtime.watch.teller import Teller
 from poochplan.runtime.watch.users_line import users_line

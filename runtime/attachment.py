@@ -17,10 +17,10 @@ from poochplan.errors import UsageError
 from poochplan.runtime.allocator.fresh_memory import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
-from poochplan.runtime.drivers.driver import Chooser
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
+from poochplan.runtime.step_policies.step_policy import Chooser
 from poochplan.tensors.modes import (
     around_compiled,
     before_forward,
@@ -57,7 +57,7 @@ class Attachment:
     models: by name, each with hooks of its own; a lone one has the name "".
     kind: of their device.
     open_device: called as the block is entered.
-    chooser: gives each segment its driver.
+    chooser: gives each segment its step policy.
     elsewhere: told a model that is called with gradients on another thread.
     rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own. The engine is there when it is asked.

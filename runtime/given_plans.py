@@ -12,12 +12,12 @@ from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
 from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
-from poochplan.runtime.drivers.diagnosis import Expected
-from poochplan.runtime.drivers.driver import Actions, Diverged, Driver, KeepAll
-from poochplan.runtime.drivers.follow import DivergencePolicy, Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.step_policies.diagnosis import Expected
+from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.units import format_bytes
 
 from .plan_in_force import MOST_PLANS, REMEDY, PlanInForce
@@ -80,7 +80,7 @@ class GivenPlans(PlanSource):
     def latest(self) -> PlanInForce:  # type: ignore[override]
         return self._of[self._name].latest
 
-    def choose(self, segment: Segment) -> Driver | None:
+    def choose(self, segment: Segment) -> StepPolicy | None:
         if "" in self._of:
             return self._of[""].choose(segment)
         if segment.model is not None:
@@ -135,7 +135,7 @@ class PlansOfModel:
         self.latest = PlanInForce(self._name, plan)
         self.every = [self.latest]
 
-    def choose(self, segment: Segment) -> Driver | None:
+    def choose(self, segment: Segment) -> StepPolicy | None:
         if self._expected.inputs and segment.model is None and not segment.announced:
             if not segment.saves_next:
                 return None  # a call of the model, or a save, tells
@@ -177,6 +177,6 @@ class WithoutPlan(SwapEach):
     def begin(self, segment: Segment) -> Actions:
         raise Diverged(self._why, FallbackKind.NO_PLAN)
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._policy.judge(reason)
         return super().diverged(reason)

@@ -9,18 +9,18 @@ import torch
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Profile
-from poochplan.runtime.drivers.driver import Driver, KeepAll
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 
 from .attachment import Attachment, Hooks, own_hooks
 from .plan_in_force import PlanInForce
 
 
 class PlanSource:
-    """A base: no step follows a plan. A session asks it for the driver of each step (it is the engine's
-    :class:`~.drivers.driver.Chooser`), and tells it what becomes of them.
+    """A base: no step follows a plan. A session asks it for the step policy of each step (it is the engine's
+    :class:`~.step_policies.step_policy.Chooser`), and tells it what becomes of them.
     """
 
     is_given = False
@@ -53,16 +53,16 @@ class PlanSource:
         """What is called in the place of a compiled callable."""
         return call
 
-    def choose(self, segment: Segment) -> Driver | None:
-        """See :class:`~.drivers.driver.Chooser`."""
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        """See :class:`~.step_policies.step_policy.Chooser`."""
         return KeepAll()
 
     def following(self, segment: Segment) -> PlanInForce | None:
-        """What the segment, which has its driver, follows or was to."""
+        """What the segment, which has its step policy, follows or was to."""
         return None
 
     def begins(self, segment: Segment) -> None:
-        """A segment that has its driver is about to begin; no log of another step's goes on."""
+        """A segment that has its step policy is about to begin; no log of another step's goes on."""
 
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the models' is about to step."""

@@ -19,10 +19,10 @@ from poochplan.profiler.capture.garbage import collected_after
 from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.untouched import bytes_of
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.runtime.watch.census import census
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature

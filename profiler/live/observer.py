@@ -15,13 +15,13 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.drivers.driver import Driver, KeepAll
-from poochplan.runtime.drivers.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.plan_source import PlanSource
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
 from poochplan.tensors.switches import Switches
@@ -47,7 +47,7 @@ class Observer(PlanSource):
     link: called once, before the first study needs it.
     fits: whether a step may run in-core, by a profile without times.
     room: most bytes that a segment may take that is studied.
-    unplanned: gives the driver of a segment that nothing is known of; by default it swaps.
+    unplanned: gives the step policy of a segment that nothing is known of; by default it swaps.
     measures_later: whether somebody else measures what the machine's own costs are.
     """
 
@@ -62,7 +62,7 @@ class Observer(PlanSource):
         fits: Callable[[Profile], bool],
         room: Callable[[Profile], float] = lambda _: math.inf,
         workload: str = "",
-        unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True),
+        unplanned: Callable[[], StepPolicy] = lambda: SwapEach(at_once=True),
         measures_later: bool = False,
     ) -> None:
         self.lines = Lines()
@@ -81,12 +81,12 @@ class Observer(PlanSource):
 
     # -- what becomes of segments that are not watched -------------------------------------------------------------
 
-    def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
+    def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
         """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
         return None
 
-    def driver(self, line: Line | None) -> Driver:
-        """The driver for a segment whose study is over, or that of larger inputs (None) is not."""
+    def policy(self, line: Line | None) -> StepPolicy:
+        """The step policy for a segment whose study is over, or that of larger inputs (None) is not."""
         fits = line is not None and line.profile is not None and line.profile.mode == "run"
         return KeepAll() if fits else SwapEach(at_once=True)
 
@@ -99,14 +99,14 @@ class Observer(PlanSource):
 
     # -- the chooser ------------------------------------------------------------------------------------------
 
-    def choose(self, segment: Segment) -> Driver | None:
-        driver = self._chosen(segment)
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        policy = self._chosen(segment)
         swaps_once = self._watch is not None and self._watch.swaps_once
-        if driver is not None and not swaps_once and _gives_up(driver):
+        if policy is not None and not swaps_once and _gives_up(policy):
             self._attachment.memory_is_short()
-        return driver
+        return policy
 
-    def _chosen(self, segment: Segment) -> Driver | None:
+    def _chosen(self, segment: Segment) -> StepPolicy | None:
         if segment.inputs is None and not segment.saves_next:
             return None
         has_gradients = bool(segment.gradient_bytes)
@@ -115,7 +115,7 @@ class Observer(PlanSource):
         known = self.known(key, segment)
         if isinstance(known, Watch):
             self._watch = known
-            return known.driver
+            return known.policy
         if known is not None:
             return known
         if not self._optimizer_steps and self._segments < MOST_WARMUP:
@@ -127,11 +127,11 @@ class Observer(PlanSource):
             return self.scene.unplanned()
         line = self._line_of(key)
         if line is None or line.next_watch is None:
-            return self.driver(line)
+            return self.policy(line)
         self._line = line
         self._attachment.engine.fallbacks.silent = True
         self._watch = line.next_watch()
-        return self._watch.driver
+        return self._watch.policy
 
     def begins(self, segment: Segment) -> None:
         if self._watch is not None:
@@ -184,7 +184,7 @@ class Observer(PlanSource):
             if watch is not None:
                 return watch.pack(tensor, engine.pack)
             handle = engine.pack(tensor)
-            if self._watch is not None:  # the segment has its driver by this save
+            if self._watch is not None:  # the segment has its policy by this save
                 self._watch.packed(tensor, handle)
             return handle
 
@@ -241,8 +241,8 @@ class Observer(PlanSource):
             self.profiled(line)
 
 
-def _gives_up(driver: Driver) -> bool:
+def _gives_up(policy: StepPolicy) -> bool:
     """Whether anything may leave the device from the segment's begin on."""
-    if driver.instructions is not None:
-        return any(value.decision is not Decision.KEEP for value in driver.instructions.values)
-    return isinstance(driver, SwapEach) and not isinstance(driver, KeepWhileRoom)
+    if policy.instructions is not None:
+        return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
+    return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)

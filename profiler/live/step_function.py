@@ -13,11 +13,11 @@ from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
 from poochplan.profiler.trials.plans import under
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.drivers.driver import Driver
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.tensors.modes import around_compiled
 
 from .watch import Scene, Watch
@@ -53,10 +53,10 @@ class StepFunction:
         engine.fallbacks.silent = True  # of steps that differ, as the profile says
         return engine
 
-    def choose(self, segment: Segment) -> Driver:
-        """The watch's; see :class:`~poochplan.runtime.drivers.driver.Chooser`."""
+    def choose(self, segment: Segment) -> StepPolicy:
+        """The watch's; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
         assert self._watch is not None, "steps are run under watches"
-        return self._watch.driver
+        return self._watch.policy
 
     def _rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
         assert self._watch is not None, "steps are run under watches"

@@ -136,7 +136,7 @@ def _timed(scene: Scene, keep_all: Keep) -> Generator[NewWatch, Any, tuple[list[
     for _ in range(TIMED):
         watch: PhaseTiming = yield lambda: PhaseTiming(scene, keep_all())
         measured.append(watch.seconds)
-        in_hooks += [watch.in_hooks] if isinstance(watch.driver, Keeping) else []
+        in_hooks += [watch.in_hooks] if isinstance(watch.policy, Keeping) else []
     return measured, in_hooks
 
 

@@ -15,18 +15,18 @@ from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.runtime.compiled.points import told_of_points
-from poochplan.runtime.drivers.course import Course
-from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
-from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .watch import Pack, Scene, Unpack, Watch
 
 
-def timed_driver(keeping: Instructions | None) -> Driver:
+def timed_policy(keeping: Instructions | None) -> StepPolicy:
     """Keeps every value where the step fits in-core; else swaps each at once, so that no copy runs beside an op."""
     return SwapEach(at_once=True) if keeping is None else Keeping(keeping)
 
@@ -38,7 +38,7 @@ class Keeping(Follow):
         super().__init__(Course.of(instructions), SwapEach(at_once=True))
         self.differs = ""
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self.differs = reason.reason
         return super().diverged(reason)
 
@@ -47,7 +47,7 @@ class TimingWatch(Watch):
     """A base: what is spent in hooks is not the step's."""
 
     def __init__(self, scene: Scene, keeping: Instructions | None) -> None:
-        super().__init__(scene, timed_driver(keeping))
+        super().__init__(scene, timed_policy(keeping))
         self._waits = keeping is None
         self.in_hooks = HookSeconds()
 
@@ -73,8 +73,8 @@ class TimingWatch(Watch):
 
     def end(self, *, stepped: bool) -> None:
         super().end(stepped=stepped)
-        if isinstance(self.driver, Keeping):
-            self.why_not = self.why_not or self.driver.differs
+        if isinstance(self.policy, Keeping):
+            self.why_not = self.why_not or self.policy.differs
 
 
 class PhaseTiming(TimingWatch):

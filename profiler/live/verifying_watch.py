@@ -19,11 +19,11 @@ from poochplan.profiler.trials.host_store import HostStore
 from poochplan.profiler.trials.plans import instructions_for
 from poochplan.profiler.trials.untouched import bytes_of
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, Verify
-from poochplan.runtime.drivers.course import Course
-from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.tensors.malloc import new_memory_holds
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes

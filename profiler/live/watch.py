@@ -1,4 +1,4 @@
-"""Watch: one segment of the user's loop under observation, by a driver and by instruments that see its ops."""
+"""Watch: one segment of the user's loop under observation, by a step policy and by instruments that see its ops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.forward_only import is_the_compilers
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.runtime.step_policies.step_policy import StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.runtime.watch.growth import foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
@@ -42,8 +42,8 @@ class Scene:
     spill_dir: str | Path | None
     optimizers: Sequence[torch.optim.Optimizer]
     """Those that have stepped, or were named."""
-    unplanned: Callable[[], Driver] = lambda: SwapEach(at_once=True)
-    """The driver of a segment that nothing is known of."""
+    unplanned: Callable[[], StepPolicy] = lambda: SwapEach(at_once=True)
+    """The step policy of a segment that nothing is known of."""
     measures_later: bool = False
     """Whether the machine's own costs are measured by somebody else, where they are not known."""
     there_before: Callable[[], Sequence[Any]] | None = None
@@ -58,9 +58,9 @@ class Watch:
     the optimizer's.
     """
 
-    def __init__(self, scene: Scene, driver: Driver) -> None:
+    def __init__(self, scene: Scene, policy: StepPolicy) -> None:
         self.scene = scene
-        self.driver = driver
+        self.policy = policy
         self.rebuild: Rebuild = rebuild_together
         self.why_not = ""
         """Why the segment tells nothing; empty while it does."""

@@ -15,9 +15,9 @@ import torch
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
-from poochplan.runtime.drivers.course import Course
-from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
+from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.swap_each import SwapEach
 
 from .host_store import HostStore
 from .parts import parts_of
@@ -87,7 +87,7 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
 
 
 def verifying(instructions: Instructions, model: torch.nn.Module, new_store: Callable[[], HostStore]) -> Verify:
-    """The driver for a step that is to try these; copies are on the host where something is swapped."""
+    """The step policy for a step that is to try these; copies are on the host where something is swapped."""
     swaps = any(value.decision is Decision.SWAP for value in instructions.values)
     return Verify(Follow(Course.of(instructions), SwapEach()), model, new_store() if swaps else None)
 

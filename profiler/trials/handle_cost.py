@@ -29,8 +29,8 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.drivers.follow import Always
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.step_policies.follow import Always
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
 

@@ -13,7 +13,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.swap_each import no_room
+from poochplan.runtime.step_policies.swap_each import no_room
 from poochplan.torch_private.tensor_internals import without_modes
 
 

@@ -1,4 +1,4 @@
-"""Verify: a driver under which each replay is tried by itself and compared bitwise with a copy of what was saved."""
+"""Verify: a step policy under which each replay is tried alone and compared bitwise with a copy of what was saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
-from poochplan.runtime.drivers.driver import Actions, Diverged, Driver
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism
@@ -16,6 +15,7 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import Leaves, run_ops
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
 from poochplan.tensors.storages import memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
@@ -37,7 +37,7 @@ class Verify:
     ``store``: where the copies are; None for in memory.
     """
 
-    def __init__(self, inner: Driver, model: torch.nn.Module, store: HostStore | None = None) -> None:
+    def __init__(self, inner: StepPolicy, model: torch.nn.Module, store: HostStore | None = None) -> None:
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
@@ -53,7 +53,7 @@ class Verify:
         """What was there before the step and the replay under way has changed."""
         self._copies: dict[int, Copied] = {}
 
-    # -- the driver -------------------------------------------------------------------------------------------
+    # -- the step policy --------------------------------------------------------------------------------------
 
     @property
     def instructions(self) -> Instructions | None:
@@ -88,7 +88,7 @@ class Verify:
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         self._inner.copy_failed(value, error)
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self.divergence = reason.reason
         return self._inner.diverged(reason)
 

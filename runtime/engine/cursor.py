@@ -88,7 +88,7 @@ class Segment:
         self.inputs: Signature | None = None
         """Of the model's first call in it; None before."""
         self.saves_next = False
-        """Whether something is about to be saved: its driver has to be known."""
+        """Whether something is about to be saved: its step policy has to be known."""
         self.gradient_bytes = 0
         """Gradients of the model's that were live as it began."""
         self.left_over_bytes = 0

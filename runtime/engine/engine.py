@@ -1,7 +1,7 @@
 """The engine: the saved-tensors hooks, and the parts that answer them put together.
 
-A segment's *driver* decides (``runtime/drivers/``), the *mechanism* moves storages, the *cursor* says where segments
-begin and end, the *tape* knows what ran. States of a saved value: ``saved_value.py``.
+A segment's *step policy* decides (``runtime/step_policies/``), the *mechanism* moves storages, the *cursor* says where
+segments begin and end, the *tape* knows what ran. States of a saved value: ``saved_value.py``.
 
 Rules, cited in the code:
 
@@ -38,12 +38,12 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
-from poochplan.runtime.drivers.driver import NOTHING, Actions, Chooser, Diverged, Driver
 from poochplan.runtime.replays.closure import NotReplayable, Recipe
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.replays.recorder import Recorder
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
@@ -65,7 +65,7 @@ class Engine:
 
     Parameters
     ----------
-    chooser: gives each segment its driver.
+    chooser: gives each segment its step policy.
     device: where storages live and copies run; the caller closes it.
     model: its parameters and buffers are those of rule 2.
     parts: where ``model`` is several, each by its name: a segment's are those of the part that it is of.
@@ -93,8 +93,8 @@ class Engine:
         self.host = HostTier(chooser.alternatives)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed)
         self._chooser = chooser
-        self._driver: Driver | None = None
-        self._ended: Driver | None = None
+        self._policy: StepPolicy | None = None
+        self._ended: StepPolicy | None = None
         """That of a segment that has ended, until it is told so."""
         self.model = model
         self._parts = parts
@@ -114,12 +114,12 @@ class Engine:
     @property
     def follows(self) -> Instructions | None:
         """Those of the plan that the open segment follows; None where it follows none."""
-        return self._driver.instructions if self._driver is not None else None
+        return self._policy.instructions if self._policy is not None else None
 
     @property
     def awaits_inputs(self) -> bool:
-        """Whether a segment has begun and :meth:`model_is_called` has to tell its inputs before it has a driver."""
-        return self.cursor.is_open and self._driver is None
+        """Whether a segment has begun and :meth:`model_is_called` has to tell its inputs before it has a policy."""
+        return self.cursor.is_open and self._policy is None
 
     # -- segments ---------------------------------------------------------------------------------------------
 
@@ -168,20 +168,20 @@ class Engine:
         if self.cursor.is_open:
             self._events.over(self.segment)
         self.cursor.end()
-        self._driver, self._ended = None, self._driver or self._ended
+        self._policy, self._ended = None, self._policy or self._ended
 
     def tell_end(self) -> None:
         """The last segment is over, and what its report says is final."""
         self.mechanism.take_times()
         if self.segment.number:
             self._events.ended(self.segment)
-        self.tell_driver()
+        self.tell_policy()
 
-    def tell_driver(self) -> None:
-        """Tells the driver of the segment that has ended, once."""
-        segment, driver, self._ended = self.segment, self._ended, None
-        if driver is not None and segment.outcome is not None:
-            driver.end(segment, segment.outcome)
+    def tell_policy(self) -> None:
+        """Tells the step policy of the segment that has ended, once."""
+        segment, policy, self._ended = self.segment, self._ended, None
+        if policy is not None and segment.outcome is not None:
+            policy.end(segment, segment.outcome)
 
     def optimizer_stepped(self) -> None:
         """An optimizer of the model's has stepped."""
@@ -215,14 +215,14 @@ class Engine:
 
     def _choose(self, segment: Segment) -> None:
         try:
-            driver = self._chooser.choose(segment)
-            if driver is None:
+            policy = self._chooser.choose(segment)
+            if policy is None:
                 return
-            self._driver = driver
+            self._policy = policy
             self._events.chosen(segment)
-            if driver.instructions is not None:
-                self.host.follow(driver.instructions)
-            self._carry_out(driver.begin(segment))
+            if policy.instructions is not None:
+                self.host.follow(policy.instructions)
+            self._carry_out(policy.begin(segment))
         except Diverged as reason:
             self._diverge(reason)
 
@@ -272,7 +272,7 @@ class Engine:
         if storage is None or self._outside_the_plan(tensor, storage):
             return Handle.untouched(tensor)
         segment = cursor.segment
-        driver = self._driver or self._driver_of_a_save()
+        policy = self._policy or self._policy_of_a_save()
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         ordinal = segment.packs
@@ -280,7 +280,7 @@ class Engine:
         if not isinstance(known, SavedValue) or not known.stands_for(tensor):  # Rule 1
             return Handle.first(self._save(record, tensor, ordinal), cursor.lease(), segment.number, ordinal)
         try:
-            driver.handle(ordinal, record.save_point, tensor)
+            policy.handle(ordinal, record.save_point, tensor)
         except Diverged as reason:
             self._diverge(reason)
         return Handle.another(tensor, known, cursor.lease(), segment.number, ordinal)
@@ -292,11 +292,11 @@ class Engine:
             or in_backward()  # packs inside backward: create_graph, reentrant checkpoint
         )
 
-    def _driver_of_a_save(self) -> Driver:
+    def _policy_of_a_save(self) -> StepPolicy:
         self.segment.saves_next = True
         self._choose(self.segment)
-        assert self._driver is not None, "a chooser has to say at the first save"
-        return self._driver
+        assert self._policy is not None, "a chooser has to say at the first save"
+        return self._policy
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor, ordinal: int) -> SavedValue:
         segment = self.cursor.segment
@@ -316,8 +316,8 @@ class Engine:
         segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
         record.packed = True
-        assert self._driver is not None
-        actions = self._driver.at_save(value, index)
+        assert self._policy is not None
+        actions = self._policy.at_save(value, index)
         if decision is Decision.RECOMPUTE:
             self._forget(value)
         if actions is not NOTHING:
@@ -325,21 +325,21 @@ class Engine:
         return value
 
     def _decision(self, index: int | None, tensor: torch.Tensor, record: StorageRecord, ordinal: int) -> Decision:
-        assert self._driver is not None
-        decision = self._driver.saved(index, tensor, record)
-        self._driver.handle(ordinal, record.save_point if index is None else index, tensor)
+        assert self._policy is not None
+        decision = self._policy.saved(index, tensor, record)
+        self._policy.handle(ordinal, record.save_point if index is None else index, tensor)
         return decision
 
     def _forget(self, value: SavedValue) -> None:
-        assert self._driver is not None
+        assert self._policy is not None
         try:
             recipe = Recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
             value.decision = Decision.SWAP
-            self._carry_out(self._driver.not_replayable(value, reason))
+            self._carry_out(self._policy.not_replayable(value, reason))
             return
-        self._driver.before_drop(value)
+        self._policy.before_drop(value)
         self.mechanism.drop(value, recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------
@@ -383,12 +383,12 @@ class Engine:
 
     def _use_point(self, handle: Handle) -> None:
         segment = self.segment
-        if not self.cursor.is_open or handle.segment != segment.number or self._driver is None:
+        if not self.cursor.is_open or handle.segment != segment.number or self._policy is None:
             segment.earlier_uses += handle.segment != segment.number
             return
         segment.used = True
         try:
-            actions = self._driver.at_use(segment.uses, handle, segment.saves)
+            actions = self._policy.at_use(segment.uses, handle, segment.saves)
         except Diverged as reason:
             self._diverge(reason)
             return
@@ -408,16 +408,16 @@ class Engine:
             self.recorder.switch_off()
 
     def _copy_failed(self, value: SavedValue, error: OSError) -> None:
-        if self._driver is not None:
-            self._driver.copy_failed(value, error)
+        if self._policy is not None:
+            self._policy.copy_failed(value, error)
         self._fell_back(FallbackKind.HOST_TIER, f"values are kept: the host tier cannot be written ({error.strerror})")
 
     # -- divergence (Rule 8) ----------------------------------------------------------------------------------
 
     def _diverge(self, reason: Diverged) -> None:
-        assert self._driver is not None
+        assert self._policy is not None
         try:
-            self._driver, actions = self._driver.diverged(reason)
+            self._policy, actions = self._policy.diverged(reason)
         except DivergenceError:
             self.end()
             raise

@@ -16,11 +16,11 @@ from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.stopwatch import Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.drivers.driver import Actions
 from poochplan.runtime.replays.closure import Recipe
 from poochplan.runtime.replays.recorded import Content
 from poochplan.runtime.replays.replay import Run, replay, run_ops
 from poochplan.runtime.run_report import StepReport
+from poochplan.runtime.step_policies.step_policy import Actions
 
 from .host_tier import HostTier
 from .saved_value import SavedValue, State

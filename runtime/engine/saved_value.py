@@ -45,7 +45,7 @@ _TRANSITIONS = {
 
 
 class SavedValue(msgspec.Struct, eq=False, weakref=True):
-    """A saved value. Lives as long as a handle or a recipe refers to it, or a driver that awaits another handle.
+    """A saved value. Lives as long as a handle or a recipe refers to it, or a step policy that awaits another handle.
 
     Whoever interrupts a transition (Ctrl-C) leaves the old state or the new one: a state that promises a filled
     storage is entered last, one that promises nothing of it first.

@@ -22,7 +22,7 @@ class StepEvents:
     """Each is called on the thread of the step, and does nothing by default."""
 
     chosen: Callable[[Segment], None] = nothing
-    """A segment has its driver, which has done nothing yet."""
+    """A segment has its step policy, which has done nothing yet."""
     point: Callable[[int], None] | None = None
     """At each save and use point, before anything is done there: how many of the segment have been passed. None costs
     least."""

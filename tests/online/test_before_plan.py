@@ -13,7 +13,7 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.online import before_plan
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
-from poochplan.runtime.drivers.swap_each import KeepWhileRoom, SwapEach
+from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
 from tests.runtime.nets import LINK
 
@@ -64,7 +64,7 @@ def test_where_room_ends_within_the_step_it_swaps_from_there_on(
 ) -> None:
     left: Iterator[int] = iter([1 << 30] * 2 + [0] * 1000)
     monkeypatch.setattr(before_plan, "free_bytes", lambda _: next(left))
-    monkeypatch.setattr("poochplan.runtime.drivers.swap_each.SHARE_BETWEEN_LOOKS", 1e-9)
+    monkeypatch.setattr("poochplan.runtime.step_policies.swap_each.SHARE_BETWEEN_LOOKS", 1e-9)
     found, out_bytes, saved_bytes = first_step(tmp_path)
     assert equal(found, plain_step())
     assert 0 < out_bytes < 0.9 * saved_bytes
@@ -141,12 +141,12 @@ def test_a_step_that_is_profiled_may_take_what_the_device_has_or_else_the_budget
     assert unplanned(model, optimizer, Unplanned.IN_CORE).room_of(1000) >= SHARE_TAKEN * (1 << 40)
 
 
-def test_drivers_are_of_the_way_that_was_asked_for() -> None:
+def test_step_policies_are_of_the_way_that_was_asked_for() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = BeforePlan(Unplanned.IN_CORE, Unplanned.SWAP, model, CPU, [optimizer], lambda: None)
-    assert type(before.driver()) is KeepWhileRoom
-    assert type(before.refused_driver()) is SwapEach
+    assert type(before.policy()) is KeepWhileRoom
+    assert type(before.refused_policy()) is SwapEach
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

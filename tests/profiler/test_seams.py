@@ -1,4 +1,4 @@
-"""The profiler drives the runtime's engine by what it offers everybody: drivers, choosers and how replays are run."""
+"""The profiler drives the runtime's engine by what everybody has: step policies, choosers and how replays are run."""
 
 from __future__ import annotations
 

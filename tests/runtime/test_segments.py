@@ -1,4 +1,4 @@
-"""Where segments begin and end, what is known of each, and that whoever chooses a driver is told."""
+"""Where segments begin and end, what is known of each, and that whoever chooses a step policy is told."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.drivers.driver import Driver, KeepAll
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.tensors.modes import before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from tests.runtime.nets import CASES
@@ -44,7 +44,7 @@ class Watching(SwapEach):
 
 
 class InTurn:
-    """Gives one segment a driver that keeps, the next one that swaps; notes what it knew when it was asked."""
+    """Gives one segment a step policy that keeps, the next one that swaps; notes what it knew when it was asked."""
 
     alternatives = ()
 
@@ -53,7 +53,7 @@ class InTurn:
         self.needs_inputs = needs_inputs
         self.chosen: list[Segment] = []
 
-    def choose(self, segment: Segment) -> Driver | None:
+    def choose(self, segment: Segment) -> StepPolicy | None:
         if self.needs_inputs and segment.inputs is None and not segment.saves_next:
             return None
         self.chosen.append(segment)
@@ -85,7 +85,7 @@ def _gradients(model: nn.Module, step: Callable[[], None]) -> list[torch.Tensor]
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_each_segment_has_the_driver_that_was_chosen_for_it_and_the_same_gradients() -> None:
+def test_each_segment_has_the_step_policy_that_was_chosen_for_it_and_the_same_gradients() -> None:
     model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
     wanted = _gradients(model, lambda: model(batch).backward())
     moved = []
@@ -99,7 +99,7 @@ def test_each_segment_has_the_driver_that_was_chosen_for_it_and_the_same_gradien
     assert [outcome for _, outcome in chooser.told] == [Outcome.USED, Outcome.USED]
 
 
-def test_a_driver_is_told_the_bytes_and_the_seconds_of_its_segment_when_that_is_over() -> None:
+def test_a_step_policy_is_told_the_bytes_and_the_seconds_of_its_segment_when_that_is_over() -> None:
     model, batch, chooser = Chain(), torch.ones(4, 8), InTurn()
     with under(chooser, model):
         for _ in range(2):

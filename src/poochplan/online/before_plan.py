@@ -10,8 +10,8 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.profiler.fake.memory_left import memory_left
-from poochplan.runtime.drivers.driver import Driver
-from poochplan.runtime.drivers.swap_each import KeepWhileRoom, SwapEach
+from poochplan.runtime.step_policies.step_policy import StepPolicy
+from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.storages import own_tensors
 
@@ -36,7 +36,7 @@ Mode = Literal["in-core", "swap"]
 
 
 class BeforePlan:
-    """Gives such steps their drivers. Memory is that of the device, as it is when it is asked for.
+    """Gives such steps their policies. Memory is that of the device, as it is when it is asked for.
 
     Parameters
     ----------
@@ -59,11 +59,11 @@ class BeforePlan:
         self._model, self._where, self._optimizers = model, where, optimizers
         self._is_short = is_short
 
-    def driver(self) -> Driver:
+    def policy(self) -> StepPolicy:
         """Of a step that is to have a plan."""
         return self._by(self.before)
 
-    def refused_driver(self) -> Driver:
+    def refused_policy(self) -> StepPolicy:
         """Of a step that will have none."""
         return self._by(self.refused)
 
@@ -76,7 +76,7 @@ class BeforePlan:
         is_free = self.before is Unplanned.IN_CORE and needed_bytes <= SHARE_TAKEN * free_bytes(self._where)
         return is_free or needed_bytes <= self.room_of(budget_bytes)
 
-    def _by(self, way: Unplanned) -> Driver:
+    def _by(self, way: Unplanned) -> StepPolicy:
         return SwapEach(at_once=True) if way is Unplanned.SWAP else KeepWhileRoom(self._room, self._is_short)
 
     def _room(self) -> int:

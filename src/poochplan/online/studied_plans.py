@@ -16,12 +16,12 @@ from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.drivers.driver import Driver, KeepAll
-from poochplan.runtime.drivers.follow import Follow
-from poochplan.runtime.drivers.swap_each import SwapEach
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.model_check import check_model
 from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
+from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.runtime.watch.growth import Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
 from poochplan.torch_private.compiler_internals import is_compiled
@@ -81,7 +81,7 @@ class StudiedPlans(Observer):
             link=link,
             fits=lambda one: self._before.has_room(one.in_core_peak_bytes, self._known.budget_of(one)),
             room=self._room_of,
-            unplanned=lambda: self._before.driver(),
+            unplanned=lambda: self._before.policy(),
             measures_later=where.type == "cpu",
         )
         self._known, self._build, self._teller = known, build, teller
@@ -141,14 +141,14 @@ class StudiedPlans(Observer):
     def following(self, segment: Segment) -> PlanInForce | None:
         return self._following
 
-    def known(self, key: Key, segment: Segment) -> Driver | Watch | None:
+    def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
         self._following = None
         if self._is_one_region:
-            return self._before.driver()
+            return self._before.policy()
         if not self._build.is_ready:
             self._known.earned.spend(self._build.wait)
         if not self._build.is_ready:  # nothing can be profiled before the allocator counts
-            return self._before.driver()
+            return self._before.policy()
         self._known.poll()
         if self._is_planner:
             self._known.look_up(key, self._foreseen_bytes)
@@ -158,7 +158,7 @@ class StudiedPlans(Observer):
             return self._without_plan(key, self._known.profiles[key], is_refused=self._known.is_refused(key))
         found = self._known.choose(key)
         if found is None:
-            return None if self._is_planner else self._before.driver()
+            return None if self._is_planner else self._before.policy()
         plan, course = found
         if self._is_outgrown(plan, segment.number):
             return SwapEach(at_once=True)
@@ -166,19 +166,19 @@ class StudiedPlans(Observer):
         self._began_s, self._took_s = time.perf_counter(), 0.0
         return Follow(course, SwapEach())
 
-    def driver(self, line: Line | None) -> Driver:
+    def policy(self, line: Line | None) -> StepPolicy:
         """Until there is a plan, and where there will be none."""
         if line is None:
-            return self._before.driver()
+            return self._before.policy()
         return self._without_plan(line.key, line.profile, is_refused=bool(line.refused))
 
-    def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> Driver:
+    def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all where that is known to fit the budget, and swaps where the budget was promised."""
         if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
             return KeepAll()
         if is_refused:
-            return self._before.refused_driver()
-        return SwapEach(at_once=True) if self._known.is_promised(key) else self._before.driver()
+            return self._before.refused_policy()
+        return SwapEach(at_once=True) if self._known.is_promised(key) else self._before.policy()
 
     def ended(self, segment: Segment) -> None:
         super().ended(segment)

@@ -17,9 +17,9 @@ from poochplan.online.telling import KNOWN, in_force, infeasible, not_planned
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
-from poochplan.runtime.drivers.course import Course
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.serving import ArenaMode
+from poochplan.runtime.step_policies.course import Course
 from poochplan.runtime.watch.growth import left_free
 from poochplan.runtime.watch.teller import Teller
 from poochplan.units import parse_budget

@@ -1,9 +1,9 @@
-"""Driver: what decides, in one segment, about each saved value. Chooser: what gives each segment its driver.
+"""Step policy: what decides, in one segment, about each saved value. Chooser: what gives each segment its step policy.
 
 KeepAll is the simplest one, and a base for others.
 
-A driver never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's mechanism
-carries out.
+A step policy never touches a storage. It answers with a decision, or with :class:`Actions`: data that the engine's
+mechanism carries out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = Actions()
 
 
 class Diverged(Exception):  # noqa: N818 - a verdict, caught by the engine
-    """What is saved or used is not what the driver was made for; it has done nothing about it."""
+    """What is saved or used is not what the step policy was made for; it has done nothing about it."""
 
     def __init__(
         self, reason: str, kind: FallbackKind = FallbackKind.DIVERGED, departure: Departure | None = None
@@ -60,7 +60,7 @@ _SAID = {
 }
 
 
-class Driver(Protocol):
+class StepPolicy(Protocol):
     """Decides in one segment. Any of its answers may be ``Diverged`` raised, or ``DivergenceError``."""
 
     @property
@@ -94,7 +94,7 @@ class Driver(Protocol):
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         """The host does not take it: it is kept (rule 9). Raises when it must not be."""
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         """Who decides for the rest of the segment, and what becomes of the values that are there."""
 
     def end(self, segment: Segment, outcome: Outcome) -> None:
@@ -102,14 +102,14 @@ class Driver(Protocol):
 
 
 class Chooser(Protocol):
-    """Gives each segment its driver."""
+    """Gives each segment its step policy."""
 
     @property
     def alternatives(self) -> Sequence[Instructions]:
         """All that a segment may be given to follow: the host tier is made large enough for any of them."""
 
-    def choose(self, segment: Segment) -> Driver | None:
-        """The driver of a segment; None while its inputs have to be known first.
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        """The step policy of a segment; None while its inputs have to be known first.
 
         It is asked as the segment begins, when the model is called, and at the first save; there it has to say.
         """
@@ -144,7 +144,7 @@ class KeepAll:
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         """It is kept."""
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         return self, NOTHING
 
     def end(self, segment: Segment, outcome: Outcome) -> None:

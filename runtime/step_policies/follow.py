@@ -26,7 +26,7 @@ from .diagnosis import (
     departed_at_use,
     what_changed,
 )
-from .driver import NOTHING, Actions, Diverged, Driver, KeepAll
+from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy
 from .swap_each import SwapEach
 
 
@@ -173,7 +173,7 @@ class Follow:
     def copy_failed(self, value: SavedValue, error: OSError) -> None:
         """It is kept: larger than planned, not wrong."""
 
-    def diverged(self, reason: Diverged) -> tuple[Driver, Actions]:
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._to_come.clear()
         if self._found is not None:
             reason.advice = what_changed(self._segment, self._expected, self._found)
@@ -188,9 +188,9 @@ class Follow:
 
 
 class Always:
-    """A chooser that gives every segment a driver of one make. ``alternatives``: the instructions that these follow."""
+    """A chooser that gives every segment a policy of one make. ``alternatives``: the instructions that these follow."""
 
-    def __init__(self, make: Callable[[], Driver], alternatives: Sequence[Instructions] = ()) -> None:
+    def __init__(self, make: Callable[[], StepPolicy], alternatives: Sequence[Instructions] = ()) -> None:
         self._make = make
         self.alternatives = alternatives
 
@@ -200,5 +200,5 @@ class Always:
         course = Course.of(instructions)
         return cls(lambda: Follow(course, SwapEach()), [instructions])
 
-    def choose(self, segment: Segment) -> Driver:
+    def choose(self, segment: Segment) -> StepPolicy:
         return self._make()

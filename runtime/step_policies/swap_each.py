@@ -15,7 +15,7 @@ from poochplan.formats.plan import Decision
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.recorded import StorageRecord
 
-from .driver import NOTHING, Actions, KeepAll
+from .step_policy import NOTHING, Actions, KeepAll
 
 
 class SwapEach(KeepAll):
