@@ -37,7 +37,7 @@ from .watch.users_line import Place, users_line
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 Tell = Callable[[torch.optim.Optimizer], None]
-AroundRegion = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 def own_hooks(attachment: Attachment) -> Hooks:
@@ -61,7 +61,7 @@ class Attachment:
     elsewhere: told a model that is called with gradients on another thread.
     rebuild: the engine's.
     hooks: what autograd is to call; by default the engine's own. The engine is there when it is asked.
-    around_region: gives what is called in the place of a compiled callable of a model.
+    around_call: gives what is called in the place of a compiled callable of a model.
     gives_up: whether anything leaves the device from the first step on; else :meth:`memory_is_short` says when.
     apart: whether a segment is of one of the models alone; it looks at that one's parameters then.
     events: who is told of what happens in a step.
@@ -77,7 +77,7 @@ class Attachment:
         elsewhere: Callable[[str], None] = lambda _: None,
         rebuild: Rebuild = rebuild_together,
         hooks: Callable[[Attachment], Hooks] = own_hooks,
-        around_region: AroundRegion = lambda _, call: call,
+        around_call: AroundCall = lambda _, call: call,
         gives_up: bool = True,
         apart: bool = True,
         events: StepEvents = NO_EVENTS,
@@ -93,7 +93,7 @@ class Attachment:
         self._gives_up = gives_up
         self._events = events
         self._parts = models if apart and self.whole is not models.get("") else {}
-        self._around_region = around_region
+        self._around_call = around_call
         self.is_wanted: Callable[[], bool] = lambda: True
         """Asked where a segment is about to begin; where it says no, ``abandoned`` is called."""
         self.abandoned: Callable[[], None] = lambda: None
@@ -286,7 +286,7 @@ class Attachment:
 
     def _without_modes(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def quiet(*args: Any, **kwargs: Any) -> Any:
-            run = self._around_region(path, call)
+            run = self._around_call(path, call)
             with self.engine.quiet():
                 return run(*args, **kwargs)
 

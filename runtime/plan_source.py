@@ -49,7 +49,7 @@ class PlanSource:
         """Brings back what is to be replayed."""
         rebuild_together(value, mechanism)
 
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in the place of a compiled callable."""
         return call
 

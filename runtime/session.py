@@ -89,7 +89,7 @@ class Session:
             elsewhere=self._tally.called_elsewhere,
             rebuild=source.rebuild,
             hooks=source.attached,
-            around_region=source.around_region,
+            around_call=source.around_call,
             gives_up=source.gives_up,
             apart=source.is_given,
             events=StepEvents(

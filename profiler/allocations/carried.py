@@ -1,7 +1,7 @@
-"""What one part of a compiled region makes and a later part lets go of, from a step's log. Pure functions.
+"""What one part of compiled code makes and a later part lets go of, from a step's log. Pure functions.
 
 A backward that waits for arrivals is several ops, its parts, and so is a forward with save points. Such a block is an
-output of the op that makes it, and of the op that lets go of it what dies of other ops' values in a region is: there as
+output of the op that makes it, and of the op that lets go of it what dies of other ops' values in it is: there as
 it begins.
 """
 
@@ -15,7 +15,7 @@ from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
 
 from .op_blocks import Event, Taker
 
-_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_REGION, Taker.PART: Taker.BACKWARD_REGION}
+_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
 """Of which the last part is told as."""
 
 

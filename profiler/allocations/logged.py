@@ -16,13 +16,12 @@ from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 
 from .carried import carried_in
 from .op_blocks import BEGINS, ENDS, POINT, Taker, events_by_op, taken_in
-from .region import Region
 from .strays import Stray, passing_bytes, strays_in
-from .workspace import CudaWorkspace, Workspace
+from .workspace import CompiledMeter, CudaWorkspace, Workspace
 
 
-class LoggedRegion:
-    """Of regions the step's log tells what they take, once it has ended."""
+class LoggedMeter:
+    """Of compiled code the step's log tells what they take, once it has ended."""
 
     def begin(self) -> None:
         """The log has a mark there."""
@@ -52,8 +51,8 @@ class LoggedWorkspace(Workspace):
         """Blocks in which values lie."""
         self._strays: Sequence[Stray] = ()
 
-    def region(self) -> Region:
-        return LoggedRegion()
+    def compiled_meter(self) -> CompiledMeter:
+        return LoggedMeter()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -71,12 +70,12 @@ class LoggedWorkspace(Workspace):
         self._mark(BEGINS)
 
     def end(self, op: CapturedOp) -> None:
-        self.region_ends(op, Taker.OP)
+        self.compiled_ends(op, Taker.OP)
 
-    def region_begins(self) -> None:
+    def compiled_begins(self) -> None:
         self._mark(BEGINS)
 
-    def region_ends(self, op: CapturedOp, taker: Taker) -> None:
+    def compiled_ends(self, op: CapturedOp, taker: Taker) -> None:
         if self._log is not None:
             self._log.mark(ENDS)
             self._ops.append((op, taker))

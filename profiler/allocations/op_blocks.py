@@ -16,7 +16,7 @@ from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
 """Marks before and behind an op, and behind a point of the runtime's clock. Negative ones are bytes that are freed
-in a compiled region where the log does not see it: of a value that was there before, which lies in a copy."""
+in compiled code where the log does not see it: of a value that was there before, which lies in a copy."""
 
 Event = tuple[int, int, int, int]
 """Kind, block, bytes, value, as the log has them."""
@@ -26,12 +26,12 @@ class Taker(Enum):
     """Who takes the blocks; it decides what is live at the op's tick of what dies while it runs."""
 
     OP = "op"
-    FORWARD_REGION = "forward of a compiled region"
+    FORWARD_COMPILED = "forward of compiled code"
     """What dies in it is live at its tick."""
     FORWARD_PART = "part of a compiled forward, behind which others come"
     """The same."""
-    BACKWARD_REGION = "backward of a compiled region"
-    """What dies in it was let go of at a tick before, although it is there when the region begins. A node of a backward
+    BACKWARD_COMPILED = "backward of compiled code"
+    """What dies in it was let go of at a tick before, although it is there when the code begins. A node of a backward
     that only hooks look at takes what it takes likewise."""
     PART = "part of a compiled backward, behind which others come"
     """The same."""
@@ -74,7 +74,7 @@ def events_by_op(events: Table) -> Iterator[list[Event]]:
 
 
 def _of_taker(events: Iterable[Event], taker: Taker) -> Iterator[Event]:
-    """Of a region: births, deaths of what is born in it, and marks of what else is freed. Else births and deaths."""
+    """Of compiled code births, deaths of what is born in it, and marks of what else is freed; else births, deaths."""
     born: set[int] = set()
     for event in events:
         kind, block, _, value = event
@@ -95,7 +95,7 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
             live -= counted_bytes(size_bytes)
         else:
             live -= counted_bytes(-value)
-    if taker in (Taker.FORWARD_REGION, Taker.FORWARD_PART):
+    if taker in (Taker.FORWARD_COMPILED, Taker.FORWARD_PART):
         live += sum(counted_bytes(-value) for kind, _, _, value in events if kind == MARK)
     return max(0, most - live)
 
@@ -103,8 +103,8 @@ def _workspace_bytes(events: Iterable[Event], taker: Taker) -> int:
 def _blocks(
     events: Iterable[Event], outputs: Mapping[int, int], output_count: int, taker: Taker
 ) -> tuple[OpBlock, ...]:
-    """In the order of the taking. Before them, of a backward region, what was there and is freed in it."""
-    is_backward = taker in (Taker.BACKWARD_REGION, Taker.PART)
+    """In the order of the taking. Before them, of a compiled backward, what was there and is freed in it."""
+    is_backward = taker in (Taker.BACKWARD_COMPILED, Taker.PART)
     freed = [-value for kind, _, _, value in events if kind == MARK] if is_backward else []
     blocks = [OpBlock(size_bytes, -1, -1) for size_bytes in freed if size_bytes >= LEAST_PLACED_BYTES]
     held = iter(range(len(blocks)))

@@ -3,29 +3,79 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.runtime.metering.compiled_code import CpuMeter
 
 from .op_blocks import Taker
-from .region import Region, region_of
 from .strays import Stray
 
 
+class CompiledMeter(Protocol):
+    """Bytes that compiled code takes, what the capture copies meanwhile set aside."""
+
+    def begin(self) -> None:
+        """Before the code."""
+
+    def end(self) -> int | None:
+        """Most bytes above what was live as it began; None where they are not known."""
+
+    def freed(self, size_bytes: int) -> None:
+        """A storage of that size dies."""
+
+    def set_aside(self) -> contextlib.AbstractContextManager[object]:
+        """A block whose allocations are not the code's."""
+
+
+class CudaMeter:
+    """The caching allocator's peak since the code began."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._begin_bytes = self._aside_bytes = self._most_bytes = 0
+
+    def begin(self) -> None:
+        self._begin_bytes, self._aside_bytes, self._most_bytes = self._now("current"), 0, 0
+        torch.cuda.reset_peak_memory_stats(self._where)
+
+    def end(self) -> int:
+        self._look()
+        return self._most_bytes
+
+    def freed(self, size_bytes: int) -> None:
+        """Nothing to do: the allocator knows."""
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        self._look()
+        before_bytes = self._now("current")
+        yield
+        self._aside_bytes += self._now("current") - before_bytes
+        torch.cuda.reset_peak_memory_stats(self._where)
+
+    def _look(self) -> None:
+        self._most_bytes = max(self._most_bytes, self._now("peak") - self._begin_bytes - self._aside_bytes)
+
+    def _now(self, which: str) -> int:
+        return int(torch.cuda.memory_stats(self._where)[f"allocated_bytes.all.{which}"])
+
+
 class Workspace:
-    """By itself of a CPU without the compiled allocator, and of steps without memory: the meter of regions alone tells
-    what it knows.
+    """By itself of a CPU without the compiled allocator, and of steps without memory: the meter of compiled code
+    alone tells what it knows.
     """
 
     memory = Memory.LIVE
     """Whether it knows what ops take."""
 
-    def region(self) -> Region:
-        """The meter of compiled regions."""
-        return region_of(torch.device("cpu"))
+    def compiled_meter(self) -> CompiledMeter:
+        """The meter of compiled code."""
+        return CpuMeter()
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A block whose ops are asked about; behind it their blocks are known."""
@@ -37,14 +87,14 @@ class Workspace:
     def end(self, op: CapturedOp) -> None:
         """Behind it, while its outputs live: notes its workspace."""
 
-    def region_begins(self) -> None:
-        """Before a compiled region, or its backward."""
+    def compiled_begins(self) -> None:
+        """Before compiled code, or its backward."""
 
-    def region_ends(self, op: CapturedOp, taker: Taker) -> None:
+    def compiled_ends(self, op: CapturedOp, taker: Taker) -> None:
         """Behind it."""
 
     def freed(self, size_bytes: int) -> None:
-        """The last hold of a value ends in a region that has not borne it."""
+        """The last hold of a value ends in compiled code that has not borne it."""
 
     def passes_point(self) -> None:
         """A point of the runtime's clock has been passed."""
@@ -76,8 +126,8 @@ class CudaWorkspace(Workspace):
     def __init__(self, where: torch.device) -> None:
         self._where = where
 
-    def region(self) -> Region:
-        return region_of(self._where)
+    def compiled_meter(self) -> CompiledMeter:
+        return CudaMeter(self._where)
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._where)

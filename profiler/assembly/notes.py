@@ -31,7 +31,7 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
 
 
-def region_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
+def capture_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
     """Why the backwards of compiled modules are no more than one op each, where they could be several."""
     why = why_none_deferred(model, where.type)
     return [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
@@ -46,7 +46,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
         checkpointed=tuple(capture.checkpointed),
         garbage_bytes=sum(capture.values[number].size_bytes for number in capture.garbage),
         kept_bytes=sum({key: size for _, _, parts in capture.kept for key, size in parts.items()}.values()),
-        unmeasured_regions=capture.regions.unmeasured,
+        unmeasured_regions=capture.compiled_calls.unmeasured,
         graph_mode=written_replays(model) is not None,
         unmeasured_ops=capture.unmeasured_ops if capture.memory is Memory.ALLOCATED else 0,
     )

@@ -78,7 +78,7 @@ def build_values(capture: Capture, kinds: dict[int, Kind], last_tick: int) -> tu
 def with_carried(
     capture: Capture, ops: tuple[Op, ...], op_ticks: Sequence[int], first: int
 ) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
-    """The ops with one output more for each block that a part of a compiled region makes and a later one lets go of,
+    """The ops with one output more for each block that a part of compiled code makes and a later one lets go of,
     and these as values, of which the first has the number ``first``.
 
     What a part of a backward lets go of is not live at its tick, but there as it begins; of a forward it is live.

@@ -52,7 +52,7 @@ class NodeOps(NodeListener):
     ) -> None:
         super().__init__()
         self._capture, self._workspace, self._gradients = capture, workspace, gradients
-        self._region, self._clock = workspace.region(), NodeClock(clock)
+        self._meter, self._clock = workspace.compiled_meter(), NodeClock(clock)
         self._op: CapturedOp | None = None
         self._has_run = False
         self._freed_bytes = 0
@@ -73,8 +73,8 @@ class NodeOps(NodeListener):
     def leave(self) -> None:
         """Also in the middle of a node, as where it raises: then it is no op."""
         if self._op is not None:
-            self._region.end()
-            self._workspace.region_ends(self._op, Taker.BACKWARD_REGION)
+            self._meter.end()
+            self._workspace.compiled_ends(self._op, Taker.BACKWARD_COMPILED)
             self._op = None
         self._clock.forget()
         self._sums.clear()
@@ -117,16 +117,16 @@ class NodeOps(NodeListener):
         op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(list(gradients)))))
         self._ran_another, self._nodes_before = False, last_sequence_number()
         self._freed_bytes, self._first_block = 0, self._workspace.next_block()
-        self._workspace.region_begins()
-        self._region.begin()
+        self._workspace.compiled_begins()
+        self._meter.begin()
         self._clock.begins()
 
     def node_ends(self, node: Any, gradients: Gradients) -> None:
         self._clock.stops()
         op, self._op = self._op, None
         assert op is not None, "a node ends that has not begun"
-        taken_bytes = self._region.end()
-        self._workspace.region_ends(op, Taker.BACKWARD_REGION)
+        taken_bytes = self._meter.end()
+        self._workspace.compiled_ends(op, Taker.BACKWARD_COMPILED)
         capture = self._capture
         leaf = getattr(node, "variable", None)
         accumulated = leaf.grad if isinstance(leaf, torch.Tensor) else None
@@ -155,11 +155,11 @@ class NodeOps(NodeListener):
         """The last hold of a value has ended."""
         if self._op is not None:
             self._freed_bytes += rounded_up(size_bytes)
-            self._region.freed(size_bytes)
+            self._meter.freed(size_bytes)
             self._workspace.freed(size_bytes)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """A block that is none of the node's."""
-        with self._clock.paused(), self._region.set_aside():
+        with self._clock.paused(), self._meter.set_aside():
             yield

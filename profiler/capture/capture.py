@@ -38,8 +38,8 @@ from poochplan.torch_private.tensor_internals import in_backward, pytree, versio
 
 from .captured import CapturedOp, CapturedValue, shapes_of
 from .clock import clock_of
+from .compiled_calls import CompiledCalls
 from .lifetimes import Lifetimes
-from .regions import Regions
 
 
 class Capture(ToggledMode):
@@ -70,7 +70,7 @@ class Capture(ToggledMode):
         self._clock = clock_of(where)
         self._workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Stretches]] = []
-        self.regions = Regions(self, self._workspace)
+        self.compiled_calls = CompiledCalls(self, self._workspace)
         self.checkpointed: dict[str, None] = {}
         """Layers whose forward ran again in backward, in order."""
 
@@ -94,7 +94,7 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[Capture]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
-        points = told_of_points(self.regions.point, self.device_type)
+        points = told_of_points(self.compiled_calls.point, self.device_type)
         with self.tracker.on(model), points, self._workspace.running():
             self.switch_on()
             try:
@@ -103,9 +103,9 @@ class Capture(ToggledMode):
                 self.switch_off()
                 self._read_clock()
 
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
-        return self.regions.around(path, call)
+        return self.compiled_calls.around(path, call)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Capture(ToggledMode):
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """A block whose ops are a compiled region's, and none of their own."""
+        """A block whose ops are compiled code's, and none of their own."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -234,8 +234,8 @@ class Capture(ToggledMode):
         return self.lifetimes.add(tensor, layer, born)
 
     def gone(self, value: CapturedValue) -> None:
-        """Tells the compiled region that runs."""
-        self.regions.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
+        """Tells the compiled code that runs."""
+        self.compiled_calls.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
 
     def rounded_bytes(self, number: int) -> int:
         """What the value takes of the allocator."""
@@ -278,7 +278,7 @@ class Capture(ToggledMode):
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
             again = False
-        self.regions.saves(tensor.untyped_storage())
+        self.compiled_calls.saves(tensor.untyped_storage())
         self.handles.append((number, self.tracker.current(), dtype, shape))
         return number, ordinal, again
 
@@ -304,8 +304,8 @@ class Capture(ToggledMode):
         known = self.value_if_known(tensor)
         if known >= 0:
             return known
-        # Born where the dispatcher did not see it: inside a compiled region, or outside torch.
-        part = self.regions.bearer_of(tensor.untyped_storage())
+        # Born where the dispatcher did not see it: inside compiled code, or outside torch.
+        part = self.compiled_calls.bearer_of(tensor.untyped_storage())
         number = self._new_value(tensor, self.tracker.current(), born=-1 if part is None else part.number)
         if part is not None:
             self._workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())

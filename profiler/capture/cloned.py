@@ -46,7 +46,7 @@ class ClonedCapture(Capture):
         reference = self._clones.get(number) if again else None
         clone = reference() if reference is not None else None
         if clone is None:
-            with self.regions.set_aside():
+            with self.compiled_calls.set_aside():
                 clone = self._cloned(tensor.untyped_storage(), number)
             self._clones[number] = weakref.ref(clone)
         self.lifetimes.holds(number)
@@ -65,7 +65,7 @@ class ClonedCapture(Capture):
             handle.used = True
             self.used(handle.ordinal)
         with self.paused():
-            with self.regions.set_aside():
+            with self.compiled_calls.set_aside():
                 storage = self._storage_of(handle.holder, handle.value)
             return self._on(storage, handle.geometry)
 

@@ -16,7 +16,7 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.metering.compiled_regions import around_backward
+from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
 from poochplan.torch_private.tensor_internals import last_sequence_number
@@ -80,10 +80,10 @@ class OpTimer(ToggledMode):
         self.ops.append(DispatchedOp(facts.name, layer, shapes_of(outputs)))
         return outputs
 
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
 
-        def region(*args: Any, **kwargs: Any) -> Any:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
             if self.nodes.is_inside:
                 return call(*args, **kwargs)
             node_before = last_sequence_number()
@@ -98,7 +98,7 @@ class OpTimer(ToggledMode):
             around_backward(outputs, node_before, self._compiled_backward_begins, self._compiled_backward_ends)
             return outputs
 
-        return region
+        return compiled
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         """What ``run()`` gives, a backward from the outputs that is looked at node by node."""

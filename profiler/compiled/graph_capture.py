@@ -61,7 +61,7 @@ class GraphCapture(FakeCapture):
         """Ops that the compiler fuses away; they live as long as the capture."""
         self._graph_runs = 0
 
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def opened(*args: Any, **kwargs: Any) -> Any:
             before = self._graph_runs
             with self.away():  # while it is compiled

@@ -60,13 +60,13 @@ class EngineCapture(Capture):
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """A block in which values are moved: nothing in it is the step's."""
-        with self.nodes.set_aside(), self.regions.set_aside(), self.paused():
+        with self.nodes.set_aside(), self.compiled_calls.set_aside(), self.paused():
             yield
 
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
         if not self.nodes.is_inside:
-            return self.regions.around(path, call)
+            return self.compiled_calls.around(path, call)
         self.look_for_checkpoint(path)
         return call
 
@@ -162,8 +162,8 @@ class Capturing(Watch):
         if phase is Phase.OPTIMIZER:
             self.kinds.note_gradients(self.scene.model)
 
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.capture.around_region(path, call)
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self.capture.around_call(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         return self._engines.observed(outputs, run) if self.scene.there_before is None else run()

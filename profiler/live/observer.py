@@ -194,8 +194,8 @@ class Observer(PlanSource):
 
         return pack, unpack
 
-    def around_region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return call if self._watch is None else self._watch.region(path, call)
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call if self._watch is None else self._watch.around_call(path, call)
 
     def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is one for one in self._optimizers):

@@ -70,10 +70,10 @@ class StepFunction:
             if moves:
                 engine = self._engine
                 pack, unpack = partial(_pack, watch, engine), partial(_unpack, watch, engine)
-                stack.enter_context(under(engine, model, pack, unpack, watch.region))
+                stack.enter_context(under(engine, model, pack, unpack, watch.around_call))
                 segment = engine.segment
             else:
-                stack.enter_context(around_compiled(model, watch.region))
+                stack.enter_context(around_compiled(model, watch.around_call))
                 segment = Segment(0, 0)
             watch.begin(segment)
             try:

@@ -16,7 +16,7 @@ from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import SWAPPED, garbage_notes, kept_notes, model_notes, region_notes
+from poochplan.profiler.assembly.notes import SWAPPED, capture_notes, garbage_notes, kept_notes, model_notes
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
@@ -195,4 +195,4 @@ def step_notes(seen: Capturing) -> list[str]:
     """What is to be said of the captured step, whatever it takes."""
     model, capture = seen.scene.model, seen.capture
     said = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, seen.kinds)]
-    return [*said, *region_notes(model, seen.scene.where)]
+    return [*said, *capture_notes(model, seen.scene.where)]

@@ -134,8 +134,8 @@ class OpTiming(PhaseTiming):
         super().enter(phase)
         self.timer.enter(phase)
 
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return self.timer.region(path, call)
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self.timer.around_call(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
         return run() if self.scene.there_before is not None else self.timer.observed(outputs, run)

@@ -105,7 +105,7 @@ class Watch:
         """The phase that begins."""
         self.phase = phase
 
-    def region(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
         return call
 

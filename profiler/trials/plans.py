@@ -12,7 +12,7 @@ from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointAc
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
-from poochplan.runtime.attachment import AroundRegion
+from poochplan.runtime.attachment import AroundCall
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
@@ -51,14 +51,14 @@ def under(
     model: torch.nn.Module,
     pack: Callable[[Any], Any],
     unpack: Callable[[Any], Any],
-    region: AroundRegion = lambda _, call: call,
+    around_call: AroundCall = lambda _, call: call,
 ) -> Iterator[None]:
-    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them. ``region`` gives what
-    is called in the place of a compiled callable.
+    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them. ``around_call`` gives
+    what is called in the place of a compiled callable.
     """
 
     def quietly(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        run = region(path, call)
+        run = around_call(path, call)
 
         def quiet(*args: Any, **kwargs: Any) -> Any:
             with engine.quiet():

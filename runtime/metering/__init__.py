@@ -1,1 +1,1 @@
-"""Counts live bytes: through the dispatcher, and in compiled regions at the allocator."""
+"""Counts live bytes: through the dispatcher, and in compiled code at the allocator."""

@@ -12,7 +12,7 @@ from poochplan.formats.profile import Memory
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.torch_private.tensor_internals import is_composite, storage_identity
 
-from .compiled_regions import CpuRegion, Event, changes
+from .compiled_code import CpuMeter, Event, changes
 from .step_peak import Told
 
 _MARK = "poochplan.mark:"
@@ -36,7 +36,7 @@ class LoggedPeak:
         self.arena_bytes = 0
         self._of_live = memory is Memory.LIVE
         self._least_bytes = 0 if self._of_live else LEAST_COUNTED_BYTES
-        self._region = CpuRegion()
+        self._meter = CpuMeter()
         self._began_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -48,11 +48,11 @@ class LoggedPeak:
         sizes = [one.nbytes() for one in storages.values() if one.nbytes() >= self._least_bytes]
         self._began_bytes = unseen_bytes + sum(map(rounded_up, sizes))
         self._watched = {key: self._watch(storage) for key, storage in storages.items()}
-        self._region.begin()
+        self._meter.begin()
 
     def mark(self, number: int) -> None:
         """The step has come to that point."""
-        self._region.mark(f"{_MARK}{number}")
+        self._meter.mark(f"{_MARK}{number}")
 
     def now(self) -> Told | None:
         """Nobody knows before the end."""
@@ -61,7 +61,7 @@ class LoggedPeak:
     def ends(self) -> Told | None:
         """None where nothing is known. Idempotent."""
         self._watched.clear()
-        events = self._region.events()
+        events = self._meter.events()
         if events is None:
             return None
         most_bytes, mark = most_behind(events, of_live=self._of_live, least_bytes=self._least_bytes)
@@ -73,7 +73,7 @@ class LoggedPeak:
 
         def died(_: object) -> None:
             if self._watched.pop(key, None) is not None:
-                self._region.freed(size_bytes)
+                self._meter.freed(size_bytes)
 
         return weakref.ref(storage, died)
 

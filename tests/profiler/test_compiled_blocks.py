@@ -1,4 +1,4 @@
-"""What a compiled region allocates inside is in the profile as the blocks of its op, forward and backward."""
+"""What compiled code allocates inside is in the profile as the blocks of its op, forward and backward."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def _most_bytes(blocks: Sequence[OpBlock]) -> int:
 
 
 def _check(profile: Profile, peaks: list[int]) -> list[tuple[OpBlock, ...]]:
-    """The blocks of each region."""
+    """The blocks of each compiled call."""
     assert profile.memory is Memory.ALLOCATED
-    regions = [op for op in profile.ops if op.name == COMPILED_REGION]
-    assert [op.phase for op in regions] == [Phase.FORWARD] * 2 + [Phase.BACKWARD] * 2
-    found = [taken_by(profile, op) for op in regions]
-    for op, blocks in zip(regions, found, strict=True):
+    calls = [op for op in profile.ops if op.name == COMPILED_REGION]
+    assert [op.phase for op in calls] == [Phase.FORWARD] * 2 + [Phase.BACKWARD] * 2
+    found = [taken_by(profile, op) for op in calls]
+    for op, blocks in zip(calls, found, strict=True):
         assert {one.output for one in blocks} >= set(range(len(op.outputs)))
         for one in blocks:
             assert one.output < 0 or one.size_bytes == profile.values[op.outputs[one.output]].size_bytes
@@ -105,19 +105,19 @@ def _check(profile: Profile, peaks: list[int]) -> list[tuple[OpBlock, ...]]:
 
 
 @needs_allocator
-def test_a_region_has_the_blocks_that_it_takes_and_the_peak_is_metered_to_the_byte() -> None:
+def test_compiled_code_has_the_blocks_that_it_takes_and_the_peak_is_metered_to_the_byte() -> None:
     for blocks in _check(*_steps("aot_eager")):
         assert any(one.output < 0 and one.until >= 0 for one in blocks), "it gives something back inside"
 
 
 @needs_allocator
 @pytest.mark.deep
-def test_a_region_of_inductor_has_the_blocks_that_it_takes() -> None:
+def test_compiled_code_of_inductor_has_the_blocks_that_it_takes() -> None:
     _check(*_steps("inductor"))
 
 
 @needs_allocator
-def test_blocks_of_a_step_with_regions_are_never_more_than_the_simulator_s_bytes() -> None:
+def test_blocks_of_a_step_with_compiled_calls_are_never_more_than_the_simulator_s_bytes() -> None:
     profile, _ = _steps("aot_eager")
     problem = build_problem(profile)
     for seed in range(4):
@@ -128,15 +128,15 @@ def test_blocks_of_a_step_with_regions_are_never_more_than_the_simulator_s_bytes
 
 
 @needs_allocator
-def test_regions_beside_another_profiler_are_measured_too() -> None:
+def test_compiled_calls_beside_another_profiler_are_measured_too() -> None:
     with torch.profiler.profile():
         beside, _ = _steps("aot_eager")
     alone, _ = _steps("aot_eager")
     assert beside.facts is not None
     assert beside.facts.unmeasured_regions == 0
-    regions = [[op.workspace_bytes for op in one.ops if op.name == COMPILED_REGION] for one in (beside, alone)]
-    assert regions[0] == regions[1]
-    assert min(regions[1]) > 0
+    calls = [[op.workspace_bytes for op in one.ops if op.name == COMPILED_REGION] for one in (beside, alone)]
+    assert calls[0] == calls[1]
+    assert min(calls[1]) > 0
 
 
 # -- of a log --------------------------------------------------------------------------------------------------------
@@ -144,24 +144,24 @@ def test_regions_beside_another_profiler_are_measured_too() -> None:
 
 def test_what_is_freed_in_a_backward_is_there_until_then() -> None:
     events: list[Event] = [(BIRTH, 1, 8192, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0), (DEATH, 1, 8192, 0)]
-    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.BACKWARD_REGION)
+    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED)
     assert [tuple(one) for one in blocks] == [(10240, -1, 2), (8192, -1, 3), (4096, 0, -1)]
     assert workspace_bytes == 8192 + 10240 - 4096
 
 
 def test_what_is_freed_in_a_forward_is_live_at_its_tick_and_no_workspace() -> None:
     events: list[Event] = [(MARK, -1, 0, -10240), (BIRTH, 1, 4096, 0), (BIRTH, 2, 4096, 0), (DEATH, 1, 4096, 0)]
-    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.FORWARD_REGION)
+    blocks, workspace_bytes = taken_in(events, {2: 0}, 1, Taker.FORWARD_COMPILED)
     assert [tuple(one) for one in blocks] == [(4096, -1, 2), (4096, 0, -1)]
     assert workspace_bytes == 0
 
 
-def test_what_was_there_before_a_region_and_dies_in_it_is_told_once() -> None:
+def test_what_was_there_before_compiled_code_and_dies_in_it_is_told_once() -> None:
     events: list[Event] = [(DEATH, 9, 10240, 0), (MARK, -1, 0, -10240), (BIRTH, 2, 4096, 0)]
-    assert taken_in(events, {2: 0}, 1, Taker.BACKWARD_REGION).workspace_bytes == 10240 - 4096
+    assert taken_in(events, {2: 0}, 1, Taker.BACKWARD_COMPILED).workspace_bytes == 10240 - 4096
 
 
-def test_a_region_that_runs_within_a_backward_has_its_events_for_itself() -> None:
+def test_compiled_code_that_runs_within_a_backward_has_its_events_for_itself() -> None:
     rows = [
         (MARK, -1, 0, BEGINS), (BIRTH, 1, 64, 0), (MARK, -1, 0, BEGINS), (BIRTH, 2, 64, 0), (MARK, -1, 0, ENDS),
         (BIRTH, 3, 64, 0), (MARK, -1, 0, ENDS),

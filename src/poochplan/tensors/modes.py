@@ -178,7 +178,7 @@ def is_dispatched_plainly() -> bool:
 def uncompiled_hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Saved-tensors hooks that the compiler does not look into when a compiled region calls them."""
+    """Saved-tensors hooks that the compiler does not look into when compiled code calls them."""
     pack, unpack = hidden_from_compiler(pack), hidden_from_compiler(unpack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -178,7 +178,7 @@ def code_of_backward(node: Any) -> tuple[object, str, int]:
 
 
 def compiles_autograd() -> bool:
-    """Whether torch is set to compile the whole backward, and traces through the backwards of compiled regions."""
+    """Whether torch is set to compile the whole backward, and traces through the backwards of compiled code."""
     import torch._dynamo.config
 
     return bool(torch._dynamo.config.compiled_autograd)

@@ -1,4 +1,4 @@
-"""What a compiled region takes, from the allocator's events."""
+"""What compiled code takes, from the allocator's events."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import weakref
 
 import torch
 
-from poochplan.runtime.metering.compiled_regions import CpuRegion, most_bytes
+from poochplan.runtime.metering.compiled_code import CpuMeter, most_bytes
 
 
-def test_a_region_tells_the_most_that_was_live_at_once_above_its_begin() -> None:
-    region = CpuRegion()
-    region.begin()
+def test_compiled_code_tells_the_most_that_was_live_at_once_above_its_begin() -> None:
+    meter = CpuMeter()
+    meter.begin()
     first = torch.ones(1024)
     second = first.neg()
     del first, second
     torch.ones(256)
-    assert region.end() == 2 * 4096
-    assert region.end() is None
+    assert meter.end() == 2 * 4096
+    assert meter.end() is None
 
 
 def test_what_is_set_aside_does_not_count() -> None:
-    region = CpuRegion()
-    region.begin()
-    with region.set_aside():
+    meter = CpuMeter()
+    meter.begin()
+    with meter.set_aside():
         copy = torch.ones(100_000).clone()
     torch.ones(128)
-    assert region.end() == 512
+    assert meter.end() == 512
     del copy
 
 
-def test_a_storage_from_before_that_dies_in_the_region_makes_room() -> None:
-    region = CpuRegion()
+def test_a_storage_from_before_that_dies_in_the_code_makes_room() -> None:
+    meter = CpuMeter()
     before = torch.ones(1024)
-    watch = weakref.ref(before.untyped_storage(), lambda _: region.freed(4096))
-    region.begin()
+    watch = weakref.ref(before.untyped_storage(), lambda _: meter.freed(4096))
+    meter.begin()
     del before
     after = torch.ones(2048)
-    assert region.end() == 4096
+    assert meter.end() == 4096
     del watch, after
 
 
@@ -51,19 +51,19 @@ def test_a_storage_whose_death_is_told_twice_makes_room_once() -> None:
     assert most_bytes([alloc, alloc, *mark, *mark, large]) == 8192
 
 
-def test_a_region_that_was_never_ended_is_forgotten() -> None:
-    region = CpuRegion()
-    region.begin()
+def test_a_meter_that_was_never_ended_is_forgotten() -> None:
+    meter = CpuMeter()
+    meter.begin()
     torch.ones(100_000)
-    region.begin()
+    meter.begin()
     torch.ones(128)
-    assert region.end() == 512
+    assert meter.end() == 512
 
 
-def test_a_region_under_another_profiler_is_unknown_and_leaves_that_one_alone() -> None:
-    region = CpuRegion()
+def test_compiled_code_under_another_profiler_is_unknown_and_leaves_that_one_alone() -> None:
+    meter = CpuMeter()
     with torch.profiler.profile() as profiler:
-        region.begin()
+        meter.begin()
         torch.ones(128)
-        assert region.end() is None
+        assert meter.end() is None
     assert any(event.name == "aten::ones" for event in profiler.events())

@@ -1,4 +1,4 @@
-"""Regions: calls of compiled callables in a capture, each one op, and each compiled backward another; of those with
+"""Calls of compiled callables in a capture, each one op, and each compiled backward another; of those with
 save points or arrivals, each part between two of them.
 
 No dispatch mode looks into them: what they take is measured at the allocator, or the step's log tells it.
@@ -19,7 +19,7 @@ from poochplan.formats.profile import Phase
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.backward.node_hooks import Gradients
-from poochplan.runtime.metering.compiled_regions import around_backward
+from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
@@ -27,7 +27,7 @@ from .captured import CapturedOp
 
 
 class Noting(Protocol):
-    """What regions tell a capture, and ask of it."""
+    """What compiled calls tell a capture, and ask of it."""
 
     device_type: str
     phase: Phase
@@ -46,7 +46,7 @@ class Noting(Protocol):
 
 
 class Part(NamedTuple):
-    """A stretch of a compiled region, up to a save point, an arrival or the end."""
+    """A stretch of compiled code, up to a save point, an arrival or the end."""
 
     op: CapturedOp
     number: int
@@ -55,12 +55,12 @@ class Part(NamedTuple):
     """What it takes has this number or a higher one."""
 
 
-class Regions:
-    """State: what the compiled region that runs has saved, and what the compiled backward that runs has freed."""
+class CompiledCalls:
+    """State: what the compiled code that runs has saved, and what the compiled backward that runs has freed."""
 
     def __init__(self, capture: Noting, workspace: Workspace) -> None:
         self._capture, self._workspace = capture, workspace
-        self._region = workspace.region()
+        self._meter = workspace.compiled_meter()
         self._running: list[CapturedOp] = []
         """A checkpoint has a compiled forward run again within a compiled backward."""
         self._backward = contextlib.ExitStack()
@@ -73,9 +73,9 @@ class Regions:
         self._freed_bytes = 0
         """Of the values of which the last hold has ended since a part of a compiled backward began."""
         self._saved: list[torch.UntypedStorage] | None = None
-        """Held until the compiled region that runs ends, as autograd would hold it; None outside one."""
+        """Held until the compiled code that runs ends, as autograd would hold it; None outside one."""
         self.unmeasured = 0
-        """Runs of compiled regions of which nobody knows what they took."""
+        """Runs of compiled code of which nobody knows what they took."""
 
     @property
     def is_running(self) -> bool:
@@ -98,18 +98,18 @@ class Regions:
     def freed(self, size_bytes: int, rounded_bytes: int, born: int) -> None:
         """The last hold of a value has ended that the ``born``-th op has borne."""
         self._freed_bytes += rounded_bytes
-        self._region.freed(size_bytes)
+        self._meter.freed(size_bytes)
         if self._running and not (self.is_running and born == len(self._capture.ops) - 1):
             self._workspace.freed(size_bytes)
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
-        """A block of which nothing that is allocated is the region's."""
-        return self._region.set_aside()
+        """A block of which nothing that is allocated is the compiled code's."""
+        return self._meter.set_aside()
 
     def around(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
 
-        def region(*args: Any, **kwargs: Any) -> Any:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
             capture = self._capture
             capture.look_for_checkpoint(path)
             op = self._new_op(path)
@@ -130,7 +130,7 @@ class Regions:
             around_backward(outputs, node_before, partial(self._backward_begins, path), self._backward_ran)
             return outputs
 
-        return region
+        return compiled
 
     def _new_op(self, path: str) -> CapturedOp:
         op = CapturedOp(COMPILED_REGION, path, self._capture.phase)
@@ -148,7 +148,7 @@ class Regions:
         try:
             outputs = call(*args, **kwargs)
         finally:
-            taken_bytes = self._forward_part_ends(Taker.FORWARD_REGION)
+            taken_bytes = self._forward_part_ends(Taker.FORWARD_COMPILED)
             self._saved, (self._forward_parts, self._forward) = None, outer
         return outputs, taken_bytes, parts
 
@@ -215,7 +215,7 @@ class Regions:
 
     def _backward_ran(self, gradients: list[torch.Tensor]) -> None:
         capture = self._capture
-        op, taken_bytes = self._part_ends(Taker.BACKWARD_REGION)
+        op, taken_bytes = self._part_ends(Taker.BACKWARD_COMPILED)
         for gradient in capture.ordinary(gradients):
             part = self._part_with(self._parts, gradient.untyped_storage())
             capture.bear(part.op, [gradient], part.number)
@@ -226,13 +226,13 @@ class Regions:
 
     def _begins(self, op: CapturedOp) -> None:
         self._running.append(op)
-        self._workspace.region_begins()
-        self._region.begin()
+        self._workspace.compiled_begins()
+        self._meter.begin()
 
     def _ended(self, op: CapturedOp, taker: Taker) -> int | None:
-        taken_bytes = self._region.end()
+        taken_bytes = self._meter.end()
         self._running.pop()
-        self._workspace.region_ends(op, taker)
+        self._workspace.compiled_ends(op, taker)
         self.unmeasured += taken_bytes is None
         return taken_bytes
 

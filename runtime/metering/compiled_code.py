@@ -1,6 +1,6 @@
-"""Compiled regions: what a call of a compiled callable, or its backward, allocates where no dispatch mode looks.
+"""Compiled code: what a call of a compiled callable, or its backward, allocates where no dispatch mode looks.
 
-Modes are away in a compiled forward, and a compiler such as Inductor allocates past the dispatcher. So regions are
+Modes are away in a compiled forward, and a compiler such as Inductor allocates past the dispatcher. So it is
 measured at the allocator: on the CPU by what it tells a profiler, event by event.
 """
 
@@ -28,7 +28,7 @@ Event = tuple[str, str, int]
 """Kind, name and bytes."""
 
 
-class CpuRegion:
+class CpuMeter:
     """The CPU's allocations from :meth:`begin` on, on the calling thread. State: whether it has begun."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class CpuRegion:
                 pass
 
     def freed(self, size_bytes: int) -> None:
-        """A storage of that size dies: the allocator does not say so of one that was made before the region."""
+        """A storage of that size dies: the allocator does not say so of one that was made before the code."""
         self.mark(f"{_FREED}{size_bytes}")
 
     def set_aside(self) -> contextlib.AbstractContextManager[object]:
@@ -120,10 +120,10 @@ def around_backward(
     begins: Callable[[list[torch.Tensor]], Any],
     ends: Callable[[list[torch.Tensor]], Any],
 ) -> None:
-    """Has ``begins(gradients)`` called before each backward of what a region has just compiled, with those it is given,
+    """Has ``begins(gradients)`` called before each backward of what a call has just compiled, with those it is given,
     and ``ends(gradients)`` behind it, with those it gives.
 
-    ``outputs`` are the region's; ``node_before`` is the number of the last autograd node that was made before it.
+    ``outputs`` are the call's; ``node_before`` is the number of the last autograd node that was made before it.
     """
     for node in _compiled_nodes(outputs, node_before):
         node.register_prehook(lambda gradients: begins(_there(gradients)))
