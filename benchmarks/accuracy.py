@@ -41,7 +41,7 @@ from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
-from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.workload import Workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 

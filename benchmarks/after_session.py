@@ -39,7 +39,7 @@ def steps_of(kind: str, name: str, plan_file: Path, asked: Connection) -> None:
     import torch
 
     import poochplan
-    from poochplan.tensors.malloc import freed_memory_given_back
+    from poochplan.tensors.host_memory import freed_memory_given_back
 
     torch.set_num_threads(1)
     workload = load(name, SETTINGS)

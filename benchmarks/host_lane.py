@@ -28,7 +28,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.profiler.trials.handle_cost import measured_on
-from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.workload import Workload
 
 PLANS = ("old", "new")

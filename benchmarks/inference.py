@@ -32,7 +32,7 @@ import torch
 import poochplan
 from benchmarks.arena import WORKLOADS, fresh
 from benchmarks.facts import facts_of_run, write_results
-from poochplan.profiler.passes.pass_profiling import profile_pass
+from poochplan.profiler.pass_profiling import profile_pass
 
 MODES = ("plain", "arena")
 SETTLED = 4

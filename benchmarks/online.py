@@ -26,8 +26,8 @@ from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import Seconds, compared, in_pairs, load, one_step, profiled
 from poochplan import Plan
 from poochplan.formats.plan import Instructions
-from poochplan.profiler.link.cache import cached_link
-from poochplan.profiler.trials.cost_cache import cached_cost
+from poochplan.profiler.link import cached_link
+from poochplan.profiler.trials.machine_facts import cached_cost
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment

@@ -17,22 +17,19 @@ from poochplan.errors import NativeError
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.notes import EVAL_MODE, SWAPPED, runtime_notes
-from poochplan.profiler.assembly.steadiness import contradicted
+from poochplan.profiler.assembly.reconcile import contradicted
+from poochplan.profiler.capture.capture import collected_after
 from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.capture.cloned import ClonedCapture
-from poochplan.profiler.capture.garbage import collected_after
-from poochplan.profiler.fake.estimate import needed_without_memory
-from poochplan.profiler.fake.fake_profile import fake_profile
-from poochplan.profiler.fake.memory_left import fitting_mode, memory_left
+from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_memory
 from poochplan.profiler.fake.roofline import parse_roofline
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.link import measure_link
+from poochplan.profiler.live.after_capture import TimingWatch, verify
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.inside import profile_inside
+from poochplan.profiler.live.observer import profile_inside
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.study import drafts, step_notes
-from poochplan.profiler.live.timing_watches import TimingWatch
-from poochplan.profiler.live.verifying_watch import verify
-from poochplan.profiler.step.beside import tensors_beside
+from poochplan.profiler.request import tensors_beside
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
@@ -44,7 +41,7 @@ from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
 from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
@@ -114,14 +111,14 @@ def profile(
     progress: called with a line of text at each stage.
 
     The model, its gradients, the optimizer and the generators are afterwards as they were before. Warns when the model
-    was in eval mode, and when later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.steadiness`).
+    was in eval mode, and when later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.reconcile`).
 
     Raises
     ------
     StepError
         ``step`` returns no scalar that requires gradients, or one that depends on no parameter; or it calls backward,
         takes gradients or steps the optimizer itself; or its timed steps say nothing, twice
-        (:func:`poochplan.profiler.assembly.steadiness.steady`);
+        (:func:`poochplan.profiler.assembly.reconcile.steady`);
         in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
     UsageError
         An argument is not what it should be, the model is not on the device, or there is no such device; or there is

@@ -10,13 +10,11 @@ import msgspec
 
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.assembly.steadiness import JUDGED_S, MUCH, steady
-from poochplan.profiler.capture.capture import Capture
-from poochplan.profiler.capture.garbage import collected_after
+from poochplan.profiler.assembly.reconcile import JUDGED_S, MUCH, Floats, PhaseSeconds, steady
+from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
+from poochplan.profiler.live.after_capture import OpTiming, TimingWatch
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.timing_watches import OpTiming, TimingWatch
 from poochplan.runtime.arena.repeated_step import RepeatedStep
 
 from .real import Runner

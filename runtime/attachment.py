@@ -50,7 +50,7 @@ class Attachment:
 
     After the block handles that are still alive can be unpacked (backward outside the ``with``); the host tier is given
     back with the last of them, and the C library's allocator goes back to keeping what is freed
-    (:mod:`poochplan.tensors.malloc`).
+    (:mod:`poochplan.tensors.host_memory`).
 
     Parameters
     ----------

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.formats.profile_parts import Link, LinkDirection
+from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.observer import Observer
-from poochplan.profiler.live.timing_watches import OpTiming
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment

@@ -1,16 +1,25 @@
-"""From the events that a log has of one op: the blocks that it takes, and its workspace. Pure functions.
+"""What a step's log tells: the blocks that each op takes, its workspace, and what is taken between ops. Pure functions.
 
-The events are those of ``AllocationLog`` between the marks before and behind the op. Blocks count as the device's
+The events of an op are those of ``AllocationLog`` between the marks before and behind it. Blocks count as the device's
 allocator is asked to count them: those of less than ``LEAST_COUNTED_BYTES`` nothing, all others rounded up.
+
+A backward that waits for arrivals is several ops, its parts, and so is a forward with save points. What one part makes
+and a later one lets go of is an output of the op that makes it, and of the op that lets go of it what dies of other
+ops' values in it is: there as it begins.
+
+Strays are taken between ops and are no value's, as a checkpoint's states of generators. Points of the runtime's clock
+are marked too, so it is known between which two ticks a stray was taken, and between which it was given back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from poochplan.formats.profile import OpBlock
+from poochplan.formats.profile import Kind, OpBlock, Value
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, Table
 
@@ -20,6 +29,7 @@ in compiled code where the log does not see it: of a value that was there before
 
 Event = tuple[int, int, int, int]
 """Kind, block, bytes, value, as the log has them."""
+STEM = "step/between ops"
 
 
 class Taker(Enum):
@@ -35,6 +45,10 @@ class Taker(Enum):
     that only hooks look at takes what it takes likewise."""
     PART = "part of a compiled backward, behind which others come"
     """The same."""
+
+
+_PART_OF = {Taker.FORWARD_PART: Taker.FORWARD_COMPILED, Taker.PART: Taker.BACKWARD_COMPILED}
+"""Of which the last part is told as."""
 
 
 class Taken(NamedTuple):
@@ -125,3 +139,184 @@ def _blocks(
 def _ends(blocks: list[OpBlock], place: int) -> None:
     taken = blocks[place]
     blocks[place] = OpBlock(taken.size_bytes, taken.output, len(blocks))
+
+
+@dataclass
+class CarriedBlock:
+    """One block; ops are given by their number."""
+
+    block: int
+    size_bytes: int
+    made_in: int
+    let_go_in: int | None = None
+    """None where no part lets go of it."""
+
+
+@dataclass
+class Parts:
+    """The events of each op, and the blocks that parts carry to each other, in the order of their making."""
+
+    events: list[list[Event]] = field(default_factory=list)
+    carried: list[CarriedBlock] = field(default_factory=list)
+
+
+def carried_in(events_by_op: Iterable[list[Event]], takers: Sequence[Taker], outputs: Collection[int]) -> Parts:
+    """Of ops that take as ``takers`` say; ``outputs`` are the blocks in which outputs of ops lie.
+
+    What a part lets go of that an earlier one has made is a mark in its events, as for values from before.
+    """
+    found = Parts()
+    by_direction: dict[Taker, dict[int, CarriedBlock]] = {end: {} for end in _PART_OF.values()}
+    for number, (events, taker) in enumerate(zip(events_by_op, takers, strict=True)):
+        if taker is Taker.OP:
+            found.events.append(events)
+            continue
+        alive = by_direction[_PART_OF.get(taker, taker)]
+        found.events.append([_seen_from(event, number, alive) for event in events])
+        if taker not in _PART_OF:
+            alive.clear()
+            continue
+        left = [CarriedBlock(block, size, number) for block, size in _left_behind(events) if block not in outputs]
+        alive |= {one.block: one for one in left}
+        found.carried += left
+    found.carried = [one for one in found.carried if one.let_go_in is not None]
+    return found
+
+
+def _seen_from(event: Event, number: int, alive: dict[int, CarriedBlock]) -> Event:
+    kind, block, _, _ = event
+    one = alive.pop(block, None) if kind == DEATH else None
+    if one is None:
+        return event
+    one.let_go_in = number
+    return MARK, -1, 0, -one.size_bytes
+
+
+def _left_behind(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """Blocks that are born in these events and do not die in them, and their bytes."""
+    alive: dict[int, int] = {}
+    for kind, block, size_bytes, _ in events:
+        if kind == BIRTH and size_bytes >= LEAST_COUNTED_BYTES:
+            alive[block] = size_bytes
+        elif kind == DEATH:
+            alive.pop(block, None)
+    return list(alive.items())
+
+
+class Moment(NamedTuple):
+    """Between two ticks, or inside an op."""
+
+    ops: int
+    """That had run."""
+    points: int
+    """That had been passed."""
+    inside: int = 0
+    """Of so many ops that were running, one in the other."""
+
+
+class Stray(NamedTuple):
+    """One block."""
+
+    size_bytes: int
+    """As asked for."""
+    born: Moment
+    died: Moment | None
+    """None where it outlived the step."""
+
+
+def strays_in(events: Iterable[Event], known: Collection[int]) -> list[Stray]:
+    """What was born between ops and lies in none of the ``known`` blocks, in the order of deaths."""
+    alive: dict[int, tuple[int, Moment]] = {}
+    found: list[Stray] = []
+    now = Moment(0, 0)
+    for kind, block, size_bytes, value in events:
+        if kind == MARK:
+            now = _behind(now, value)
+        elif kind == BIRTH and not now.inside and block not in known and size_bytes >= LEAST_COUNTED_BYTES:
+            alive[block] = size_bytes, now
+        elif kind == DEATH and block in alive:
+            found.append(Stray(*alive.pop(block), now))
+    return found + [Stray(*one, None) for one in alive.values()]
+
+
+def _behind(now: Moment, mark: int) -> Moment:
+    if mark == POINT:
+        return Moment(now.ops, now.points + 1, now.inside)
+    if mark in (BEGINS, ENDS):
+        return Moment(now.ops + (mark == ENDS), now.points, now.inside + (1 if mark == BEGINS else -1))
+    return now
+
+
+def is_passing(stray: Stray) -> bool:
+    """Whether it lives at no tick: it is given back before the next op or point."""
+    return stray.born == stray.died
+
+
+def passing_bytes(strays: Iterable[Stray]) -> Counter[int]:
+    """Bytes of those that pass, by the op that comes next: the most at once are at most their sum."""
+    found: Counter[int] = Counter()
+    for stray in filter(is_passing, strays):
+        found[stray.born.ops] += counted_bytes(stray.size_bytes)
+    return found
+
+
+def stray_values(strays: Iterable[Stray], op_ticks: Sequence[int], tick_count: int) -> tuple[Value, ...]:
+    """Those that do not pass as values that no op bears and nobody decides about.
+
+    Small ones of one lifetime are one value.
+    """
+    small: Counter[tuple[int, int, int]] = Counter()
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for stray in strays:
+        if is_passing(stray):
+            continue
+        done, first, last = stray.born.ops, _tick(stray.born), _last_tick(stray.died, op_ticks, tick_count)
+        if stray.size_bytes < LEAST_PLACED_BYTES:
+            small[done, first, last] += counted_bytes(stray.size_bytes)
+        else:
+            found[done].append((first, last, stray.size_bytes))
+    for (done, first, last), size_bytes in small.items():
+        found[done].append((first, last, size_bytes))
+    return tuple(
+        temporary(
+            f"{STEM}#{done}" if not number else f"{STEM}#{done}.{number + 1}",
+            size_bytes,
+            done - 1,
+            last,
+            born_tick=first,
+        )
+        for done, several in sorted(found.items())
+        for number, (first, last, size_bytes) in enumerate(several)
+        if size_bytes
+    )
+
+
+def _tick(moment: Moment) -> int:
+    """The first one behind a moment between ticks."""
+    return moment.ops + moment.points
+
+
+def _last_tick(moment: Moment | None, op_ticks: Sequence[int], tick_count: int) -> int:
+    if moment is None:
+        return tick_count - 1
+    if moment.inside and moment.ops < len(op_ticks):
+        return op_ticks[moment.ops]
+    return _tick(moment) - 1
+
+
+def temporary(
+    name: str, size_bytes: int, born: int, last_tick: int, *, layer: str = "", born_tick: int | None = None
+) -> Value:
+    """A block that no tensor of the capture shows, as a value."""
+    return Value(
+        name=name,
+        layer=layer,
+        kind=Kind.TEMPORARY,
+        size_bytes=size_bytes,
+        dtype="uint8",
+        shape=(size_bytes,),
+        born=born,
+        born_tick=born_tick,
+        forward_death=last_tick,
+        freed=last_tick,
+    )

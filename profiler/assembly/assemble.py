@@ -16,13 +16,12 @@ from poochplan.formats.links import preset_link
 from poochplan.formats.occupancy import held_until, live_bytes
 from poochplan.formats.profile import Device, Kind, Link, Memory, Phase, Profile
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.allocations.strays import stray_values
+from poochplan.profiler.allocations.op_blocks import stray_values
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.model_check import model_signature
 from poochplan.tensors.switches import kernel_switches
 
-from .host import this_host, versions_here
-from .notes import step_facts
+from .notes import step_facts, this_host, versions_here
 from .reconcile import Floats, PhaseSeconds, reconcile
 from .values import build_handles, build_ops, build_points, build_values, ops_fingerprint, with_carried
 

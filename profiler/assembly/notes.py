@@ -1,10 +1,15 @@
-"""What a profile says of its model and step beside the figures."""
+"""What a profile says of its model, step and host beside the figures. Never the host's name, nobody else's business."""
 
 from __future__ import annotations
 
+import os
+import platform
+from pathlib import Path
+
 import torch
 
-from poochplan.formats.profile import Kind, Memory, RuntimeCost, StepFacts
+from poochplan.formats.files import package_version
+from poochplan.formats.profile import Host, Kind, Memory, RuntimeCost, StepFacts
 from poochplan.profiler.capture.capture import Capture
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.units import format_bytes
@@ -89,3 +94,26 @@ def runtime_notes(cost: RuntimeCost | None) -> list[str]:
         f"of what the launching thread takes, {', '.join(cost.unmeasured)} could not be told from 0 and counts as 0; "
         "profile again on a quieter machine"
     ]
+
+
+def this_host() -> Host:
+    """Processor, system and cores of this machine."""
+    return Host(processor=processor_name(), system=platform.system(), cores=os.cpu_count() or 0)
+
+
+def versions_here(device: str) -> dict[str, str]:
+    """Of poochplan, torch and python; on the device ``"cuda"`` also of CUDA and cuDNN."""
+    versions = {"poochplan": package_version(), "torch": str(torch.__version__), "python": platform.python_version()}
+    if device == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return versions
+
+
+def processor_name() -> str:
+    """The model as the kernel knows it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
-from poochplan.profiler.allocations.strays import temporary
+from poochplan.profiler.allocations.op_blocks import temporary
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 

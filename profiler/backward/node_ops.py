@@ -1,9 +1,15 @@
-"""NodeOps: the nodes of a backward as ops of a capture, one each."""
+"""NodeOps: the nodes of a backward as ops of a capture, one each.
+
+Torch writes the sum of several gradients for one place where the first of them lies, if nobody else holds that, and
+else to new memory. Where a capture has looked at a gradient's storage it holds it, and all sums are new ones. So what
+torch does without it is worked out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +22,14 @@ from poochplan.profiler.capture.captured import CapturedOp, shapes_of
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.lifetimes import Lifetimes
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.trials.untouched import bytes_of
+from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census
 from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
 
 from .node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
-from .sums import Sums
+
+Edge = tuple[Any, int]
+"""The node that is given a gradient, and in which place."""
 
 
 class Noting(Protocol):
@@ -163,3 +171,36 @@ class NodeOps(NodeListener):
         """A block that is none of the node's."""
         with self._clock.paused(), self._meter.set_aside():
             yield
+
+
+@dataclass
+class Pending:
+    """What waits for a node in one place."""
+
+    number: int
+    """The value that came first; -1 for none."""
+    is_dense: bool
+    own: torch.UntypedStorage | None = None
+    """That of the first, which the sum is written to."""
+    made_behind: int = -1
+    """The op behind which the sum was made; -1 where there is none, or it is no new value."""
+
+
+class Sums(dict[Edge, Pending]):
+    """By where they go."""
+
+    def __init__(self, lifetimes: Lifetimes) -> None:
+        super().__init__()
+        self._lifetimes = lifetimes
+
+    def adds(self, edge: Edge, number: int, behind: int, *, is_dense: bool) -> None:
+        """That value goes there, behind that op."""
+        pending = self.get(edge)
+        if edge[0] is None or pending is None:
+            self[edge] = Pending(number, is_dense)
+        elif pending.own is None and pending.made_behind < 0:
+            holders = [number, *(one.number for one in self.values())].count(pending.number)
+            if pending.is_dense and holders == 1:
+                pending.own = self._lifetimes.storage_of(pending.number)
+            if pending.own is None:
+                pending.made_behind = behind

@@ -7,6 +7,7 @@ original tells when forward itself lets go of it (forward death), and the death 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.allocations.logged import workspace_of
-from poochplan.profiler.allocations.strays import Stray
-from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.allocations.op_blocks import Stray
+from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.backward.node_hooks import Gradients, Stretches
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -25,14 +25,7 @@ from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.allocated import aside
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import (
-    has_storage,
-    is_host_scalar,
-    is_made_of_parts,
-    is_plain,
-    parts_of,
-    storage_key,
-)
+from poochplan.tensors.storages import has_storage, is_host_scalar, is_made_of_parts, is_plain, parts_of, storage_key
 from poochplan.tensors.writes import writes_of
 from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
 
@@ -63,7 +56,7 @@ class Capture(ToggledMode):
         self.inputs: tuple[str, ...] | None = None
         """Of the model's first call; None before it."""
         self.garbage: set[int] = set()
-        """Values that only a collection of garbage has freed; see ``garbage.py``."""
+        """Values that only a collection of garbage has freed; see :func:`collected_after`."""
         self._static = static
         self._paused = False
         self.saved_values: set[int] = set()
@@ -311,3 +304,22 @@ class Capture(ToggledMode):
             self._workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
             part.op.outputs.append(number)
         return number
+
+
+@contextlib.contextmanager
+def collected_after(capture: Capture) -> Iterator[None]:
+    """A step without the collector, and one collection behind it: what of the captured step only that frees is noted.
+
+    Around the captured step itself, and around the next one, which lets go of what the captured one has left in
+    attributes. A collection in the middle of the captured step would move deaths.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        held = capture.lifetimes.held()
+        gc.collect()
+        capture.garbage |= held - capture.lifetimes.held()
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,4 +1,6 @@
-"""Mode ``fake``: the profile of a step that ran without memory; see ``fake.py`` for how."""
+"""Mode ``fake``: the profile of a step that ran without memory (``fake.py`` says how), and what the in-core step would
+take: in-core a step that does not fit ends the process.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ import msgspec
 import torch
 
 from poochplan.formats.links import preset_link
-from poochplan.formats.profile import ROOFLINE, Device, Link, Phase, Profile
-from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile
+from poochplan.profiler.assembly.assemble import assemble, this_machine, untimed
 from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
-from poochplan.profiler.capture.garbage import collected_after
+from poochplan.profiler.capture.capture import collected_after
 from poochplan.profiler.capture.timing import difference_note
-from poochplan.profiler.compiled.graph_capture import GraphCapture, capturing_graphs
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
+from poochplan.profiler.link import measure_link
+from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.timing_watches import OpTiming
 from poochplan.profiler.real import Runner
 from poochplan.profiler.request import Options
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -27,7 +29,7 @@ from poochplan.tensors.storages import static_keys
 from .fake import FakeCapture, faked
 from .op_bench import OpBench
 from .op_memory import give_memory, memory_note
-from .roofline import Roofline
+from .roofline import Roofline, parse_roofline
 
 
 def fake_profile(
@@ -101,3 +103,36 @@ def _machine_of(
     counts = ", ".join(f"{count} {what}" for what, count in bench.counts.items())
     note = f"durations are of distinct ops run by themselves on made-up tensors ({counts} from bytes)"
     return device, link, [note, memory_note(capture.told, len(set(keys)))]
+
+
+def needed_without_memory(runner: Runner) -> int | None:
+    """Bytes that the in-core step takes beside what is there before the first one; None for a step that only runs with
+    data. Runs the step twice, on fake tensors; what goes wrong there is left for the real step to tell.
+    """
+    model, optimizer = runner.model, runner.optimizer
+    if compiled_modules(model):  # telling would mean to compile
+        return None
+    there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
+    try:
+        with faked(model, optimizer) as fakes:
+            runner.one_step()
+            # The durations are not used.
+            fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, parse_roofline("h200"))
+            steps = StepFunction(runner, torch.device("cpu"), None)
+            seen = steps.run(Capturing(steps.scene, fake), moves=False)
+    except Exception:  # whatever the step does to tensors without content
+        return None
+    draft = untimed(seen.capture, seen.kinds, model, "fake", accumulate=runner.accumulate)
+    return draft.in_core_peak_bytes - there_bytes - _bytes_before(draft)
+
+
+def _bytes_before(draft: Profile) -> int:
+    return sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the state that is there: none before the first step."""
+    values = (value for entries in optimizer.state.values() for value in entries.values())
+    return sum(
+        x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor) and x.layout is torch.strided
+    )

@@ -1,10 +1,10 @@
 """Costs of the ops of a step that cannot run: each distinct op is run by itself on tensors of its own.
 
 Two ops are the same when operator, arguments and the layout of every tensor are, and what the processor's cache holds
-of them (``recency.py``): where something large is not there, the cache is emptied before each run, and what the step's
-op would find is read. What cannot be run by itself (operators of other namespaces, ops too large for the memory there
-is, ops that fail on made-up contents) is estimated: the bytes it reads and writes at the rate of a copy. Seconds are
-kept in a file of the user's cache folder, one for each version of torch, device and thread count.
+of them (:class:`Recency`): where something large is not there, the cache is emptied before each run, and what the
+step's op would find is read. What cannot be run by itself (operators of other namespaces, ops too large for the memory
+there is, ops that fail on made-up contents) is estimated: the bytes it reads and writes at the rate of a copy. Seconds
+are kept in a file of the user's cache folder, one for each version of torch, device and thread count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ import torch
 
 from poochplan.formats.files import cache_folder, read_cache, write_cache
 from poochplan.formats.profile import Device
-from poochplan.profiler.assembly.host import processor_name
+from poochplan.profiler.assembly.notes import processor_name
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.allocator.allocation_log import AllocationLog
@@ -35,7 +36,6 @@ from poochplan.tensors.storages import Geometry, has_storage
 from poochplan.torch_private.tensor_internals import pytree, storage_identity
 
 from .op_memory import OpCost, OpMemory, memory_of_run
-from .recency import cache_bytes
 from .roofline import op_bytes
 
 REPEATS = 5
@@ -48,6 +48,9 @@ _DRAWN = 1 << 18
 SMALL_BYTES = 256 << 10
 """What an op reads of so little from memory takes some ten microseconds; emptying the cache, which also has the
 interpreter in it, would cost a small op more."""
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_BYTES = 16 << 20
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 class TensorSpec(NamedTuple):
@@ -232,3 +235,31 @@ def cache_path(device: Device) -> Path:
 def _read(path: Path) -> dict[str, OpCost]:
     """What the file knows; nothing when there is none, or it is broken."""
     return read_cache(path, dict[str, OpCost]) or {}
+
+
+def cache_bytes() -> int:
+    """Size of this processor's largest cache; 16 MiB where the system does not tell."""
+    sizes = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    known = [int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS and size[:-1].isdigit()]
+    return max(known, default=_UNKNOWN_BYTES)
+
+
+class Recency:
+    """A cache of ``capacity_bytes`` that evicts whole values, least recently touched first. State: what it holds."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._left_bytes = capacity_bytes
+        self._held: OrderedDict[int, int] = OrderedDict()
+
+    def holds(self, value: int) -> bool:
+        """Whether the value is there."""
+        return value in self._held
+
+    def touch(self, value: int, size_bytes: int) -> None:
+        """Reads or writes the value: it is there now, and others may no longer be."""
+        self._left_bytes += self._held.pop(value, 0)
+        self._held[value] = size_bytes
+        self._left_bytes -= size_bytes
+        while self._left_bytes < 0:
+            _, evicted_bytes = self._held.popitem(last=False)
+            self._left_bytes += evicted_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ import torch
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
 from poochplan.profiler.backward.node_hooks import Gradients
 from poochplan.profiler.backward.node_ops import NodeOps
-from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.captured import CapturedValue
-from poochplan.profiler.capture.garbage import collected_after
-from poochplan.profiler.capture.kinds import Kinds
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.trials.untouched import bytes_of
+from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -26,7 +24,7 @@ from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.runtime.watch.census import census
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import static_keys
+from poochplan.tensors.storages import has_storage, parts_of, static_keys
 
 from .watch import Pack, Scene, Unpack, Watch
 
@@ -201,3 +199,42 @@ class Capturing(Watch):
 
 
 SAVES_AFTER_USE = "it saves more after its backward has begun"
+
+
+class Kinds(dict[int, Kind]):
+    """Kind by value, for those that somebody has told; the first to tell counts."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def note(self, tensors: Iterable[Any], kind: Kind) -> None:
+        """The tensors among these, and those that sparse and nested ones are made of, are of that kind."""
+        for tensor in tensors:
+            for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if has_storage(part, self._capture.device_type):
+                    self.setdefault(self._capture.value_of(part), kind)
+
+    def note_model(self, model: torch.nn.Module) -> None:
+        """Parameters and buffers."""
+        self.note(model.parameters(), Kind.PARAMETER)
+        self.note(model.buffers(), Kind.BUFFER)
+
+    def note_gradients(self, model: torch.nn.Module) -> None:
+        """Those that are there."""
+        self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its state."""
+        self.note(_tensors_in(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers, as optimizers keep them (LBFGS in lists)."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors_in(list(tree.values()))
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors_in(item)

@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from poochplan.errors import PoochError
+from poochplan.errors import PoochError, StepError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
+from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.attachment import Attachment, Hooks
+from poochplan.runtime.devices.device import Device
+from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.plan_source import PlanSource
+from poochplan.runtime.session import Session, Settings
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.watch.census import census_bytes
@@ -33,6 +38,7 @@ from .watch import Scene, Watch
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
+MOST_STEPS = 60
 
 
 class Observer(PlanSource):
@@ -246,3 +252,51 @@ def _gives_up(policy: StepPolicy) -> bool:
     if policy.instructions is not None:
         return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
     return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)
+
+
+def profile_inside(
+    step: Callable[[], Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    where: torch.device,
+    *,
+    fits: Callable[[Profile], bool],
+    spill_dir: str | Path | None,
+    throttle_bytes_per_s: float | None,
+    link: Callable[[], Link],
+    workload: str,
+) -> Profile:
+    """The profile of the segment of the step that takes the most memory in-core; a note says how many there are.
+
+    All is afterwards as it was before (:func:`~poochplan.profiler.step.preserve.preserved`). Raises ``StepError`` where
+    no segment of the step could be profiled.
+    """
+
+    def opened() -> Device:
+        return open_device(where, spill_dir, throttle_bytes_per_s)
+
+    optimizers = [] if optimizer is None else [optimizer]
+    observer = Observer(model, optimizers, where, spill_dir=spill_dir, link=link, fits=fits, workload=workload)
+    unmetered = Settings(meter="never")
+    with preserved(model, optimizer), Session({"": model}, where, opened, observer, unmetered) as session:
+        for _ in range(MOST_STEPS):
+            step()
+            session.wait_until_planned()
+            if observer.lines and all(line.next_watch is None for line in observer.lines.values()):
+                break
+    return _largest(list(observer.lines.values()))
+
+
+def _largest(lines: list[Line]) -> Profile:
+    profiled = [line.profile for line in lines if line.profile is not None]
+    if not profiled:
+        why = next((line.refused for line in lines if line.refused), "it saves nothing that a backward uses")
+        raise StepError(
+            f"step(): expected one that runs forward, backward and the optimizer's step, found that {why}; "
+            'return the loss and leave backward to the profiler (backward="outside")'
+        )
+    largest = max(profiled, key=lambda profile: profile.in_core_peak_bytes)
+    if len(lines) == 1:
+        return largest
+    note = f"the step has {len(lines)} kinds of segments, from a first save to a backward; this is the largest in-core"
+    return msgspec.structs.replace(largest, notes=(*largest.notes, note))

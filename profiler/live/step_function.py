@@ -11,7 +11,7 @@ import torch
 
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
-from poochplan.profiler.trials.plans import under
+from poochplan.profiler.trials.compare import under
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 
 from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
@@ -22,17 +24,14 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.trials.compare import verification, without_replays
-from poochplan.profiler.trials.cost_cache import cached_cost
 from poochplan.profiler.trials.handle_cost import keeping, with_handles
-from poochplan.profiler.trials.machine_facts import with_known_cost
+from poochplan.profiler.trials.machine_facts import cached_cost, with_known_cost
 from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.runtime.watch.census import census_bytes
-from poochplan.tensors.malloc import is_freed_memory_given_back
+from poochplan.tensors.host_memory import is_freed_memory_given_back
 
-from .aside import aside
+from .after_capture import Keeping, OpTiming, PhaseTiming, Verifying
 from .capturing import Capturing
-from .timing_watches import Keeping, OpTiming, PhaseTiming
-from .verifying_watch import Verifying
 from .watch import Scene, Watch
 
 TIMED = 3
@@ -42,6 +41,7 @@ HURRIED = "its inputs did not come again: times are of one captured step, and no
 
 
 NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
+T = TypeVar("T")
 
 
 class Hurry(Exception):  # noqa: N818 - a word to the study
@@ -196,3 +196,16 @@ def step_notes(seen: Capturing) -> list[str]:
     model, capture = seen.scene.model, seen.capture
     said = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, seen.kinds)]
     return [*said, *capture_notes(model, seen.scene.where)]
+
+
+def aside(work: Callable[[], T]) -> T:
+    """What it gives; the calling thread waits for it, and what it raises is raised here.
+
+    Random numbers that it draws are none of the loop's: torch's generators are then as they were.
+    """
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        torch.random.fork_rng(devices=gpus),
+        ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool,
+    ):
+        return pool.submit(work).result()

@@ -3,25 +3,33 @@
 What the dispatcher does not see (a kernel that writes through numpy, an operator that draws random numbers without
 saying so) shows only here. A value whose replay differs, or changes what was there before the step, or raises, or that
 the runtime cannot replay, is marked in the profile with the reason, and no plan recomputes it.
+
+Not all values can be replayed in one step where the step itself does not fit; they are then tried in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import msgspec
 import torch
 
-from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointActions
 from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
+from poochplan.planner.simulator.problem import build_problem
+from poochplan.runtime.attachment import AroundCall
+from poochplan.runtime.compiled.deferred_unpack import deferring
+from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.course import Course
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 from .host_store import HostStore
-from .parts import parts_of
-from .plans import instructions_for
 from .verify_replays import Verify
 
 MOST_ROUNDS = 5
@@ -132,3 +140,87 @@ def _trials(profile: Profile, parts: int) -> list[Instructions]:
             decisions.append(Decision.KEEP if value.pinned else Decision.RECOMPUTE if tried else rest)
         trials.append(instructions_for(profile, decisions))
     return trials
+
+
+def parts_of(profile: Profile, parts: int) -> list[int]:
+    """A part per saved value, in the order of first packs, such that replays hold little beyond their own values.
+
+    When one part's values are recomputed and all others swapped, a replay of a value brings back those it starts from:
+    from the host, or, of its own part, by replaying them and all that they start from. Chains (the residual stream of a
+    transformer) would have one replay bring back the whole step. So each value, in the order of saving, goes to the
+    part in which its replay holds the fewest bytes. With two parts that is at most 9% over the largest replay alone on
+    the workloads of ``configs/``, where taking every other value makes it up to seven times as much.
+    """
+    replays = build_problem(profile).replay
+    sizes = [replays.value_bytes[value] for value in replays.value_of]
+    part_of: list[int] = []
+    held: list[set[int]] = []
+    """Per value: what its replay holds, itself among it."""
+    for value, replay in enumerate(replays.replays):
+        sources = [source for source in (replay.inputs if replay else ()) if source < value]
+        holds = [
+            {value}.union(*(held[source] if part_of[source] == part else {source} for source in sources))
+            for part in range(parts)
+        ]
+        bytes_held = [sum(sizes[other] for other in together) for together in holds]
+        part = bytes_held.index(min(bytes_held))
+        part_of.append(part)
+        held.append(holds[part])
+    return part_of
+
+
+def instructions_for(profile: Profile, decisions: list[Decision]) -> Instructions:
+    """Those that decide so on each saved value, in the order of first packs: what is swapped leaves when it is saved,
+    and all comes back when it is first used. Recording is on throughout.
+    """
+    saves = saved_values(profile)
+    position = {value: index for index, value in enumerate(saves)}
+    values = tuple(
+        PlannedValue(
+            name=profile.values[number].name,
+            layer=profile.values[number].layer,
+            decision=decision,
+            size_bytes=profile.values[number].size_bytes,
+            dtype=profile.values[number].dtype,
+            shape=profile.values[number].shape,
+        )
+        for number, decision in zip(saves, decisions, strict=True)
+    )
+    swapped = [index for index, decision in enumerate(decisions) if decision is Decision.SWAP]
+    return Instructions(
+        record_from_start=bool(values),
+        values=values,
+        handles=tuple(position[handle.value] for handle in profile.handles),
+        uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
+        schedule=tuple(PointActions(at="save", index=index, swap_out=(index,), release=(index,)) for index in swapped),
+    )
+
+
+@contextlib.contextmanager
+def under(
+    engine: Engine,
+    model: torch.nn.Module,
+    pack: Callable[[Any], Any],
+    unpack: Callable[[Any], Any],
+    around_call: AroundCall = lambda _, call: call,
+) -> Iterator[None]:
+    """The block is one step of the engine's; ``pack`` and ``unpack`` are its own, or call them. ``around_call`` gives
+    what is called in the place of a compiled callable.
+    """
+
+    def quietly(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        run = around_call(path, call)
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with engine.quiet():
+                return run(*args, **kwargs)
+
+        return quiet
+
+    hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
+    with around_compiled(model, quietly), uncompiled_hooks(*hooks):
+        engine.begin()
+        try:
+            yield
+        finally:
+            engine.end()

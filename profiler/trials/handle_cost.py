@@ -34,8 +34,8 @@ from poochplan.runtime.step_policies.follow import Always
 from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
 
+from .compare import instructions_for, under
 from .paired import Hook, HookSeconds, costs_of, step_clock
-from .plans import instructions_for, under
 
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
 """Swapping is timed on a few values of 256 KiB, large enough that their pages go back to the system, as those of saved

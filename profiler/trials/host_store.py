@@ -1,7 +1,13 @@
-"""HostStore: storages in a host tier of its own, copies to compare replays with, and of a capture that swaps."""
+"""HostStore: storages in a host tier of its own, copies to compare replays with, and of a capture that swaps.
+
+An operator may write a parameter, a buffer or an input without declaring it (running statistics, a counter), and would
+do so once more with each replay; nothing that autograd or the dispatcher knows tells of it. So while replays are
+verified the bytes themselves are kept, compared and, where they differ, put back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +19,10 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord, View
+from poochplan.runtime.replays.replay import Leaves
 from poochplan.runtime.step_policies.swap_each import no_room
+from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import without_modes
 
 
@@ -88,3 +97,64 @@ class HostedCapture(ClonedCapture):
         assert clone.home is not None
         self._store.device.use(clone.storage, clone.home)
         return clone.storage
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage, as a tensor of bytes on it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Untouched:
+    """Copies of what the ops of one replay take of the storages that were there before the step.
+
+    They live as long as that replay and hold only the bytes that its ops see, so that they come to the weights of a
+    layer or two, also where many tensors share one storage (weights mapped from a file).
+    """
+
+    def __init__(self, ops: list[RecordedOp], there: Leaves) -> None:
+        self._kept = [(record, part, part.clone()) for record, part in _parts(ops, there)]
+
+    def restore(self) -> list[StorageRecord]:
+        """The storages that are not what they were; they are again."""
+        changed = [(record, part, copy) for record, part, copy in self._kept if not torch.equal(part, copy)]
+        for _, part, copy in changed:
+            part.copy_(copy)
+        return [record for record, _, _ in changed]
+
+
+def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
+    """The bytes that the ops see of each storage that was there, in pieces that do not overlap."""
+    storages: dict[StorageRecord, torch.UntypedStorage] = {}
+    extents: dict[StorageRecord, set[tuple[int, int]]] = {}
+    for op in ops:
+        for view in op.reads:
+            if _was_there(view, op, there):
+                storages[view.record] = there[view.record, view.generation]
+                extents.setdefault(view.record, set()).add(_extent(view.geometry))
+    for record, pieces in extents.items():
+        whole = bytes_of(storages[record])
+        yield from ((record, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, each once."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in pieces:
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _was_there(view: View, op: RecordedOp, there: Leaves) -> bool:
+    """Whether it is a part of something that the step has not made (or not where recording could see it)."""
+    return view.record.birth is None and view.record not in op.writes and (view.record, view.generation) in there
+
+
+def _extent(geometry: Geometry) -> tuple[int, int]:
+    """First byte on the storage, and the one behind the last."""
+    count = 0
+    if 0 not in geometry.shape:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
+    return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize

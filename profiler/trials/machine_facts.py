@@ -5,18 +5,20 @@ so that a training loop does not stand still while it is measured.
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
+from poochplan.formats.fields import Seconds
+from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import Link, LinkDirection, Profile, RuntimeCost
-from poochplan.profiler.link.cache import known_link
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.assembly.assemble import this_machine
+from poochplan.profiler.link import known_link, measure_link
 
-from .cost_cache import cached_cost, known_cost
-from .handle_cost import with_handles
+from .handle_cost import Measured, measured_on, with_handles
 from .paired import HookSeconds
 
 _ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
@@ -24,6 +26,8 @@ UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
 """In the place of a link that is to be measured."""
 _OWN = "call_s"
 """Among the ``unmeasured`` of a cost of which the step's own handles alone are known."""
+VERSION = 1
+"""Of the way costs are measured; files of another one are measured anew."""
 
 
 def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
@@ -78,3 +82,45 @@ def _with_costs(profile: Profile, where: torch.device) -> Profile:
             cost, handle_s=own.handle_s + measured.call_s, unpack_s=own.unpack_s + measured.call_s / 2
         )
     return msgspec.structs.replace(profile, runtime=cost)
+
+
+class CachedCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """The file: costs, and seconds of calling two hooks, by machine, device, threads and versions."""
+
+    version: int
+    costs: dict[str, tuple[RuntimeCost, Seconds]]
+
+
+def cached_cost(where: torch.device) -> Measured | None:
+    """As it was measured here once, else measured now and kept; None where nothing could be measured.
+
+    Takes some seconds then. Not under hooks or modes of anybody's: they would be measured too.
+    """
+    found = known_cost(where)
+    if found is not None:
+        return found
+    measured, key, known = measured_on(where, torch.get_num_threads()), _key(where), _load()
+    if measured is not None:
+        costs = {**known, key: (measured.cost, measured.call_s)}
+        write_cache(_path(), encode_readable(CachedCosts(version=VERSION, costs=costs)))
+    return measured
+
+
+def known_cost(where: torch.device) -> Measured | None:
+    """As it was measured here once; None where it was not."""
+    found = _load().get(_key(where))
+    return None if found is None else Measured(*found)
+
+
+def _key(where: torch.device) -> str:
+    threads = torch.get_num_threads()
+    return f"{platform.node()}, {this_machine(where).name}, {threads} threads, {torch.__version__}"
+
+
+def _path() -> Path:
+    return cache_folder() / "runtime-costs.json"
+
+
+def _load() -> dict[str, tuple[RuntimeCost, float]]:
+    found = read_cache(_path(), CachedCosts)
+    return found.costs if found is not None and found.version == VERSION else {}

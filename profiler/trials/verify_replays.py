@@ -20,8 +20,7 @@ from poochplan.tensors.storages import memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
 
-from .host_store import HostStore
-from .untouched import Untouched, bytes_of
+from .host_store import HostStore, Untouched, bytes_of
 
 PIECE_BYTES = 65536
 Copied = Callable[[int, int], torch.UntypedStorage]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back
 
 from .library import is_loaded, library
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from poochplan.errors import AllocatorError
 from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.tensors.malloc import give_back_freed
+from poochplan.tensors.host_memory import give_back_freed
 
 from .recorded_layout import RecordedLayout
 

@@ -24,11 +24,10 @@ from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import package_version
 from poochplan.native.native_build import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
-from poochplan.profiler.assembly.host import this_host
-from poochplan.profiler.assembly.notes import model_notes
+from poochplan.profiler.assembly.notes import model_notes, this_host
 from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
 from poochplan.profiler.capture.clock import clock_of
-from poochplan.profiler.fake.estimate import needed_without_memory
+from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.real import Runner
 from poochplan.runtime.allocator.building import ALLOCATOR
 from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type

@@ -21,7 +21,7 @@ import torch
 
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.run_record import Certificate
-from poochplan.profiler.assembly.host import this_host, versions_here
+from poochplan.profiler.assembly.notes import this_host, versions_here
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session

@@ -13,9 +13,8 @@ import torch
 
 from poochplan.errors import SpillError
 from poochplan.formats.profile import Profile
-from poochplan.profiler.link import cache as link_cache
-from poochplan.profiler.link.cache import cache_path, link_key
-from poochplan.profiler.link.measure import CURVE_SIZES_BYTES, measure_link, pageable_curves
+from poochplan.profiler import link as links
+from poochplan.profiler.link import CURVE_SIZES_BYTES, cache_path, link_key, measure_link, pageable_curves
 from poochplan.runtime.devices.opening import open_device
 
 Pooch = Any
@@ -27,7 +26,7 @@ SIZES = (64 << 10, 256 << 10)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache_path() == tmp_path / "cache" / "poochplan" / "links.json"
-    monkeypatch.setattr(link_cache, "CURVE_SIZES_BYTES", SIZES)
+    monkeypatch.setattr(links, "CURVE_SIZES_BYTES", SIZES)
     return cache_path()
 
 
@@ -121,7 +120,7 @@ def test_the_largest_sizes_are_left_out_under_a_throttle(tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_too_slow_is_one_clear_error(pooch: Pooch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poochplan.profiler.link.measure._LONGEST_FIRST_WRITE_S", 0.0)
+    monkeypatch.setattr("poochplan.profiler.link._LONGEST_FIRST_WRITE_S", 0.0)
     result = pooch("link", *RATE)
     assert result.code == 1
     assert "expected a disk that takes 128 KiB within 0 s" in result.error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.link import measure_link
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
 from poochplan.runtime.devices.transfers import copy_out

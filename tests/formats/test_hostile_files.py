@@ -28,7 +28,6 @@ from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.validate import check_profile
 from poochplan.planner.writing import with_decisions
-from poochplan.profiler.link import cache as link_cache
 from poochplan.report.files_shown import file_data, file_rows, load_any
 from poochplan.runtime.devices.spill import SpillFile
 from poochplan.workload import parse_override, read_workload_file
@@ -329,5 +328,5 @@ def test_a_link_or_cost_in_a_cache_that_cannot_be_is_measured_anew(
     for rate, is_known in ((1e9, True), (0.0, False), (-1.0, False), (1e300, False)):
         outward = msgspec.structs.replace(whole.link.outward, bandwidth_bytes_per_s=rate)
         links = {"here": msgspec.structs.replace(whole.link, outward=outward)}
-        write_cache(path, msgspec.json.encode(link_cache.CachedLinks(version=link_cache.VERSION, links=links)))
-        assert bool(link_cache._load()) == is_known
+        write_cache(path, msgspec.json.encode(links.CachedLinks(version=links.VERSION, links=links)))
+        assert bool(links._load()) == is_known

@@ -11,7 +11,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from poochplan.profiler.link import measure
+from poochplan.profiler import link as links
 from tests.cuda_rules.machine import MACHINE, on_stand_in
 from tests.gpu.cases import WHERE
 
@@ -37,9 +37,9 @@ def _a_gpu() -> Iterator[None]:
 def small_measurements() -> Iterator[None]:
     """The link in sizes that a processor moves quickly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
-        patch.setattr(measure, "CUDA_PROBE", (64, 1 << 16))
-        patch.setattr(measure, "LARGEST_PAGEABLE_BYTES", 1 << 20)
+        patch.setattr(links, "CUDA_SIZES_BYTES", (64 << 10, 1 << 20))
+        patch.setattr(links, "CUDA_PROBE", (64, 1 << 16))
+        patch.setattr(links, "LARGEST_PAGEABLE_BYTES", 1 << 20)
         yield
 
 

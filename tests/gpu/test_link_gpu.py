@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.profiler.link import measure
+from poochplan.profiler import link as links
 from tests.gpu.cases import WHERE
 
 pytestmark = pytest.mark.gpu
 
 
 def test_pageable_copies_are_measured_beside_pinned_ones(tmp_path: Path) -> None:
-    largest = measure.LARGEST_PAGEABLE_BYTES if WHERE.type == "cuda" else 1 << 20
+    largest = links.LARGEST_PAGEABLE_BYTES if WHERE.type == "cuda" else 1 << 20
     sizes = (largest // 64, largest, 2 * largest)
-    link = measure.measure_link(WHERE, tmp_path if WHERE.type == "cpu" else None, None, sizes)
+    link = links.measure_link(WHERE, tmp_path if WHERE.type == "cpu" else None, None, sizes)
     for pinned, pageable in ((link.outward, link.pageable_out), (link.inward, link.pageable_in)):
         assert [size for size, _ in pinned.curve] == list(sizes)
         assert (pageable is None) == (WHERE.type != "cuda")

@@ -14,7 +14,7 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
 from poochplan.profiler.capture.clock import Clock
-from poochplan.profiler.fake.estimate import needed_without_memory
+from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.real import Runner
 from tests.runtime.nets import CASES, LINK
 

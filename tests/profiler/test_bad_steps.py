@@ -19,7 +19,7 @@ import poochplan
 from poochplan.errors import SpillError, StepError, UsageError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.link import measure_link
 from tests.runtime.nets import CASES, LINK, Residual
 
 MODES = ["run", "swap-all", "auto", "fake"]

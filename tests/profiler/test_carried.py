@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.profiler.allocations.carried import carried_in
-from poochplan.profiler.allocations.op_blocks import Event, Taker, taken_in
+from poochplan.profiler.allocations.op_blocks import Event, Taker, carried_in, taken_in
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
 
 

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import poochplan
 from poochplan.errors import StepError, UsageError
 from poochplan.formats.profile import PointKind, Profile
-from poochplan.profiler.fake.corrections import workspace_bytes
-from poochplan.profiler.fake.fake import building
+from poochplan.profiler.fake.fake import building, workspace_bytes
 from tests.runtime.nets import CASES, LINK, Case, in_core, train
 
 

@@ -13,8 +13,8 @@ from poochplan.errors import AllocatorError, InputFileError, StepError, UsageErr
 from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile import Profile
-from poochplan.profiler.passes import pass_profiling
-from poochplan.profiler.passes.pass_profiling import profile_pass
+from poochplan.profiler import pass_profiling
+from poochplan.profiler.pass_profiling import profile_pass
 from tests.runtime.inference.passes import KINDS
 from tests.runtime.served import needs_compiler
 

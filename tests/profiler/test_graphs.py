@@ -11,7 +11,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.profile import PointKind, Profile, Value
 from poochplan.formats.queries import saved_values
-from poochplan.profiler.compiled.graph_capture import ELSEWHERE, SEVERAL
+from poochplan.profiler.graph_capture import ELSEWHERE, SEVERAL
 from poochplan.torch_private.compiler_internals import inductor_settings
 from tests.compiling.small_nets import fresh, train
 from tests.runtime.nets import LINK, equal

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.profile import LinkDirection
-from poochplan.profiler.link.curve import fit_line
-from poochplan.profiler.link.measure import CURVE_SIZES_BYTES, SIZES_BYTES
+from poochplan.profiler.link import CURVE_SIZES_BYTES, SIZES_BYTES, fit_line
 
 MIB = 1 << 20
 GRIDS = pytest.mark.parametrize("sizes", [SIZES_BYTES, CURVE_SIZES_BYTES])

@@ -238,7 +238,7 @@ def test_a_truncated_profile_is_refused(chain: Profile, tmp_path: Path) -> None:
 
 
 def test_the_measured_link_carries_both_directions_and_its_throttle(tmp_path: Path) -> None:
-    from poochplan.profiler.link.measure import measure_link
+    from poochplan.profiler.link import measure_link
 
     link = measure_link(torch.device("cpu"), tmp_path, 50e6)  # slow enough that a busy machine keeps up with it
     for direction in (link.outward, link.inward):

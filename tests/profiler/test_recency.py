@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.profiler.fake.recency import Recency, cache_bytes
+from poochplan.profiler.fake.op_bench import Recency, cache_bytes
 
 
 def test_what_was_touched_lately_is_there_and_the_oldest_goes_first() -> None:

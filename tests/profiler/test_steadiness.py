@@ -10,8 +10,7 @@ import torch
 import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
-from poochplan.profiler.assembly.reconcile import PhaseSeconds
-from poochplan.profiler.assembly.steadiness import contradicted, steady
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, steady
 from tests.runtime.nets import LINK
 
 F, B, OPT = Phase

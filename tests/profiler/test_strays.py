@@ -14,8 +14,18 @@ from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.profiler.allocations.op_blocks import BEGINS, ENDS, POINT, Event
-from poochplan.profiler.allocations.strays import STEM, Moment, Stray, passing_bytes, stray_values, strays_in
+from poochplan.profiler.allocations.op_blocks import (
+    BEGINS,
+    ENDS,
+    POINT,
+    STEM,
+    Event,
+    Moment,
+    Stray,
+    passing_bytes,
+    stray_values,
+    strays_in,
+)
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
 from poochplan.runtime.allocator.building import why_unavailable
 from tests.depth import seeds

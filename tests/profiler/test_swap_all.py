@@ -19,8 +19,7 @@ import poochplan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler import profiling
-from poochplan.profiler.trials.compare import DIFFERS
-from poochplan.profiler.trials.parts import parts_of
+from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.workload import load_workload
 from tests.runtime.nets import CASES, LINK, equal, in_core, train
 

@@ -14,8 +14,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Memory, Phase, Profile
-from poochplan.profiler.allocations.logged import workspace_of
-from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.runtime.allocator.building import why_unavailable

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import poochplan
 from poochplan.formats.profile import Profile
-from poochplan.profiler.passes.pass_profiling import profile_pass
+from poochplan.profiler.pass_profiling import profile_pass
 from poochplan.runtime.watch.census import census, storages_of
 from poochplan.tensors.storages import has_storage, memory_of, plain_storage
 from tests.runtime.nets import LINK

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import ctypes
-from poochplan.tensors.malloc import freed_memory_given_back
+from poochplan.tensors.host_memory import freed_memory_given_back
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -237,7 +237,7 @@ def resident():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
-from poochplan.tensors.malloc import give_back_freed
+from poochplan.tensors.host_memory import give_back_freed
 blocks = [bytearray(100_000) for _ in range(400)]
 last = bytearray(100_000)  # above them: the heap cannot shrink
 del blocks
@@ -252,7 +252,7 @@ assert before - resident() > 20_000_000, before - resident()
 @pytest.mark.parametrize("asked", [{}, {"MALLOC_PERTURB_": "252"}], ids=["alone", "asked for by the environment"])
 def test_new_memory_holds_the_byte_within_the_block_and_what_it_held_before_behind_it(asked: dict[str, str]) -> None:
     script = """
-from poochplan.tensors.malloc import new_memory_holds
+from poochplan.tensors.host_memory import new_memory_holds
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 

@@ -104,7 +104,7 @@ class LinkVerb(Verb):
     def run(self) -> dict[str, Any]:
         options = self.options
         throttle = None if options.throttle is None else parse_rate(options.throttle, what="--throttle")
-        from poochplan.profiler.link.cache import cache_path, cached_link
+        from poochplan.profiler.link import cache_path, cached_link
         from poochplan.runtime.devices.opening import usable_device
 
         where = usable_device(options.device)

@@ -174,7 +174,7 @@ class ProfileVerb(Verb):
         with self.progress(f"profiling {loaded.name}") as say:
             link = None
             if options.cached_link:
-                from poochplan.profiler.link.cache import cached_link
+                from poochplan.profiler.link import cached_link
 
                 say("the link")
                 where = next((parameter.device for parameter in workload.model.parameters()), torch.device("cpu"))
@@ -267,7 +267,7 @@ def _check_inference(options: argparse.Namespace) -> None:
 
 def _profile_inference(verb: Verb, loaded: LoadedWorkload, path: Path) -> dict[str, Any]:
     """Measures, writes and shows the pass; returns what ``--json`` prints."""
-    from poochplan.profiler.passes.pass_profiling import profile_pass
+    from poochplan.profiler.pass_profiling import profile_pass
 
     options, workload = verb.options, loaded.workload
     start_s = time.perf_counter()

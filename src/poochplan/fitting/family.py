@@ -15,7 +15,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, Profile
 from poochplan.planner.whatif import MEASURED, for_machine
 from poochplan.profiler.fake.fake import building
-from poochplan.profiler.link.cache import cached_link
+from poochplan.profiler.link import cached_link
 from poochplan.profiler.profiling import profile
 from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 

@@ -167,7 +167,7 @@ class LinkDirection(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_s: Seconds
     bandwidth_bytes_per_s: Rate
-    """Of the line that comes nearest to the curve (``profiler/link/curve.py``)."""
+    """Of the line that comes nearest to the curve (``profiler/link.py``)."""
     curve: tuple[tuple[Bytes, Seconds], ...] = ()
     """Measured (bytes, seconds), from small to large."""
 

@@ -12,8 +12,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
 from poochplan.planner.simulator.evaluator import begin_build
-from poochplan.profiler.link.cache import known_link
-from poochplan.profiler.link.measure import measure_link
+from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import unmeasured
 from poochplan.runtime.attachment import together

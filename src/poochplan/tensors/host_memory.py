@@ -1,9 +1,39 @@
-"""Host memory: how much of it this process may still take."""
+"""Host memory: how much of it this process may still take, whether a step fits, and how dropped tensors leave it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
+
+import torch
+
+from poochplan.units import format_bytes
+
+GIVEN_BACK_BYTES = 64 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _M_ARENA_MAX = -1, -3, -6, -8
+_KEPT_BYTES = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
+"""Where glibc's own rule ends in a process that has freed a block of 32 MiB, the most it looks at."""
+_FIXED_BYTES = 128 << 10
+"""Both thresholds, where the environment has switched that rule off."""
+_VARIABLES = {
+    "mmap_threshold": "MALLOC_MMAP_THRESHOLD_",
+    "trim_threshold": "MALLOC_TRIM_THRESHOLD_",
+    "top_pad": "MALLOC_TOP_PAD_",
+    "mmap_max": "MALLOC_MMAP_MAX_",
+}
+"""Tunables of glibc, any of which switches its rule off, and their older names."""
+_ARENAS = "arena_max", "MALLOC_ARENA_MAX"
+_MOST = (1 << 31) - 1
+
+_lock = threading.RLock()  # reentrant: a session may end in a finalizer, which runs anywhere
+_holders: set[object] = set()
+MARGIN = 1.1
+"""The in-core step has to fit with a tenth to spare: what allocators and threads take is nobody's value."""
 
 
 def available_bytes() -> int:
@@ -54,3 +84,122 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+@contextlib.contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """Within the block each tensor of 64 KiB or more is a mapping of its own, which goes when it is freed.
+
+    What it costs is fresh pages for every tensor, up to half a step's time where tensors are large. Left alone, glibc
+    raises the threshold to the largest block it ever freed and keeps such blocks in its heap (187 MiB of dropped
+    1-6 MiB tensors in one measurement).
+
+    It holds for the whole process, until the last such block ends. Then both thresholds are what the environment asks
+    for; where it asks for nothing, those at which glibc's own rule ends. That rule itself does not come back: any call
+    of ``mallopt`` switches it off for good.
+
+    Where the address space is limited (``ulimit -v``), threads that start in the block share the arenas there are:
+    glibc would reserve 64 MiB of address space for each. That limit it keeps once a thread has met it.
+
+    Does nothing where the C library has no ``mallopt``.
+    """
+    holder = object()
+    with _lock:
+        _holders.add(holder)
+        _settle()
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders.discard(holder)
+            _settle()
+
+
+def is_freed_memory_given_back() -> bool:
+    """Whether such a block is under way: then the process pays for fresh pages that it would not pay for by itself."""
+    return bool(_holders)
+
+
+@contextlib.contextmanager
+def new_memory_holds(byte: int) -> Iterator[None]:
+    """Within the block memory that the C library gives out is filled with ``byte``, below 255.
+
+    Not all of it: some blocks of about a kilobyte that a thread has freed come back to it as they are. Does nothing
+    where the C library has no ``mallopt``.
+    """
+    _fill_new(byte)
+    try:
+        yield
+    finally:
+        _fill_new(0xFF ^ (_asked(os.environ, "perturb", "MALLOC_PERTURB_") or 0))
+
+
+def _fill_new(byte: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF ^ byte)  # it fills with the complement, and 0 is for not at all
+
+
+def give_back_freed() -> None:
+    """What the C library keeps of freed blocks leaves resident memory now; nothing happens where it cannot be asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _settle() -> None:
+    """Sets what holds now, with or without a block. Within one, what was freed before it is given back too."""
+    try:
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
+    except (OSError, AttributeError):
+        return
+    for name, value in (_within() if _holders else _afterwards(os.environ)).items():
+        mallopt(name, min(value, _MOST))
+    if _holders:
+        trim(0)
+
+
+def _within() -> dict[int, int]:
+    thresholds = dict.fromkeys(_KEPT_BYTES, GIVEN_BACK_BYTES)
+    return thresholds | ({_M_ARENA_MAX: 1} if _address_space_is_limited() else {})
+
+
+def _afterwards(environment: Mapping[str, str]) -> dict[int, int]:
+    """What glibc would go by, as far as it can be told."""
+    asked = {name: _asked(environment, name, variable) for name, variable in _VARIABLES.items()}
+    rule_is_off = any(value is not None for value in asked.values())
+    kept = dict.fromkeys(_KEPT_BYTES, _FIXED_BYTES) if rule_is_off else dict(_KEPT_BYTES)
+    for name, tunable in ((_M_MMAP_THRESHOLD, "mmap_threshold"), (_M_TRIM_THRESHOLD, "trim_threshold")):
+        value = asked[tunable]
+        kept[name] = kept[name] if value is None else value
+    return kept | ({_M_ARENA_MAX: _asked(environment, *_ARENAS) or 0} if _address_space_is_limited() else {})
+
+
+def _asked(environment: Mapping[str, str], tunable: str, variable: str) -> int | None:
+    """The value that the environment gives, by either name; None where it gives none that can be read."""
+    tunables = dict(part.partition("=")[::2] for part in environment.get("GLIBC_TUNABLES", "").split(":"))
+    text = tunables.get(f"glibc.malloc.{tunable}", environment.get(variable, ""))
+    try:
+        return int(text, 0)
+    except ValueError:
+        return None
+
+
+def _address_space_is_limited() -> bool:
+    import resource  # not on every system that can plan
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def fitting_mode(needed_bytes: int, free_bytes: int) -> tuple[Literal["run", "swap-all"], str]:
+    """``run`` or ``swap-all`` for a step that takes ``needed_bytes`` beside what is there, and why in words."""
+    mode: Literal["run", "swap-all"] = "run" if needed_bytes * MARGIN <= free_bytes else "swap-all"
+    verb = "fits" if mode == "run" else "does not fit"
+    return mode, (
+        f"mode auto chose {mode}: in-core the step {verb}, it needs {format_bytes(needed_bytes)} "
+        f"and a tenth to spare where {format_bytes(free_bytes)} are free"
+    )
+
+
+def memory_left(where: torch.device) -> int:
+    """Bytes that may still be taken there."""
+    return available_bytes() if where.type == "cpu" else torch.cuda.mem_get_info(where)[0]

@@ -16,7 +16,7 @@ from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.online.earned import Earned, has_no_processor_to_spare
-from poochplan.profiler.live.aside import aside
+from poochplan.profiler.live.study import aside
 from poochplan.profiler.trials.machine_facts import completed, is_complete
 
 from .planning_process import Asked

@@ -1,27 +1,39 @@
-"""The link: seconds per copy at several sizes, both directions, together, and what compute loses beside them."""
+"""The link: seconds per copy at several sizes, both directions, together, and what compute loses beside them.
+
+A direction is planned with a line, ``latency + bytes / bandwidth``, fitted to its curve. A curve is often no line:
+small copies to a file go to the page cache at several times the rate of large ones. A fit of all sizes by least squares
+then takes the rate of the small ones, which are many, for that of the large ones, which carry the bytes. So the line is
+the one whose largest relative error over the sizes of real values is the smallest (the ordinary Chebyshev fit), and
+where no line follows the curve, it may not be much too fast for large copies.
+
+What was measured is kept per machine in the user's cache folder; what is wrong there is no error.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
 import time
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from poochplan.errors import SpillError
+from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import Link, LinkDirection
-from poochplan.profiler.fake.memory_left import memory_left
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.devices.spill import choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
-from poochplan.tensors.host_memory import available_bytes
+from poochplan.tensors.host_memory import available_bytes, memory_left
 from poochplan.units import format_bytes, format_seconds
-
-from .curve import Curve, fit_line
 
 SIZES_BYTES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)
 CUDA_SIZES_BYTES = (*SIZES_BYTES, 256 << 20)
@@ -33,6 +45,19 @@ CPU_PROBE, CUDA_PROBE = (512, 4 << 20), (4096, 64 << 20)
 """What is computed beside copies: the side of two square matrices, and how many numbers go through a ReLU."""
 _REPEATS = 5
 _LONGEST_FIRST_WRITE_S = 5.0
+Curve = list[tuple[int, float]]
+Floats = npt.NDArray[np.float64]
+SMALL_BYTES = 1 << 20
+"""Copies from here on count in full, shorter ones by their share of this: they carry few bytes."""
+LARGE_BYTES = 64 << 20
+"""Saved values of real steps are mostly no larger."""
+LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST = 0.8, 0.5
+"""Of the measured seconds, the least that the line says at the largest size up to LARGE_BYTES, and at the largest."""
+_SLOPE_FLOOR = 1e-3
+"""Least share of the bytes in the seconds of the largest copy: a curve that falls still has a bandwidth."""
+_TOLERANCE = 1e-9
+VERSION = 2
+"""Of the way links are measured and fitted; files of another one are measured anew."""
 
 
 def measure_link(
@@ -265,3 +290,105 @@ def _per_call_s(
             pass
         calls += 1
     return (time.perf_counter() - start_s) / calls
+
+
+def fit_line(curve: Curve) -> LinkDirection:
+    """The line for a curve of (bytes, seconds), from small to large; exact where the curve is a line."""
+    largest_bytes, longest_s = curve[-1]
+    latency, slope = 0.0, 1.0
+    if len(curve) > 1:
+        sizes = np.array([size for size, _ in curve]) / largest_bytes
+        seconds = np.array([second for _, second in curve]) / longest_s
+        weights = np.minimum(1.0, sizes * largest_bytes / SMALL_BYTES)
+        latency, slope = _least_error(sizes, seconds, weights, _last_up_to(curve, LARGE_BYTES))
+    return LinkDirection(
+        latency_s=latency * longest_s,
+        bandwidth_bytes_per_s=largest_bytes / (slope * longest_s),
+        curve=tuple(curve),
+    )
+
+
+def _last_up_to(curve: Curve, limit_bytes: int) -> int:
+    return max((index for index, (size, _) in enumerate(curve) if size <= limit_bytes), default=len(curve) - 1)
+
+
+def _least_error(sizes: Floats, seconds: Floats, weights: Floats, large: int) -> tuple[float, float]:
+    """Latency and slope with the least ``error``, by trying every corner of what the rows leave open.
+
+    ``weight * |line / seconds - 1| <= error`` at each size, the line no lower than its least shares, the latency not
+    below 0: a linear program in three unknowns, whose optimum is where three rows meet.
+    """
+    line = np.stack([1 / seconds, sizes / seconds], axis=1)
+    slack = 1 / weights
+    rows = np.vstack(
+        [
+            np.column_stack([-line, slack]),
+            np.column_stack([line, slack]),
+            [[*line[large], 0.0], [*line[-1], 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]],
+        ]
+    )
+    least = np.array(
+        [-1.0] * len(sizes) + [1.0] * len(sizes) + [LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST, 0.0, _SLOPE_FLOOR]
+    )
+    triples = np.array(list(combinations(range(len(rows)), 3)))
+    meet = np.abs(np.linalg.det(rows[triples])) > _TOLERANCE
+    corners = np.linalg.solve(rows[triples[meet]], least[triples[meet], None])[..., 0]
+    allowed = corners[(corners @ rows.T >= least - _TOLERANCE * np.abs(rows).max(axis=1)).all(axis=1)]
+    latency, slope, _ = allowed[allowed[:, 2].argmin()]
+    return float(latency) if latency > _TOLERANCE else 0.0, float(slope)
+
+
+class CachedLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The file. Links by :func:`link_key`."""
+
+    version: int
+    links: dict[str, Link]
+
+
+def cache_path() -> Path:
+    """The file of links in the user's cache folder."""
+    return cache_folder() / "links.json"
+
+
+def link_key(where: torch.device, directory: str | Path | None, throttle_bytes_per_s: float | None) -> str:
+    """What the link depends on: device, disk, throttle and torch; raises ``SpillError`` as the spill file would."""
+    if where.type == "cuda":
+        parts = [torch.cuda.get_device_name(where), "pinned"]
+    else:
+        folder = choose_spill_dir(directory)
+        device = folder.stat().st_dev
+        disk = f"{file_system_type(folder)} {os.major(device)}:{os.minor(device)}"
+        parts = [platform.processor() or platform.machine(), platform.node(), disk]
+    return ", ".join([*parts, f"throttle {throttle_bytes_per_s or 'none'}", f"torch {torch.__version__}"])
+
+
+def cached_link(
+    where: torch.device,
+    directory: str | Path | None = None,
+    throttle_bytes_per_s: float | None = None,
+    *,
+    refresh: bool = False,
+) -> tuple[Link, bool]:
+    """The link, and whether it comes from the cache. Measured and stored where it is not there, or on ``refresh``.
+
+    Raises what :func:`measure_link` raises.
+    """
+    known = known_link(where, directory, throttle_bytes_per_s)
+    if known is not None and not refresh:
+        return known, True
+    key = link_key(where, directory, throttle_bytes_per_s)
+    link = measure_link(where, directory, throttle_bytes_per_s, CURVE_SIZES_BYTES)
+    write_cache(cache_path(), encode_readable(CachedLinks(version=VERSION, links={**_load(), key: link})))
+    return link, False
+
+
+def known_link(
+    where: torch.device, directory: str | Path | None = None, throttle_bytes_per_s: float | None = None
+) -> Link | None:
+    """The link, if it has been measured and stored; raises what :func:`link_key` raises."""
+    return _load().get(link_key(where, directory, throttle_bytes_per_s))
+
+
+def _load() -> dict[str, Link]:
+    found = read_cache(cache_path(), CachedLinks)
+    return found.links if found is not None and found.version == VERSION else {}

@@ -1,1 +1,0 @@
-"""The link between device and host: measured, fitted, and remembered."""

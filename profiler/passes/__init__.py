@@ -1,1 +1,0 @@
-"""Profiling a forward pass alone."""
