@@ -23,9 +23,8 @@ import torch
 from benchmarks.facts import facts_of_run, write_results
 from poochplan.runtime.allocator.allocation_log import AllocationLog
 from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.runtime.allocator.building import FLAGS, build, compiler_name, is_built
-from poochplan.runtime.allocator.counting import ByteCount
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import FLAGS, ThreadScope, build, compiler_name, is_built
+from poochplan.runtime.metering.allocated import ByteCount
 
 SIZES_BYTES = 64, 4096, 65536
 PAIRS = 20_000

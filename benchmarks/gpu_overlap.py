@@ -10,8 +10,7 @@ import torch
 
 from poochplan.runtime.devices.cuda import ComputeStream, CudaDevice, CudaStream
 from poochplan.runtime.devices.device import Event
-from poochplan.runtime.devices.pinned import PinnedMemory
-from poochplan.runtime.devices.pinned_tier import Part
+from poochplan.runtime.devices.pinned import Part, PinnedMemory
 
 Interval = tuple[float, float]
 

@@ -31,8 +31,7 @@ from poochplan.profiler.trials.machine_facts import cached_cost
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.step_policies.course import Course
-from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.workload import Workload
 

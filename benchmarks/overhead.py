@@ -25,8 +25,7 @@ from torch import nn
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
+from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.workload import Workload

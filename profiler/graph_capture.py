@@ -22,9 +22,8 @@ from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.compiled.nodes import Node, readers
 from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
-from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, deferred_unpack, save
+from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, Node, deferred_unpack, readers, save
 from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
 from poochplan.torch_private.compiler_internals import boxed, forget_compiled, not_lowered
 from poochplan.torch_private.tensor_internals import OpOverload

@@ -28,9 +28,9 @@ import torch
 from poochplan.errors import SpillError
 from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import Link, LinkDirection
+from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
-from poochplan.runtime.devices.spill import choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.tensors.host_memory import available_bytes, memory_left
 from poochplan.units import format_bytes, format_seconds

@@ -23,10 +23,9 @@ from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, p
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.assembly.notes import this_host, versions_here
 from poochplan.runtime.allocator.allocation_log import MARK, AllocationLog, Table, lifetimes
-from poochplan.runtime.allocator.library import library
-from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.runtime.inference.model_calls import around_calls, around_parts
+from poochplan.runtime.allocator.library import ThreadScope, library
 from poochplan.runtime.model_check import model_signature
+from poochplan.runtime.pass_arena import around_calls, around_parts
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import memory_of, own_tensors, parts_of

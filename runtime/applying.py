@@ -13,20 +13,19 @@ from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
+from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
-from poochplan.runtime.devices.spill import choose_spill_dir
 from poochplan.runtime.step_policies.follow import DivergencePolicy
 from poochplan.runtime.watch.step_meter import When
-from poochplan.runtime.watch.teller import Teller
-from poochplan.runtime.watch.users_line import users_line
+from poochplan.runtime.watch.teller import Teller, users_line
 from poochplan.tensors.switches import kernel_switches
 
 from .arena.recorded_layout import Pack
 from .attachment import together
-from .given_plans import GivenPlans, Replan
 from .model_check import by_name, check_alike, check_graphs, check_model, profiles_for
 from .plan_in_force import OverBudget
+from .plan_source import GivenPlans, Replan
 from .serving import ArenaMode, serving_for
 from .session import Explain, Session, Settings
 

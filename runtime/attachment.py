@@ -14,13 +14,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from poochplan.errors import UsageError
-from poochplan.runtime.allocator.fresh_memory import fresh_memory
+from poochplan.runtime.allocator.library import fresh_memory
 from poochplan.runtime.devices.cuda import refuse_capture, refuse_graphs
 from poochplan.runtime.devices.device import Device
+from poochplan.runtime.engine.cursor import NO_EVENTS, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
-from poochplan.runtime.engine.step_events import NO_EVENTS, StepEvents
 from poochplan.runtime.step_policies.step_policy import Chooser
+from poochplan.runtime.watch.teller import Place, users_line
 from poochplan.tensors.modes import (
     around_compiled,
     before_forward,
@@ -33,7 +34,6 @@ from poochplan.torch_private.tensor_internals import has_topmost_hooks, in_backw
 
 from .compiled.deferred_unpack import deferring
 from .compiled.inductor import compiled_deferring
-from .watch.users_line import Place, users_line
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 Tell = Callable[[torch.optim.Optimizer], None]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
 from poochplan.formats.plan import Plan
-from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Course
 from poochplan.units import format_bytes
 
 from .watch.census import EVERY

@@ -1,21 +1,31 @@
-"""PlanSource: what says which plan each step of a session follows: the given ones, or a study that has some made."""
+"""PlanSource: what says which plan each step of a session follows. GivenPlans: those that the user has given, each
+model's steps its own; a study is another source.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from poochplan.formats.plan import Instructions
+from poochplan.errors import InfeasibleError
+from poochplan.formats.plan import Decision, Instructions, Plan
+from poochplan.formats.plan_set import PlanSet, describe
 from poochplan.formats.profile import Profile
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
+from poochplan.runtime.step_policies.diagnosis import Expected
+from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy
+from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.units import format_bytes
 
 from .attachment import Attachment, Hooks, own_hooks
-from .plan_in_force import PlanInForce
+from .plan_in_force import MOST_PLANS, REMEDY, PlanInForce
+from .run_report import FallbackKind
 
 
 class PlanSource:
@@ -83,3 +93,161 @@ class PlanSource:
 
     def close(self) -> None:
         """The session has ended."""
+
+
+class Replan(Protocol):
+    """Plans; the runtime does not know how."""
+
+    def __call__(self, profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
+        """A plan for the same budget, with so many bytes more that live all step long than ``profile`` has.
+
+        Raises ``InfeasibleError`` where there is none.
+        """
+
+
+class GivenPlans(PlanSource):
+    """State: the plan that each model's steps follow, what was found to live beside them, and whose step was last.
+
+    A segment that begins with a save is none of several models' until it is announced or one of them is called.
+
+    Parameters
+    ----------
+    plans, models: by the names of the models; a lone one has the name "".
+    policy: what a step does that is not the planned one.
+    profiles: of the plans, as far as they are there.
+    replan: makes new plans from them; None where none is to be made.
+    """
+
+    is_given = True
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan | PlanSet],
+        models: Mapping[str, torch.nn.Module],
+        policy: DivergencePolicy,
+        profiles: Mapping[str, Profile],
+        replan: Replan | None,
+    ) -> None:
+        self._of = {name: PlansOfModel(name, plan, models[name], policy) for name, plan in plans.items()}
+        self._profiles, self._replan = profiles, replan
+        self._name = next(iter(plans))
+        self._beside_bytes, self._times = Counter[str](), Counter[str]()
+        values = (value for one in self._of.values() for plan in one.every for value in plan.plan.values)
+        self.gives_up = any(value.decision is not Decision.KEEP for value in values)
+
+    @property
+    def alternatives(self) -> Sequence[Instructions]:  # type: ignore[override]
+        return [plan.plan.instructions for one in self._of.values() for plan in one.every]
+
+    @property
+    def plans(self) -> Mapping[Hashable, PlanInForce]:
+        return {plan.kind: plan for one in self._of.values() for plan in one.every}
+
+    @property
+    def profiles(self) -> Mapping[str, Profile]:
+        return self._profiles
+
+    @property
+    def latest(self) -> PlanInForce:  # type: ignore[override]
+        return self._of[self._name].latest
+
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        if "" in self._of:
+            return self._of[""].choose(segment)
+        if segment.model is not None:
+            self._name = segment.model
+            return self._of[segment.model].choose(segment)
+        if not segment.saves_next:
+            return None
+        segment.aside = True
+        return KeepAll()
+
+    def following(self, segment: Segment) -> PlanInForce:
+        return self._of[segment.model].latest if segment.model in self._of else self.latest
+
+    def plan_again(self, plan: PlanInForce, more_bytes: int) -> str:
+        """While the training waits; the new plan is followed from the next step on."""
+        name = str(plan.kind)
+        if self._replan is None:
+            return REMEDY
+        if self._times[name] == MOST_PLANS:
+            return f"it has been planned anew {self._times[name]} times, and grows on: let go of what is kept"
+        beside_bytes = self._beside_bytes[name] + more_bytes
+        try:
+            changed = self._replan(self._profiles[name], plan.plan, beside_bytes)
+        except InfeasibleError as error:
+            return f"with {format_bytes(beside_bytes)} more beside the step {error}"
+        self._beside_bytes[name] = beside_bytes
+        self._times[name] += 1
+        self._of[name].follow(changed)
+        return (
+            f"from the next step on a plan is followed that knows of {format_bytes(beside_bytes)} more "
+            f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
+        )
+
+
+class PlansOfModel:
+    """A lone plan, which is followed exactly whatever the inputs are; of a set, that for the inputs or larger ones.
+
+    State: the ``latest`` that was followed. What is saved without a call of the model, where plans have its layers
+    save, is none of its steps: it is kept, as if there were no session.
+    """
+
+    def __init__(self, name: str, given: Plan | PlanSet, model: torch.nn.Module, policy: DivergencePolicy) -> None:
+        self._name, self._policy = name, policy
+        self._set = given if isinstance(given, PlanSet) else None
+        plans = given.plans if isinstance(given, PlanSet) else (given,)
+        self._expected = Expected(plans[0].inputs, model)
+        self.every = [PlanInForce(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
+        self.latest = self.every[0]
+
+    def follow(self, plan: Plan) -> None:
+        """From the next segment on this one, in place of the lone one."""
+        self.latest = PlanInForce(self._name, plan)
+        self.every = [self.latest]
+
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        if self._expected.inputs and segment.model is None and not segment.announced:
+            if not segment.saves_next:
+                return None  # a call of the model, or a save, tells
+            if all(one.plan.values and one.plan.values[0].layer for one in self.every):
+                segment.aside = True
+                return KeepAll()
+        if self._set is None:
+            return Follow(self.latest.course, SwapEach(), self._policy, expected=self._expected)
+        if segment.inputs is None:
+            return WithoutPlan(_TOO_EARLY, self._policy) if segment.saves_next else None
+        plan = self._set.choose(segment.inputs)
+        if plan is None:
+            return WithoutPlan(self._why_none(segment.inputs), self._policy)
+        self.latest = next(one for one in self.every if one.plan is plan)
+        is_exact = sorted(plan.inputs) == sorted(segment.inputs)
+        course = self.latest.course if is_exact else self.latest.smaller
+        return Follow(course, SwapEach(), self._policy, expected=self._expected._replace(inputs=()))
+
+    def _why_none(self, signature: tuple[str, ...]) -> str:
+        assert self._set is not None, "a lone plan is for any inputs"
+        return (
+            f"its inputs: expected at most {describe(self._set.largest.inputs)} "
+            f"(the largest plan of {len(self._set.plans)}), "
+            f"found {describe(signature)}; give one of these shapes to poochplan.plan_set"
+        )
+
+
+_TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"
+
+
+class WithoutPlan(SwapEach):
+    """The safe policy for a segment that no plan is for: as if it diverged where it began."""
+
+    def __init__(self, why: str, policy: DivergencePolicy) -> None:
+        super().__init__()
+        self._why = why
+        self._policy = policy
+
+    def begin(self, segment: Segment) -> Actions:
+        raise Diverged(self._why, FallbackKind.NO_PLAN)
+
+    def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
+        self._policy.judge(reason)
+        return super().diverged(reason)

@@ -1,7 +1,8 @@
-"""What a session did, in numbers."""
+"""What a session did, in numbers; and fallbacks, where a plan was not followed: each kind is warned of once."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import msgspec
 
 from poochplan.formats.plan import Departure
 from poochplan.formats.shown_table import html_table, text_table
+from poochplan.runtime.watch.teller import users_line
 from poochplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -249,3 +251,25 @@ def _arena_rows(arena: ArenaReport, total: StepReport) -> list[tuple[str, str, s
         ),
         *(("not served", f"{format_bytes(one.size_bytes)} in {one.layer}: {one.why}", "") for one in arena.unserved),
     ]
+
+
+class Fallbacks:
+    """State: the kinds that were warned of; and whether nothing is to be warned of for now (``silent``)."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self._warned: set[FallbackKind] = set()
+
+    def count(self, report: StepReport, kind: FallbackKind, reason: str) -> None:
+        """One more of that kind, in the step of this report."""
+        report.fallbacks += 1
+        report.fallback_kinds[kind] = report.fallback_kinds.get(kind, 0) + 1
+        if reason not in report.fallback_reasons:
+            report.fallback_reasons.append(reason)
+        if kind not in self._warned and not self.silent:
+            self._warned.add(kind)
+            warnings.warn(
+                f"poochplan: {reason}",
+                RuntimeWarning,
+                stacklevel=users_line(),
+            )

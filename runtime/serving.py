@@ -16,7 +16,7 @@ import torch
 
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.library import why_unavailable
 from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
 from poochplan.runtime.arena.recorded_layout import Pack
 from poochplan.runtime.arena.served_runs import ServedRuns

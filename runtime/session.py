@@ -19,10 +19,9 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
-from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.engine.step_events import StepEvents, weakly
 from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
 from poochplan.runtime.watch.tally import Tally
 from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full, no_arena

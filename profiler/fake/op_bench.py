@@ -28,7 +28,7 @@ from poochplan.profiler.assembly.notes import processor_name
 from poochplan.profiler.step.preserve import restored
 from poochplan.profiler.step.states import GeneratorStates
 from poochplan.runtime.allocator.allocation_log import AllocationLog
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.operators import traits

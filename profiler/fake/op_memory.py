@@ -13,7 +13,7 @@ from poochplan.formats.profile import Memory, OpBlock
 from poochplan.profiler.allocations.op_blocks import taken_in
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.runtime.allocator.allocation_log import AllocationLog, Table
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import pytree, storage_identity
 

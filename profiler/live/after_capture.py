@@ -24,9 +24,8 @@ from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, Verify
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.step_policies.course import Course
-from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
 from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.tensors.host_memory import new_memory_holds

@@ -20,15 +20,13 @@ from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.session import Session, Settings
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
-from poochplan.runtime.watch.census import census_bytes
-from poochplan.runtime.watch.growth import foreseen_bytes
+from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.switches import Switches
 
 from .lines import Key, Line, Lines

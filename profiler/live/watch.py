@@ -19,12 +19,11 @@ from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
+from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.runtime.step_policies.swap_each import SwapEach
-from poochplan.runtime.watch.census import census_bytes
-from poochplan.runtime.watch.growth import foreseen_bytes
+from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
 Pack = Callable[[torch.Tensor], Handle]

@@ -24,8 +24,7 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.runtime.attachment import AroundCall
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.step_policies.course import Course
-from poochplan.runtime.step_policies.follow import Follow
+from poochplan.runtime.step_policies.follow import Course, Follow
 from poochplan.runtime.step_policies.swap_each import SwapEach
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 

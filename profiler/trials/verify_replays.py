@@ -9,12 +9,10 @@ import torch
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.mechanism import Mechanism
-from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.closure import WRITTEN_SINCE, NotReplayable
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
-from poochplan.runtime.replays.replay import Leaves, run_ops
+from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, run_ops
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
 from poochplan.tensors.storages import memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts

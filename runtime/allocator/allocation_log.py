@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from poochplan.errors import AllocatorError
 
-from .scope import ThreadScope, too_many
+from .library import ThreadScope, too_many
 
 BIRTH, DEATH, MARK = 0, 1, 2
 EVENT = np.dtype([("kind", np.int64), ("block", np.int64), ("size_bytes", np.int64), ("value", np.int64)])

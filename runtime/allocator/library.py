@@ -2,20 +2,27 @@
 
 Its functions are short and never wait for Python, so they are called with the interpreter's lock held: that is faster
 than letting it go, and cannot deadlock.
+
+It is built for each torch once, with c10's headers, which torch brings. In a session on the CPU what is freed goes back
+to the system, and large blocks ask for huge pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from poochplan.errors import AllocatorError, NativeError
+import torch
 
-from .building import build
+from poochplan.errors import AllocatorError, NativeError
+from poochplan.native.native_build import NativeBuild
+from poochplan.tensors.host_memory import freed_memory_given_back
 
 _HANDLE, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -166,3 +173,101 @@ def _installed(file: Path) -> Library:
             f"expected to stand before torch's CPU allocator, but {_REFUSALS[code]}; nothing is served"
         )
     return found
+
+
+class AllocatorBuild(NativeBuild):
+    """As torch was built. libc10 is found by its name, since torch has loaded it: the library serves every environment
+    with this torch.
+    """
+
+    def __init__(self) -> None:
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        super().__init__("allocator", Path(__file__).parent / "native", ("-std=c++20", abi))
+
+    def facts(self) -> tuple[str, ...]:
+        return f"torch-{torch.__version__}", str(torch.version.git_version)
+
+    def options(self) -> list[str]:
+        if not sys.platform.startswith("linux"):
+            raise NativeError(f"expected Linux for the compiled allocator, found {sys.platform}; use it there")
+        folder = Path(torch.__file__).parent
+        for part in ("include/c10/core/Allocator.h", "lib/libc10.so"):
+            if not (folder / part).exists():
+                raise NativeError(
+                    f"expected {part} in {folder}, found none; install torch from its wheel, which has it"
+                )
+        return [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10", "-pthread"]
+
+
+ALLOCATOR = AllocatorBuild()
+library_file, is_built, build = ALLOCATOR.file, ALLOCATOR.is_built, ALLOCATOR.build
+why_unavailable, compiler_name = ALLOCATOR.why_unavailable, ALLOCATOR.compiler_name
+
+
+@contextlib.contextmanager
+def fresh_memory() -> Iterator[None]:
+    """A block in which dropped tensors leave resident memory (:func:`freed_memory_given_back`), for the whole process.
+
+    Each tensor of some megabytes is then fresh memory, up to half a step's time in small pages; so where the compiled
+    allocator is in force it asks for huge ones, unless the kernel's setting is ``never``.
+    """
+    found = library() if is_loaded() else None
+    with freed_memory_given_back():
+        if found is not None:
+            found.want_huge_pages(1)
+        try:
+            yield
+        finally:
+            if found is not None:
+                found.want_huge_pages(-1)
+
+
+class ThreadScope:
+    """A set of threads. A block belongs to the scope of the thread that gave birth to it; any thread may let it die.
+
+    A thread is in one scope at a time, or in none. State: in the library, and for good; so a program needs few.
+
+    Raises what :func:`library` raises.
+    """
+
+    def __init__(self) -> None:
+        self.library: Library = library()
+        handle = self.library.scope_new()
+        if handle is None:
+            raise AllocatorError("expected a few bytes for a scope of threads, found no memory; free some")
+        self.handle: int = handle
+
+    def join(self) -> None:
+        """From here on what this thread allocates belongs to the scope."""
+        self.library.scope_join(self.handle)
+
+    def leave(self) -> None:
+        """From here on what this thread allocates belongs to no scope."""
+        self.library.scope_join(None)
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """A block in which this thread belongs to the scope; behind it, to the one it was in before."""
+        before = self.library.scope_join(self.handle)
+        try:
+            yield
+        finally:
+            self.library.scope_join(before)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A block in which what this thread allocates belongs to no scope, and lies in no arena: work that is not the
+        step's.
+        """
+        before = self.library.scope_join(None)
+        self.library.set_aside(1)
+        try:
+            yield
+        finally:
+            self.library.set_aside(-1)
+            self.library.scope_join(before)
+
+
+def too_many() -> AllocatorError:
+    """What a scope meets that is one too many to count or record."""
+    return AllocatorError("expected at most 16 scopes that count or record at once, found more; end one of them")

@@ -8,6 +8,6 @@ then adds ops to both. ``inductor.py`` sets ours, by one of two ways in:
 * *Graph mode* (``poochplan.compile``): the forward also gets a **save point** behind each node that it saves, and the
   backward the replays of a plan (``rewriting.py``).
 
-``points.py`` has the two ops, ``deferred_unpack.py`` the placeholders and the hooks that give them. ``anchors.py`` says
-where a deferred unpack stays put so that fusion, and with it every bit, is that of stock Inductor.
+``points.py`` has the two ops, ``deferred_unpack.py`` the placeholders and the hooks that give them. The
+partitioner says where a deferred unpack stays put so that fusion, and with it every bit, is that of stock Inductor.
 """

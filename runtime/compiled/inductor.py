@@ -23,9 +23,8 @@ from poochplan.torch_private.compiler_internals import (
     lowered_as_output,
 )
 
-from .anchors import with_anchoring, without_anchoring
 from .deferred_unpack import parts_are_measured
-from .partitioner import Partitioner, Replays
+from .partitioner import Partitioner, Replays, with_anchoring, without_anchoring
 from .points import SAVE
 
 PARTITIONER, PASSES = "custom_partitioner_fn", "post_grad_custom_post_pass"

@@ -16,7 +16,7 @@ from poochplan.tensors.operators import is_chosen_by_timing, traits
 from poochplan.torch_private.compiler_internals import mutated_inputs
 from poochplan.torch_private.tensor_internals import OpOverload, pytree, schema_of
 
-from .nodes import (
+from .points import (
     Node,
     base_of,
     give,

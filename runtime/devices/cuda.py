@@ -18,10 +18,17 @@ from poochplan.tensors.storages import new_storage
 from poochplan.torch_private.compiler_internals import captures_graphs
 from poochplan.torch_private.tensor_internals import raw_stream, unseen_by_modes, without_modes
 
-from .device import Event, Interval, Stream
-from .pinned import PinnedMemory, cupy_or_none, fitting_cupy, memcpy_async, processors_near
-from .pinned_tier import MOST_AHEAD, Part, PinnedTier
-from .stopwatch import CudaStopwatch
+from .device import CudaStopwatch, Event, Interval, Stream
+from .pinned import (
+    MOST_AHEAD,
+    Part,
+    PinnedMemory,
+    PinnedTier,
+    cupy_or_none,
+    fitting_cupy,
+    memcpy_async,
+    processors_near,
+)
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """``cudaMemcpyKind``."""

@@ -9,9 +9,8 @@ import torch
 
 from poochplan.errors import UsageError
 
-from .cpu import CpuDevice
+from .cpu import CpuDevice, choose_spill_dir
 from .device import Device
-from .spill import choose_spill_dir
 
 
 def usable_device(name: str) -> torch.device:

@@ -38,23 +38,19 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import held_back, raise_held_back
-from poochplan.runtime.replays.closure import NotReplayable, Recipe
 from poochplan.runtime.replays.recorded import StorageRecord
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
-from poochplan.runtime.run_report import FallbackKind
+from poochplan.runtime.replays.replay import NotReplayable, Recipe
+from poochplan.runtime.replays.tape import Recorder, Tape
+from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
 
-from .cursor import Cursor, Segment
-from .fallbacks import Fallbacks
-from .handle import Handle
+from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
-from .saved_value import SavedValue
-from .step_events import NO_EVENTS, StepEvents
+from .saved_value import Handle, SavedValue
 
 _SAFELY = "the rest of this step swaps all that is saved, which is slower and may take more; its gradients are right"
 _KEPT = "what is saved before the model is called is kept, and the call begins a step"

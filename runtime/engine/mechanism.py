@@ -13,12 +13,10 @@ from typing import Protocol
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.stopwatch import Stopwatch
+from poochplan.runtime.devices.device import Device, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.closure import Recipe
 from poochplan.runtime.replays.recorded import Content
-from poochplan.runtime.replays.replay import Run, replay, run_ops
+from poochplan.runtime.replays.replay import Recipe, Run, replay, run_ops
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 

@@ -1,7 +1,7 @@
 """What a tape is written in: storages as recording has seen them, and the ops that bore, read and wrote them.
 
 A :class:`StorageRecord` stands for one storage. An op's tensor arguments become :class:`View`s on such records, so that
-a tape keeps nothing alive; what a replay needs to stay is held by its recipe (``closure.py``). Saved values and recipes
+a tape keeps nothing alive; what a replay needs to stay is held by its recipe (``replay.py``). Saved values and recipes
 are known here by what is asked of them alone.
 """
 

@@ -15,10 +15,9 @@ import torch
 
 from poochplan.formats.plan import Decision, Departure, Instructions
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays.closure import NotReplayable
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays.recorded import StorageRecord
+from poochplan.runtime.replays.replay import NotReplayable
 from poochplan.runtime.run_report import FallbackKind
 
 

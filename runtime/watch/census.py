@@ -2,19 +2,26 @@
 
 A meter that sees ops alone knows what lives beside the step only where an op meets it. Python's garbage collector knows
 every tensor that Python has, so a data set, a copy of the weights or a kept loss counts without being told.
+
+What grows there is told too: how fast, and how much an optimizer will still add.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import torch
 
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Profile
+from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
 from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
-from poochplan.torch_private.tensor_internals import storage_identity, without_modes, without_torch_function
+from poochplan.torch_private.tensor_internals import pytree, storage_identity, without_modes, without_torch_function
 
 DataParallel = torch.nn.parallel.DistributedDataParallel
 LEAST_BYTES = 4096
@@ -27,6 +34,8 @@ Storages = dict[int, torch.UntypedStorage]
 """By identity."""
 
 _LEFT_OUT: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+SEEN = 3
+"""Growth counts where it was seen twice in a row: what has come once, such as a copy of the weights, does not grow."""
 
 
 def leave_out(tensors: Iterable[torch.Tensor]) -> None:
@@ -94,3 +103,89 @@ def bucket_bytes(model: torch.nn.Module) -> int:
     if wrapper is None or wrapper.gradient_as_bucket_view:
         return 0
     return sum(rounded_up(one.nbytes) for one in wrapper.parameters() if one.requires_grad)
+
+
+class Growth:
+    """State: the last few sizes of what lives beside segments of one kind, with the segments' numbers; that of the
+    segment which is to be looked at next.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, int]] = deque(maxlen=SEEN)
+        self._next: float = math.inf
+
+    def saw(self, number: int, size_bytes: int) -> None:
+        """So many bytes were there as that segment began."""
+        if not self._seen or number > self._seen[-1][0]:
+            self._seen.append((number, size_bytes))
+
+    @property
+    def latest_bytes_per_segment(self) -> float:
+        """Between the last two looks; 0 where it did not become more."""
+        return max(0.0, self._rates()[-1]) if len(self._seen) > 1 else 0.0
+
+    @property
+    def steady_bytes_per_segment(self) -> float:
+        """What it has grown by each time; 0 where it did not each time."""
+        return max(0.0, min(self._rates())) if len(self._seen) == SEEN else 0.0
+
+    def is_due(self, number: int) -> bool:
+        """Whether that segment is to be looked at because of what was seen before."""
+        return number >= self._next
+
+    def outgrown(self, number: int, profile: Profile, plan: Plan, device_type: str) -> int:
+        """Bytes that live now, as a segment begins, and did not when it was profiled; 0 where the plan fits its budget
+        with them.
+        """
+        now_bytes = census_bytes(device_type)
+        self.saw(number, now_bytes)
+        there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
+        more_bytes = now_bytes - sum(rounded_up(value.size_bytes) for value in there)
+        room_bytes = plan.budget_bytes - plan.prediction.peak_bytes - more_bytes
+        rate = self.latest_bytes_per_segment
+        self._next = number + max(1.0, room_bytes / rate / 2) if rate else math.inf
+        return more_bytes if room_bytes < 0 else 0
+
+    def ahead_bytes(self, number: int, foreseen_bytes: int) -> int:
+        """To be left free for growth: what is foreseen, else as much as it grows while the loop goes on for as long
+        again as it has.
+        """
+        return foreseen_bytes or int(self.steady_bytes_per_segment * max(EVERY, number))
+
+    def _rates(self) -> list[float]:
+        return [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._seen)]
+
+
+def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What the optimizers hold that step any of these parameters."""
+    mine = set(parameters)
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    own = [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
+    leaves = pytree.tree_leaves([list(one.state.values()) for one in own])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:
+    """Bytes that the states of these will take beyond what they take now, where that is known: LBFGS's history.
+
+    Of each of its iterations LBFGS keeps two flat vectors of all parameters and two numbers, up to ``history_size``.
+    """
+    return sum(_history_bytes(one, device_type) for one in optimizers if isinstance(one, torch.optim.LBFGS))
+
+
+def _history_bytes(optimizer: torch.optim.LBFGS, device_type: str) -> int:
+    (group,) = optimizer.param_groups
+    parameters = [one for one in group["params"] if one.device.type == device_type]
+    if not parameters:
+        return 0
+    state = optimizer.state.get(parameters[0], {})
+    left = group["history_size"] - len(state.get("old_dirs") or ())
+    vector_bytes = sum(one.numel() * one.element_size() for one in parameters)
+    return max(0, left) * 2 * (rounded_up(vector_bytes) + ALLOCATION_UNIT_BYTES)
+
+
+def left_free(ahead_bytes: int, room_bytes: int) -> int:
+    """How much of the room between the smallest budget and this one is left to growth: all that is wanted if it fits,
+    else half of the room, for plans need some.
+    """
+    return ahead_bytes if ahead_bytes <= room_bytes else room_bytes // 2

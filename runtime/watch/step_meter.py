@@ -19,8 +19,7 @@ from poochplan.runtime.metering.step_peak import StepPeak, Told
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
-from .census import LEAST_BYTES, Storages, bucket_bytes, census
-from .growth import state_of_optimizers
+from .census import LEAST_BYTES, Storages, bucket_bytes, census, state_of_optimizers
 from .holders import Holder, Own, holders
 
 Known = dict[int, weakref.ref[torch.UntypedStorage]]

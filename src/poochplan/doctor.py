@@ -29,8 +29,8 @@ from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.real import Runner
-from poochplan.runtime.allocator.building import ALLOCATOR
-from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.allocator.library import ALLOCATOR
+from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd

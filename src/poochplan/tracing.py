@@ -22,11 +22,9 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.applying import apply
 from poochplan.runtime.devices.cpu import CallingThread, CpuDevice, SpillCopy
 from poochplan.runtime.devices.cuda import CudaDevice, CudaStream
-from poochplan.runtime.devices.device import Event
+from poochplan.runtime.devices.device import CudaStopwatch, Event
 from poochplan.runtime.devices.opening import model_device
-from poochplan.runtime.devices.pinned import PinnedMemory
-from poochplan.runtime.devices.pinned_tier import Part
-from poochplan.runtime.devices.stopwatch import CudaStopwatch
+from poochplan.runtime.devices.pinned import Part, PinnedMemory
 from poochplan.runtime.session import Session
 from poochplan.step_trace import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, Bar, MemoryCurve, StepTrace
 from poochplan.tensors.modes import ToggledMode, around_compiled

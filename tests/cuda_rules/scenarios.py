@@ -10,8 +10,7 @@ import torch
 
 from poochplan.runtime.devices import transfers
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
-from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
-from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
+from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import Copy
 from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.runtime.devices.pinned_tier import PinnedTier
+from poochplan.runtime.devices.pinned import PinnedTier
 from poochplan.runtime.session import Session
 from tests.cuda_rules.machine import WHERE, on_stand_in
 from tests.online.caches import empty_cache

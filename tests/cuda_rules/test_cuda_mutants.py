@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from poochplan.runtime.devices import cuda, pinned, pinned_tier, transfers
+from poochplan.runtime.devices import cuda, pinned, transfers
 from poochplan.runtime.devices.cuda import CudaStream
-from poochplan.runtime.devices.pinned_tier import PinnedTier
+from poochplan.runtime.devices.pinned import PinnedTier
 from tests.cuda_rules.scenarios import complaints
 from tests.runtime.mutants import CUDA_WAITS, GIVE_BACK, Mutant, mutants_of, rewritten
 
 MUTANTS = [
-    *mutants_of(cuda, pinned, pinned_tier, transfers, calls=(*CUDA_WAITS, *GIVE_BACK)),
+    *mutants_of(cuda, pinned, transfers, calls=(*CUDA_WAITS, *GIVE_BACK)),
     rewritten(PinnedTier, "reserve", "for missing", "self.trim(())\n    for missing"),
     rewritten(PinnedTier, "reserve", "for missing", "self._pieces.clear()\n    for missing"),
     rewritten(PinnedTier, "idle", "if not any(", "if any("),

@@ -12,7 +12,7 @@ import torch
 import poochplan
 from poochplan.profiler.link import measure_link
 from poochplan.runtime.devices.cuda import CudaDevice
-from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
+from poochplan.runtime.devices.pinned import PAGE_BYTES
 from poochplan.runtime.devices.transfers import copy_out
 from poochplan.verify import check
 from poochplan.workload import Workload

@@ -29,7 +29,7 @@ from poochplan.planner.planning import plan
 from poochplan.planner.simulator.validate import check_profile
 from poochplan.planner.writing import with_decisions
 from poochplan.report.files_shown import file_data, file_rows, load_any
-from poochplan.runtime.devices.spill import SpillFile
+from poochplan.runtime.devices.cpu import SpillFile
 from poochplan.workload import parse_override, read_workload_file
 from tests.depth import DEEP
 from tests.docs.prose import ROOT

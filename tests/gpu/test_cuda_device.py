@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from poochplan.runtime.devices.cuda import CudaDevice, hard_cap
-from poochplan.runtime.devices.pinned import PinnedMemory, cupy_or_none
-from poochplan.runtime.devices.pinned_tier import PAGE_BYTES
+from poochplan.runtime.devices.pinned import PAGE_BYTES, PinnedMemory, cupy_or_none
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.gpu.cases import CASES, WHERE
 from tests.runtime.nets import equal, train

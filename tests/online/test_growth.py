@@ -10,8 +10,7 @@ import torch
 from poochplan.formats.profile import Profile
 from poochplan.online.plans.background import Background
 from poochplan.online.plans.planning_process import Asked
-from poochplan.runtime.watch.census import census_bytes
-from poochplan.runtime.watch.growth import Growth, foreseen_bytes, left_free
+from poochplan.runtime.watch.census import Growth, census_bytes, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
 

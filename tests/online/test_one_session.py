@@ -10,8 +10,7 @@ import torch
 
 import poochplan
 from poochplan.errors import PoochError
-from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.devices.cpu import CpuDevice, choose_spill_dir
 from tests.online.trainings import batch, blocks, loss_of
 from tests.runtime.besides import fresh, profiled, tight
 from tests.runtime.nets import LINK

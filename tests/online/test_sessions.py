@@ -20,8 +20,7 @@ import poochplan
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.integrations.trainers import Call
 from poochplan.profiler.trials.machine_facts import is_complete
-from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.devices.spill import choose_spill_dir
+from poochplan.runtime.devices.cpu import CpuDevice, choose_spill_dir
 from poochplan.runtime.session import Session
 from poochplan.torch_private.tensor_internals import has_topmost_hooks
 from tests.online.runs import Run, run_auto, run_plain

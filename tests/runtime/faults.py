@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.transfers import Copy, raise_held_back
-from poochplan.runtime.engine.handle import Handle
+from poochplan.runtime.engine.saved_value import Handle
 from tests.runtime.nets import CASES, equal, in_core, train
 from tests.runtime.random_plans import random_plan
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from poochplan.runtime.devices.device import Interval
-from poochplan.runtime.devices.pinned_tier import PinnedTier
+from poochplan.runtime.devices.pinned import PinnedTier
 from tests.runtime.adversarial import POISON, AdversarialDevice, LazyJob, OpClock
 
 

@@ -11,7 +11,7 @@ import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.host_tier import QUIET_STEPS, HostTier
-from poochplan.runtime.given_plans import GivenPlans
+from poochplan.runtime.plan_source import GivenPlans
 from poochplan.runtime.session import Session
 from tests.runtime.nets import Case
 from tests.runtime.random_plans import random_plan

@@ -20,9 +20,9 @@ from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor
-from poochplan.runtime.compiled.anchors import anchor, without_anchoring
 from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
 from poochplan.runtime.compiled.inductor import compiled_deferring, why_no_graph_mode, why_none_deferred
+from poochplan.runtime.compiled.partitioner import anchor, without_anchoring
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
 from tests.runtime.compiled_nets import fresh, loss_of, train
 from tests.runtime.nets import LINK, equal

@@ -19,8 +19,7 @@ import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.engine.handle import Handle
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.session import Session
 from tests.depth import tries
 from tests.runtime.nets import LINK, equal, snapshot

@@ -7,8 +7,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.opening import model_device, usable_device
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
+from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import MemoryPeaks
 from poochplan.tensors.operators import traits
 

@@ -9,8 +9,8 @@ import pytest
 
 import poochplan
 from poochplan.errors import UsageError
-from poochplan.runtime.devices import pinned_tier
-from poochplan.runtime.devices.pinned_tier import PinnedTier
+from poochplan.runtime.devices import pinned
+from poochplan.runtime.devices.pinned import PinnedTier
 from tests.runtime.nets import CASES
 from tests.runtime.paged import OrdinaryMemory
 from tests.runtime.random_plans import random_plan
@@ -71,9 +71,9 @@ def test_without_a_limit_given_it_is_a_share_of_what_is_available_at_the_first_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tier = _tier([])
-    monkeypatch.setattr(pinned_tier, "available_bytes", lambda: 400)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 400)
     tier.parts(150, 200)
-    monkeypatch.setattr(pinned_tier, "available_bytes", lambda: 0)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 0)
     tier.parts(350, 100)
     with pytest.raises(OSError, match="is limited to 300 B, needed 400 B"):
         tier.parts(450, 1)

@@ -15,7 +15,7 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
-from poochplan.runtime.replays.recorder import Recorder
+from poochplan.runtime.replays.tape import Recorder
 from tests.depth import seeds
 from tests.planner.plans import plan_with, random_decisions
 from tests.runtime.nets import CASES, LINK, Case, equal, train

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import poochplan
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.runtime.replays.closure import WRITTEN_SINCE
+from poochplan.runtime.replays.replay import WRITTEN_SINCE
 from tests.runtime.nets import LINK, equal
 from tests.runtime.random_plans import random_plan, windowed
 

@@ -16,11 +16,10 @@ from poochplan.formats.plan import Plan
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.handle import Handle
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
-from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays import replay, tape
-from poochplan.runtime.step_policies.course import Course
+from poochplan.runtime.step_policies.follow import Course
 from poochplan.tensors import storages, writes
 from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_user_code
 from tests.runtime.detours import profile_of

@@ -11,9 +11,8 @@ import torch
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.saved_value import SavedValue, State
-from poochplan.runtime.replays.closure import Recipe
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
+from poochplan.runtime.replays.replay import Recipe
+from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 
 pytestmark = pytest.mark.cpu_device

@@ -13,8 +13,7 @@ import torch
 
 import poochplan
 from poochplan.errors import SpillError
-from poochplan.runtime.devices.cpu import CpuDevice
-from poochplan.runtime.devices.spill import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.cpu import CpuDevice, SpillFile, choose_spill_dir, file_system_type
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from tests.runtime.nets import CASES, equal, in_core, train
 from tests.runtime.random_plans import random_plan

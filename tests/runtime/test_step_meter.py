@@ -11,12 +11,12 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.runtime.allocator.building import why_unavailable
+from poochplan.runtime.allocator.library import why_unavailable
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.metering import allocated
 from poochplan.runtime.watch.census import LEAST_BYTES, census, leave_out
 from poochplan.runtime.watch.holders import name_of
-from poochplan.runtime.watch.users_line import Place
+from poochplan.runtime.watch.teller import Place
 from poochplan.torch_private.tensor_internals import mode_stack, storage_identity
 from tests.runtime.besides import BATCH, WIDTH, fresh, live, profiled, tight
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from poochplan.runtime.replays.recorded import OFF, StorageRecord
-from poochplan.runtime.replays.recorder import Recorder
-from poochplan.runtime.replays.tape import Tape
+from poochplan.runtime.replays.tape import Recorder, Tape
 from tests.programs.drawing import draw
 from tests.programs.served_trial import served_trial
 from tests.runtime.served import needs_compiler

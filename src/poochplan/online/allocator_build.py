@@ -8,8 +8,7 @@ import threading
 import torch
 
 from poochplan.errors import AllocatorError, NativeError, UsageError
-from poochplan.runtime.allocator.building import build, is_built
-from poochplan.runtime.allocator.library import is_loaded, library
+from poochplan.runtime.allocator.library import build, is_built, is_loaded, library
 from poochplan.runtime.serving import ArenaMode, why_no_arena
 from poochplan.runtime.watch.teller import Teller
 

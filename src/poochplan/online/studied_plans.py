@@ -22,7 +22,7 @@ from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, Plan
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.step_policies.swap_each import SwapEach
-from poochplan.runtime.watch.growth import Growth, foreseen_bytes
+from poochplan.runtime.watch.census import Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
 from poochplan.torch_private.compiler_internals import is_compiled
 from poochplan.units import format_bytes

@@ -13,7 +13,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
 from poochplan.runtime.allocator.allocation_log import AllocationLog, lifetimes
 from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 
 Clock = Callable[[int], None]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, AllocationLog, lifetimes
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 from tests.runtime.allocator.steps import Net, recorded
 
 

@@ -14,8 +14,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.runtime.allocator import library
-from poochplan.runtime.allocator.building import build, is_built, library_file, why_unavailable
-from poochplan.runtime.allocator.library import Library
+from poochplan.runtime.allocator.library import Library, build, is_built, library_file, why_unavailable
 
 LOADS = """
 import torch

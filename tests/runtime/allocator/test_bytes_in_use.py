@@ -13,8 +13,7 @@ import torch
 
 from poochplan.planner.arena.packing import Block, pack
 from poochplan.runtime.allocator.arena import Arena, Miss, Places, Tally
-from poochplan.runtime.allocator.library import Library
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import Library, ThreadScope
 from tests.depth import seeds
 from tests.runtime.allocator.steps import Net, arena_of, filled, holds, places, recorded
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from poochplan.runtime.allocator.counting import ByteCount
-from poochplan.runtime.allocator.scope import ThreadScope
-from poochplan.runtime.metering.allocated import AllocatedPeak, step_scope
+from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.metering.allocated import AllocatedPeak, ByteCount, step_scope
 
 SMALL_BYTES, ROUNDED_BYTES = 576, 1024
 

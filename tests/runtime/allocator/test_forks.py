@@ -12,9 +12,8 @@ import torch
 
 from poochplan.runtime.allocator.allocation_log import AllocationLog
 from poochplan.runtime.allocator.arena import Arena
-from poochplan.runtime.allocator.counting import ByteCount
-from poochplan.runtime.allocator.library import Library
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import Library, ThreadScope
+from poochplan.runtime.metering.allocated import ByteCount
 from tests.runtime.allocator.steps import filled, holds, places
 
 KIB = 1024

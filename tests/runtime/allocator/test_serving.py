@@ -10,7 +10,7 @@ import torch
 
 from poochplan.formats.plan import OUTSIDE
 from poochplan.runtime.allocator.arena import Arena, Fates, Miss, Places, Tally
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 from poochplan.torch_private.tensor_internals import allocation_events, log_allocations
 from tests.runtime.allocator.steps import Net, arena_of, filled, places, recorded
 

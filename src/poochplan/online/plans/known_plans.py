@@ -19,8 +19,8 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
 from poochplan.runtime.serving import ArenaMode
-from poochplan.runtime.step_policies.course import Course
-from poochplan.runtime.watch.growth import left_free
+from poochplan.runtime.step_policies.follow import Course
+from poochplan.runtime.watch.census import left_free
 from poochplan.runtime.watch.teller import Teller
 from poochplan.units import parse_budget
 

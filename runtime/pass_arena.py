@@ -1,40 +1,60 @@
-"""PassArena: the blocks of a model's passes without gradients, from one arena in which an earlier pass was laid out."""
+"""PassArena: the blocks of a model's passes without gradients, from one arena in which an earlier pass was laid out.
+
+What is known of passes goes by the inputs that the model is called with; calls of it and of its parts are told as they
+begin and end.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import threading
-from collections import Counter
-from collections.abc import Hashable
-from contextlib import ExitStack
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import msgspec
 import torch
 
+from poochplan.errors import UsageError
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
+from poochplan.formats.shown_table import html_table, text_table
 from poochplan.runtime.allocator.allocation_log import Table
 from poochplan.runtime.allocator.arena import Fates
-from poochplan.runtime.allocator.scope import ThreadScope
+from poochplan.runtime.allocator.library import ThreadScope
 from poochplan.runtime.arena.known_steps import misses
-from poochplan.runtime.arena.recorded_layout import Pack, recorded_blocks, recorded_layout
+from poochplan.runtime.arena.recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
 from poochplan.runtime.arena.served_runs import ServedRuns
-from poochplan.runtime.attachment import is_in_session
-from poochplan.runtime.run_report import arena_report
+from poochplan.tensors.modes import around_compiled, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing
 from poochplan.torch_private.tensor_internals import in_backward
+from poochplan.units import format_bytes
 
-from .known_passes import Call, KnownPass, KnownPasses, PassLayout
-from .model_calls import around_calls, around_parts
-from .pass_report import PassReport
+from .attachment import is_in_session
+from .run_report import ArenaReport, arena_report
 
 _here = threading.local()
 """``arena``: whose pass this thread is in."""
 MOST_BLOCKS = 20_000
 """Passes with more have no layout."""
+MOST_LAYOUTS = 8
+"""Of inputs that differ in shapes, types or switches; the one that was used longest ago goes."""
+MOST_SEEN = 256
+"""Kinds of inputs that are remembered without a layout."""
+ORDINARY = 1
+"""Passes of a kind before one is written down: the first makes what stays, such as a kernel's own weights."""
+_AT_ONCE = 3
+"""So many times a kind of pass is laid out in a row; behind them only at passes whose number is a power of two."""
+
+
+Call = tuple[str, int]
+"""A part of the model by its path, and how often it had been called in the pass."""
+Begins = Callable[[tuple[Any, ...], dict[str, Any]], None]
+Ends = Callable[[Any], None]
 
 
 @functools.cache
@@ -227,3 +247,201 @@ def _switches(model: torch.nn.Module) -> tuple[object, ...]:
     """What else decides which kernels run."""
     is_autocast = torch.is_autocast_enabled("cpu")
     return model.training, torch.is_inference_mode_enabled(), is_autocast and torch.get_autocast_dtype("cpu")
+
+
+@dataclass(frozen=True)
+class PassLayout:
+    """Where the blocks of a pass lie, and what its clock is."""
+
+    blocks: RecordedLayout
+    points: Mapping[Call, int]
+    """The clock at each call of a part: from 1 on, in order."""
+
+    def layer(self, point: int) -> str:
+        """The part that was called last; empty before the first."""
+        return next((path for (path, _), at in self.points.items() if at == point), "")
+
+
+@dataclass
+class KnownPass:
+    """What is known of one kind of pass. States: *new*, without a layout; *laid out*; *settled*, its last served pass
+    was as laid out.
+    """
+
+    passes: int = 0
+    """Such passes have begun."""
+    times: int = 0
+    """So often one has been laid out."""
+    layout: PassLayout | None = None
+    is_settled: bool = False
+
+    @property
+    def is_to_be_logged(self) -> bool:
+        """Whether the pass that has just begun is written down."""
+        if self.is_settled or self.passes <= ORDINARY:
+            return False
+        return self.times < _AT_ONCE or self.passes & (self.passes - 1) == 0
+
+
+class KnownPasses:
+    """What is known by kind of pass, of a limited number of them."""
+
+    def __init__(self) -> None:
+        self._laid: OrderedDict[Hashable, KnownPass] = OrderedDict()
+        self._seen: OrderedDict[Hashable, KnownPass] = OrderedDict()
+
+    def of(self, kind: Hashable) -> KnownPass:
+        """That of a pass which begins."""
+        if kind in self._laid:
+            self._laid.move_to_end(kind)
+            return self._laid[kind]
+        known = self._seen.setdefault(kind, KnownPass())
+        self._seen.move_to_end(kind)
+        if len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+        return known
+
+    def is_laid_out(self, kind: Hashable) -> None:
+        """The kind that :meth:`of` was asked for last has a layout now."""
+        if kind in self._seen:
+            self._laid[kind] = self._seen.pop(kind)
+            if len(self._laid) > MOST_LAYOUTS:
+                self._laid.popitem(last=False)
+
+    @property
+    def arena_bytes(self) -> int:
+        """What the largest of the layouts needs."""
+        return max((one.layout.blocks.arena_bytes for one in self._laid.values() if one.layout is not None), default=0)
+
+    def __len__(self) -> int:
+        """Layouts that there are."""
+        return len(self._laid)
+
+
+class PassReport(ArenaReport, frozen=True, kw_only=True):
+    """``arena.report()``: the last pass that the arena served, and what its blocks would take otherwise.
+
+    ``size_bytes`` is the arena's whole; it has room for the largest layout that there was. Prints as a table.
+    """
+
+    passes: int = 0
+    """Without gradients, since the arena was made."""
+    served_passes: int = 0
+    """Of them, those for which there was a layout."""
+    layouts: int = 0
+    """Kinds of inputs that are laid out now."""
+    separate_bytes: int = 0
+    """Of the blocks of that pass which have a place in the arena, were each taken separately: their sum."""
+    live_bytes: int = 0
+    """Most of them that live at once: no arena is smaller."""
+    layout_bytes: int = 0
+    """What that pass uses of the arena."""
+    reason: str = ""
+    """Why no pass is served at all; empty where they are."""
+
+    def __str__(self) -> str:
+        return text_table(self._title(), self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._rows())
+
+    def _title(self) -> str:
+        return f"{self.served_passes} of {self.passes} passes served from an arena"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        if self.reason:
+            return [("not served", self.reason)]
+        if not self.layouts:
+            return [("not served", "no pass is laid out yet; each kind of inputs is, at its second pass")]
+        kinds = "one kind" if self.layouts == 1 else f"{self.layouts} kinds"
+        return [
+            ("arena", f"{format_bytes(self.size_bytes)}, for {kinds} of inputs"),
+            ("of it used by the last pass", format_bytes(self.layout_bytes)),
+            ("its blocks at once", format_bytes(self.live_bytes)),
+            ("its blocks one by one", format_bytes(self.separate_bytes)),
+            ("served from it", f"{self.served} blocks, {format_bytes(self.served_bytes)}"),
+            *(
+                ("not served", f"{format_bytes(one.size_bytes)} in {one.layer or 'the model'}: {one.why}")
+                for one in self.unserved
+            ),
+        ]
+
+
+@contextmanager
+def around_calls(model: torch.nn.Module, begins: Begins, ends: Ends) -> Iterator[None]:
+    """Calls ``begins(args, kwargs)`` before each call of ``model`` and ``ends(result)`` behind it, for the length of a
+    block; the result is None where the call has raised.
+
+    By hooks; where the model itself is compiled, around its callable. Torch tells no hook of an interrupt, so a call
+    may begin that never ends. Copies and pickles of the model have no part in it.
+
+    Raises
+    ------
+    UsageError
+        The model is of a kind whose kernels are others where there are hooks.
+    """
+    if isinstance(model, torch.nn.TransformerEncoderLayer):
+        raise UsageError(
+            "model: expected one whose ops are the same with hooks, found torch.nn.TransformerEncoderLayer, "
+            "which then leaves its fast path; give the module that it is a part of, or torch.nn.Sequential(layer)"
+        )
+    if "" in compiled_modules(model):
+        with around_compiled(model, lambda _, call: _told(call, begins, ends)):
+            yield
+        return
+
+    def before(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        begins(args, kwargs)
+
+    def behind(_: torch.nn.Module, __: Any, result: Any) -> None:
+        ends(result)
+
+    with (
+        left_out_of_copies(model.register_forward_pre_hook(before, with_kwargs=True)),
+        left_out_of_copies(model.register_forward_hook(behind, always_call=True)),
+    ):
+        yield
+
+
+def _told(call: Callable[..., Any], begins: Begins, ends: Ends) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = None
+        begins(args, kwargs)
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            ends(result)
+        return result
+
+    return told
+
+
+@contextmanager
+def around_parts(model: torch.nn.Module, called: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``called(path)`` before each call of a larger part of ``model``, for the length of a block: of its own
+    parts, and of those that have parts themselves.
+
+    None of what is compiled, or of TorchScript. None of the layers of torch's transformer either: with hooks they leave
+    their fast path, and so give other bits.
+    """
+
+    def telling(path: str) -> Callable[[torch.nn.Module, Any], None]:
+        return lambda _, __: called(path)
+
+    with ExitStack() as stack:
+        for path, part in _larger_parts(model).items():
+            stack.enter_context(left_out_of_copies(part.register_forward_pre_hook(telling(path))))
+        yield
+
+
+def _larger_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    closed = compiled_modules(model)
+    found: dict[str, torch.nn.Module] = {}
+    for path, part in model.named_modules():
+        if inside(path, closed):
+            continue
+        if isinstance(part, torch.nn.TransformerEncoderLayer | torch.jit.ScriptModule):
+            closed[path] = part
+        elif path and ("." not in path or next(part.children(), None) is not None):
+            found[path] = part
+    return found

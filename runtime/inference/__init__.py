@@ -1,1 +1,0 @@
-"""Inference: the blocks of a forward pass without gradients, from one arena."""
