@@ -36,8 +36,7 @@ import poochplan
 from benchmarks.facts import PACKAGES, facts_of_run, write_results
 from benchmarks.models import MODELS, build
 from benchmarks.pairs import RESAMPLES, one_step
-from poochplan.formats.links import preset_link
-from poochplan.formats.profile import Phase, PointKind, Profile
+from poochplan.formats.profile import Phase, PointKind, Profile, preset_link
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner

@@ -101,7 +101,7 @@ def run(optimizer: str) -> dict[str, dict[str, Any]]:
         }
 
     import poochplan
-    from poochplan.formats.links import preset_link
+    from poochplan.formats.profile import preset_link
 
     with tempfile.TemporaryDirectory() as cache:
         options: dict[str, Any] = {"cache": cache, "link": preset_link("pcie3"), "quiet": True}

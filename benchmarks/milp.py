@@ -27,8 +27,7 @@ from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
 from poochplan.planner.search.solvers import SolverLimits
-from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
-from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all
 

@@ -5,7 +5,7 @@
     python -m benchmarks.sources --table benchmarks/results/sources.json      # the table of benchmarks/README.md
 
 Nothing is run: profiles are taken without memory, durations are a roofline's (``profiler/fake/roofline.py``) and copies
-a link's preset (``formats/links.py``). The published figures beside were measured on real machines. Where a setting
+a link's preset (``formats/profile.py``). The published figures beside were measured on real machines. Where a setting
 has no plan, its smallest possible peak says so, and the plan is that of the largest batch that has one.
 """
 

@@ -12,10 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.links import PRESET_LATENCY_S, LinkPreset, preset_link
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Kind, Link, LinkDirection, Profile
+from poochplan.formats.profile import PRESET_LATENCY_S, Kind, Link, LinkDirection, LinkPreset, Profile, preset_link
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
@@ -36,7 +35,7 @@ def for_machine(
 
     Parameters
     ----------
-    link: a preset of ``formats/links.py``, ``"measured"``, or a rate (see :func:`parse_link`).
+    link: a preset of ``formats/profile.py``, ``"measured"``, or a rate (see :func:`parse_link`).
     device_memory: bytes of the device, or text such as ``"16GiB"``.
     compute_scale: factor on the duration of every op and on the step times: 0.5 is a device twice as fast.
 

@@ -10,8 +10,9 @@ import msgspec
 
 from poochplan.errors import UsageError
 from poochplan.formats.files import package_version
-from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, host_aligned
+from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve
 from poochplan.formats.profile import Memory, PointKind, Profile
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.search.optimise import Optimum

@@ -20,11 +20,9 @@ from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, Kind, rounded_up
 from poochplan.planner.arena.caching_allocator import peak_reserved
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
-from poochplan.profiler.assembly.assemble import this_machine
-from poochplan.profiler.assembly.notes import this_host, versions_here
-from poochplan.runtime.allocator.allocation_log import MARK, AllocationLog, Table, lifetimes
-from poochplan.runtime.allocator.library import ThreadScope, library
-from poochplan.runtime.model_check import model_signature
+from poochplan.profiler.assembly.assemble import this_host, this_machine, versions_here
+from poochplan.runtime.allocator.library import MARK, AllocationLog, Table, ThreadScope, library, lifetimes
+from poochplan.runtime.applying import model_signature
 from poochplan.runtime.pass_arena import around_calls, around_parts
 from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.signatures import input_signature, tensor_leaves

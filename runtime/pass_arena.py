@@ -20,14 +20,12 @@ import msgspec
 import torch
 
 from poochplan.errors import UsageError
+from poochplan.formats.files import html_table, text_table
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
-from poochplan.formats.shown_table import html_table, text_table
-from poochplan.runtime.allocator.allocation_log import Table
 from poochplan.runtime.allocator.arena import Fates
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.allocator.library import Table, ThreadScope
 from poochplan.runtime.arena.known_steps import misses
-from poochplan.runtime.arena.recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
-from poochplan.runtime.arena.served_runs import ServedRuns
+from poochplan.runtime.arena.served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 from poochplan.tensors.modes import around_compiled, compiled_modules, inside, left_out_of_copies
 from poochplan.tensors.signatures import input_signature
 from poochplan.torch_private.compiler_internals import is_tracing

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from poochplan.formats.files import html_table, text_table
 from poochplan.formats.plan import Departure
-from poochplan.formats.shown_table import html_table, text_table
 from poochplan.runtime.watch.teller import users_line
 from poochplan.units import format_bytes, format_seconds
 

@@ -18,8 +18,7 @@ from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.allocator.library import why_unavailable
 from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
-from poochplan.runtime.arena.recorded_layout import Pack
-from poochplan.runtime.arena.served_runs import ServedRuns
+from poochplan.runtime.arena.served_runs import Pack, ServedRuns
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.metering.allocated import step_scope
 

@@ -19,8 +19,7 @@ import numpy as np
 from poochplan.formats.occupancy import Bytes
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator
-from poochplan.planner.simulator.flat_problem import FlatProblem
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, FlatProblem
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import STYLES
 

@@ -273,7 +273,7 @@ SAFETY = 1e-6
 def lower_bound(problem: Problem, budget_bytes: int, solver: str, limits: SolverLimits) -> float:
     """Seconds: the bound of the LP for ``budget_bytes``; the step that keeps all where nothing is proven in time.
 
-    The duals are checked, not trusted: see :func:`~.linear.proven_bound`.
+    The duals are checked, not trusted: see :func:`~.solvers.proven_bound`.
     """
     started_s = time.perf_counter()
     model = bound_model(problem, budget_bytes)

@@ -30,8 +30,7 @@ from poochplan.planner.search.polish import polish, worth_polishing
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.search.walking import Walking, all_decisions, simple_decisions, tiny_values
 from poochplan.planner.search.whole_buffers import large_values
-from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of
-from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.evaluator import KEEP, STYLE_OF, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import with_recording
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, swap_all_on_demand

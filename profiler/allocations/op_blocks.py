@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from poochplan.formats.profile import Kind, OpBlock, Value
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, rounded_up
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, Table
+from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, Table
 
 BEGINS, ENDS, POINT = 1, 0, 2
 """Marks before and behind an op, and behind a point of the runtime's clock. Negative ones are bytes that are freed

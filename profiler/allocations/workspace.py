@@ -11,8 +11,7 @@ import torch
 
 from poochplan.formats.profile import Memory
 from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, AllocationLog, Table
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.allocator.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.compiled_code import CpuMeter
 

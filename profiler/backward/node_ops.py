@@ -18,9 +18,8 @@ from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
-from poochplan.profiler.capture.captured import CapturedOp, shapes_of
+from poochplan.profiler.capture.captured import CapturedOp, Lifetimes, shapes_of
 from poochplan.profiler.capture.clock import Clock
-from poochplan.profiler.capture.lifetimes import Lifetimes
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census

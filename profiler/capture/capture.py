@@ -2,37 +2,50 @@
 
 What autograd saves has to leave its storage for another one at once (a clone, or the host). So the death of the
 original tells when forward itself lets go of it (forward death), and the death of its handles when autograd does.
+
+Under a ClonedCapture, which has hooks of its own, backward runs on clones of what was saved. Memory is then about
+that of the in-core step: of each saved value the clone is there, the original dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from poochplan.errors import StepError
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.allocations.op_blocks import Stray
 from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.backward.node_hooks import Gradients, Stretches
+from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.allocated import aside
-from poochplan.tensors.modes import ToggledMode
-from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import has_storage, is_host_scalar, is_made_of_parts, is_plain, parts_of, storage_key
-from poochplan.tensors.writes import writes_of
+from poochplan.tensors.modes import ToggledMode, uncompiled_hooks
+from poochplan.tensors.operators import traits, writes_of
+from poochplan.tensors.storages import (
+    Geometry,
+    has_storage,
+    is_host_scalar,
+    is_made_of_parts,
+    is_plain,
+    parts_of,
+    storage_key,
+)
 from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
 
-from .captured import CapturedOp, CapturedValue, shapes_of
+from .captured import CapturedHandle, CapturedOp, CapturedValue, Clone, Lifetimes, shapes_of
 from .clock import clock_of
 from .compiled_calls import CompiledCalls
-from .lifetimes import Lifetimes
 
 
 class Capture(ToggledMode):
@@ -323,3 +336,70 @@ def collected_after(capture: Capture) -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+class ClonedCapture(Capture):
+    """State: the clones, by value, for as long as a handle holds them."""
+
+    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int]) -> None:
+        super().__init__(where, tracker, static)
+        self._clones: dict[int, weakref.ref[Clone]] = {}
+
+    @contextlib.contextmanager
+    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+        with (
+            uncompiled_hooks(*deferring(self.pack, self.unpack, self.may_wait, model, self.device_type)),
+            super().running(model),
+        ):
+            yield self
+
+    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
+        if not self.is_moved(tensor):
+            self.kept_as_it_is(tensor)
+            return tensor.detach()
+        number, ordinal, again = self.saved(tensor)
+        reference = self._clones.get(number) if again else None
+        clone = reference() if reference is not None else None
+        if clone is None:
+            with self.compiled_calls.set_aside():
+                clone = self._cloned(tensor.untyped_storage(), number)
+            self._clones[number] = weakref.ref(clone)
+        self.lifetimes.holds(number)
+        return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.lifetimes.let_go)
+
+    def may_wait(self, handle: CapturedHandle | torch.Tensor) -> Geometry | None:
+        """How the tensor lies that :meth:`unpack` gives, where a compiled backward may ask for it later; else None."""
+        return None if isinstance(handle, torch.Tensor) else handle.geometry
+
+    def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
+        if isinstance(handle, torch.Tensor):
+            return handle
+        if self.phase is Phase.FORWARD:
+            raise StepError(CALLS_BACKWARD)
+        if not handle.used:
+            handle.used = True
+            self.used(handle.ordinal)
+        with self.paused():
+            with self.compiled_calls.set_aside():
+                storage = self._storage_of(handle.holder, handle.value)
+            return self._on(storage, handle.geometry)
+
+    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
+        """A copy of the value ``number``, which lies in ``storage``."""
+        with self.paused():
+            copy = self._copy(storage)
+        self.lifetimes.is_copied_to(copy, number)
+        return Clone(copy)
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """What is in it, in another one."""
+        return storage.clone()
+
+    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
+        """Where the copy of the value ``number`` is to be read."""
+        assert clone.storage is not None
+        return clone.storage
+
+    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+        """A tensor of that geometry on a clone."""
+        return geometry.on(storage)

@@ -1,7 +1,13 @@
-"""What the capture notes of a step: its ops, its values, and what autograd holds of them meanwhile."""
+"""What the capture notes of a step: its ops, its values by the storages they lie in, and what autograd holds of them.
+
+A value has its own storage, and, where it is saved, a copy on which backward runs. The death of its own tells when
+forward lets go of it; the end of the last handle and of the last copy when autograd does.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +15,7 @@ import torch
 
 from poochplan.formats.profile import OpBlock, Phase
 from poochplan.tensors.storages import Geometry, storage_key
+from poochplan.torch_private.tensor_internals import storage_identity
 
 Shapes = tuple[Any, ...]
 
@@ -123,3 +130,105 @@ class Clone:
 
     def __init__(self, storage: torch.UntypedStorage | None) -> None:
         self.storage = storage
+
+
+class Lifetimes:
+    """State: all values so far, and which storages and handles of theirs are alive.
+
+    Parameters
+    ----------
+    last_tick: tells the last tick so far.
+    gone: told each value that nothing holds any more.
+    """
+
+    def __init__(self, last_tick: Callable[[], int], gone: Callable[[CapturedValue], None]) -> None:
+        self.values: list[CapturedValue] = []
+        self._last_tick = last_tick
+        self._tell_gone = gone
+        self._by_key: dict[int, int] = {}
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._copy_deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._stand_ins: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.UntypedStorage]] = {}
+        """Each with the storage that it stands for, which lives as long."""
+        self._live_copies: Counter[int] = Counter()
+        """Storages of copies, by value."""
+        self._live_handles: dict[int, int] = {}
+
+    def find(self, tensor: torch.Tensor) -> int:
+        """The value that lies in the tensor's storage, or -1."""
+        return self._by_key.get(storage_key(tensor), -1)
+
+    def is_known(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a value lies there."""
+        return storage_identity(storage) in self._by_key
+
+    def add(self, tensor: torch.Tensor, layer: str, born: int) -> int:
+        """The number of a new value, which lies in the tensor's storage."""
+        number = len(self.values)
+        value = CapturedValue(tensor, layer, born)
+        self.values.append(value)
+        self._by_key[value.key] = number
+        self._deaths[number] = weakref.ref(tensor.untyped_storage(), lambda _: self._died(number))
+        return number
+
+    def storage_of(self, number: int) -> torch.UntypedStorage | None:
+        """The value's own, while it lives."""
+        reference = self._deaths.get(number)
+        return None if reference is None else reference()
+
+    def stands_in(self, storage: torch.UntypedStorage, own: torch.UntypedStorage) -> None:
+        """The value that lies in its ``own`` storage goes on in another one."""
+        key = storage_identity(storage)
+        self._by_key[key] = self._by_key[storage_identity(own)]
+        self._stand_ins[key] = weakref.ref(storage, lambda _: self._stand_in_died(key)), own
+
+    def held(self) -> set[int]:
+        """Values born in the step that something still holds: themselves, or autograd a handle."""
+        saved = {number for number, handles in self._live_handles.items() if handles}
+        return {number for number in self._deaths.keys() | saved if self.values[number].born >= 0}
+
+    def holds(self, number: int) -> None:
+        """One holder more of the copy of a saved value: a handle, or what the handles share."""
+        self._live_handles[number] = self._live_handles.get(number, 0) + 1
+        self.values[number].let_go = None
+
+    def let_go(self, number: int) -> None:
+        """One holder less."""
+        self._live_handles[number] -= 1
+        self._perhaps_let_go(number)
+
+    def is_copied_to(self, storage: torch.UntypedStorage, number: int) -> None:
+        """The storage holds what was saved of a value: ops that read it read the value."""
+        key = storage_identity(storage)
+        if key not in self._copy_deaths:
+            self._by_key[key] = number
+            self._live_copies[number] += 1
+            self._copy_deaths[key] = weakref.ref(storage, lambda _: self._copy_died(key, number))
+
+    def _died(self, number: int) -> None:
+        value = self.values[number]
+        value.died = self._last_tick()
+        self._deaths.pop(number, None)
+        if self._by_key.get(value.key) == number:
+            del self._by_key[value.key]
+        self._perhaps_gone(number)
+
+    def _stand_in_died(self, key: int) -> None:
+        self._by_key.pop(key, None)
+        self._stand_ins.pop(key, None)
+
+    def _copy_died(self, key: int, number: int) -> None:
+        self._by_key.pop(key, None)
+        self._copy_deaths.pop(key, None)
+        self._live_copies[number] -= 1
+        self._perhaps_let_go(number)
+
+    def _perhaps_let_go(self, number: int) -> None:
+        """Backward may hold what it has unpacked longer than the handle, as compiled backwards do."""
+        if not self._live_handles[number] and not self._live_copies[number]:
+            self.values[number].let_go = self._last_tick()
+            self._perhaps_gone(number)
+
+    def _perhaps_gone(self, number: int) -> None:
+        if number not in self._deaths and not self._live_handles.get(number) and not self._live_copies[number]:
+            self._tell_gone(self.values[number])

@@ -32,8 +32,8 @@ import torch
 from poochplan.errors import StepError
 from poochplan.formats.profile import Memory
 from poochplan.profiler.allocations.workspace import Workspace
+from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import check_restorable, restored
 from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
@@ -54,8 +54,7 @@ from poochplan.torch_private.tensor_internals import (
     without_modes,
 )
 
-from .op_bench import OpSpec, Recency, cache_bytes
-from .op_memory import Told
+from .op_bench import OpSpec, Recency, Told, cache_bytes
 from .roofline import Roofline, op_seconds
 
 _CONSTANTS = frozenset({"arange", "linspace", "logspace", "eye", "zeros", "ones", "full", "scalar_tensor"})

@@ -9,10 +9,8 @@ import contextlib
 import msgspec
 import torch
 
-from poochplan.formats.links import preset_link
-from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile
-from poochplan.profiler.assembly.assemble import assemble, this_machine, untimed
-from poochplan.profiler.assembly.notes import garbage_notes, kept_notes, model_notes
+from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.profiler.assembly.assemble import assemble, garbage_notes, kept_notes, model_notes, this_machine, untimed
 from poochplan.profiler.capture.capture import collected_after
 from poochplan.profiler.capture.timing import difference_note
 from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
@@ -27,8 +25,7 @@ from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
-from .op_bench import OpBench
-from .op_memory import give_memory, memory_note
+from .op_bench import OpBench, give_memory, memory_note
 from .roofline import Roofline, parse_roofline
 
 

@@ -41,7 +41,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Size of the device's memory; 0 when unknown."""
     link: str
-    """Name of the link it is usually attached by (``formats/links.py``)."""
+    """Name of the link it is usually attached by (``formats/profile.py``)."""
     element_s: dict[str, float] = {}
     """By function, the seconds per element that it takes on top: where arithmetic is dear, bytes tell too little."""
 

@@ -19,8 +19,8 @@ from poochplan.profiler.capture.timing import OpTimer
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, verification, verifying, without_replays
+from poochplan.profiler.trials.handle_cost import HookSeconds
 from poochplan.profiler.trials.host_store import HostStore, bytes_of
-from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.profiler.trials.verify_replays import PIECE_BYTES, Verify
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment

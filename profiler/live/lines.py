@@ -35,7 +35,7 @@ class Key(NamedTuple):
     gradients: bool
     """Whether gradients are there from the segments before."""
     switches: str
-    """Autocast, precision and the like, as it begins: see :class:`~poochplan.tensors.switches.Switches`."""
+    """Autocast, precision and the like, as it begins: see :class:`~poochplan.tensors.signatures.Switches`."""
 
     def is_beside(self, other: Key) -> bool:
         """Whether they differ in their inputs alone."""

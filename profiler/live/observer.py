@@ -27,7 +27,7 @@ from poochplan.runtime.session import Session, Settings
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
-from poochplan.tensors.switches import Switches
+from poochplan.tensors.signatures import Switches
 
 from .lines import Key, Line, Lines
 from .study import study

@@ -17,16 +17,22 @@ from poochplan.formats.plan import Instructions
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.assembly.assemble import assemble, this_machine
-from poochplan.profiler.assembly.notes import SWAPPED, capture_notes, garbage_notes, kept_notes, model_notes
+from poochplan.profiler.assembly.assemble import (
+    SWAPPED,
+    assemble,
+    capture_notes,
+    garbage_notes,
+    kept_notes,
+    model_notes,
+    this_machine,
+)
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.clock import library_bytes
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.trials.compare import verification, without_replays
-from poochplan.profiler.trials.handle_cost import keeping, with_handles
+from poochplan.profiler.trials.handle_cost import HookSeconds, keeping, with_handles
 from poochplan.profiler.trials.machine_facts import cached_cost, with_known_cost
-from poochplan.profiler.trials.paired import HookSeconds
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.host_memory import is_freed_memory_given_back
 

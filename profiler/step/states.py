@@ -85,7 +85,7 @@ def _plain(state: Any) -> list[Any]:
 class OptimizerState:
     """The optimizer's state and parameter groups: which containers there are, what each holds, and which tensors.
 
-    Containers and tensors keep their identity; what the tensors hold is for :class:`~.contents.TensorContents`. Other
+    Containers and tensors keep their identity; what the tensors hold is for :class:`~.preserve.TensorContents`. Other
     values are deep copies; ``UsageError`` where there can be none. Attributes of the optimizer beside ``state`` and
     ``param_groups`` are not covered, nor is what goes with it: schedulers, gradient scalers.
     """

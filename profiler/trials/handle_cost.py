@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import comb
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,8 +22,8 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
+from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.clock import clock_of, current
-from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.real import Runner
@@ -35,7 +37,6 @@ from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.storages import static_keys
 
 from .compare import instructions_for, under
-from .paired import Hook, HookSeconds, costs_of, step_clock
 
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS = 1024, 100, 20, 64
 """Swapping is timed on a few values of 256 KiB, large enough that their pages go back to the system, as those of saved
@@ -43,6 +44,74 @@ values do; all else on many values of one row, which cost next to nothing themse
 OPS_OF_A_LAYER = 2
 _PAIRS = 4
 """Steps without the engine are short, and of each kind the shortest counts."""
+LEAST_ROUNDS, MOST_ROUNDS = 7, 21
+"""With 7 samples, all above 0, the 95% interval of the median is above 0."""
+SIGNIFICANCE = 0.05
+
+Hook = Callable[[Any], Any]
+
+
+class HookSeconds:
+    """CPU seconds inside of hooks, each counted on the thread on which autograd calls it."""
+
+    def __init__(self) -> None:
+        self.pack_s = self.unpack_s = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.pack_s + self.unpack_s
+
+    def timed_pack(self, pack: Hook) -> Hook:
+        """The hook, its seconds added to ``pack_s``."""
+
+        def run(argument: Any) -> Any:
+            start_s = time.thread_time()
+            try:
+                return pack(argument)
+            finally:
+                self.pack_s += time.thread_time() - start_s
+
+        return run
+
+    def timed_unpack(self, unpack: Hook) -> Hook:
+        """The hook, its seconds added to ``unpack_s``."""
+
+        def run(argument: Any) -> Any:
+            start_s = time.thread_time()
+            try:
+                return unpack(argument)
+            finally:
+                self.unpack_s += time.thread_time() - start_s
+
+        return run
+
+
+def step_clock(device_type: str) -> Callable[[], float]:
+    """CPU seconds of what launches a step: of the calling thread; on CUDA backward has a thread of its own."""
+    return time.thread_time if device_type == "cpu" else time.process_time
+
+
+def is_above_zero(samples: Sequence[float]) -> bool:
+    """Whether the 95% interval of the median is above 0, by the sign test."""
+    count, others = len(samples), sum(sample <= 0 for sample in samples)
+    return 2 * sum(comb(count, index) for index in range(others + 1)) / 2**count < SIGNIFICANCE
+
+
+def costs_of(a_round: Callable[[], Mapping[str, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The median of each cost over as many rounds as it takes, and the names of those that stay untold and count as 0.
+
+    The first round is thrown away.
+    """
+    a_round()
+    rounds: list[Mapping[str, float]] = []
+    untold: list[str] = []
+    while len(rounds) < MOST_ROUNDS:
+        rounds.append(a_round())
+        untold = [name for name in rounds[0] if not is_above_zero([one[name] for one in rounds])]
+        if len(rounds) >= LEAST_ROUNDS and not untold:
+            break
+    medians = {name: median(one[name] for one in rounds) for name in rounds[0]}
+    return medians | dict.fromkeys(untold, 0.0), tuple(untold)
 
 
 class Chain(nn.Module):

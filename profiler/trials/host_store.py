@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from poochplan.formats.plan import host_aligned
+from poochplan.formats.profile_parts import host_aligned
+from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.captured import Clone
-from poochplan.profiler.capture.cloned import ClonedCapture
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.devices.device import Device, Stream
 from poochplan.runtime.devices.opening import open_device

@@ -12,14 +12,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from poochplan.formats.fields import Seconds
 from poochplan.formats.files import cache_folder, encode_readable, read_cache, write_cache
 from poochplan.formats.profile import Link, LinkDirection, Profile, RuntimeCost
+from poochplan.formats.profile_parts import Seconds
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.link import known_link, measure_link
 
-from .handle_cost import Measured, measured_on, with_handles
-from .paired import HookSeconds
+from .handle_cost import HookSeconds, Measured, measured_on, with_handles
 
 _ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
 UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)

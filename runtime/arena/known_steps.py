@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from poochplan.formats.plan import OUTSIDE, Plan
 from poochplan.formats.plan_set import Signature
-from poochplan.runtime.allocator.allocation_log import Table
 from poochplan.runtime.allocator.arena import Fates
+from poochplan.runtime.allocator.library import Table
 
-from .recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
+from .served_runs import Pack, RecordedLayout, recorded_blocks, recorded_layout
 
 MOST_LAID_OUT = 3
 """So many times what a kind of step takes is laid out."""

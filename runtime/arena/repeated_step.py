@@ -9,8 +9,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.runtime.metering.allocated import step_scope
 
 from .known_steps import misses
-from .recorded_layout import Pack, RecordedLayout, recorded_blocks, recorded_layout
-from .served_runs import ServedRuns
+from .served_runs import Pack, RecordedLayout, ServedRuns, recorded_blocks, recorded_layout
 
 MOST_LAID_OUT = 3
 """So often it is laid out, where its runs differ."""

@@ -215,7 +215,7 @@ class CpuDevice:
 
     Parameters
     ----------
-    directory: where to spill; see :func:`~.spill.choose_spill_dir` for the default and the errors.
+    directory: where to spill; see :func:`choose_spill_dir` for the default and the errors.
     throttle_bytes_per_s: hold each direction to this rate, so that the link is a known constant.
     """
 

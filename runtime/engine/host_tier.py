@@ -8,7 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from poochplan.formats.plan import Instructions, host_aligned
+from poochplan.formats.plan import Instructions
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.runtime.devices.device import Interval
 
 from .saved_value import SavedValue

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,8 +18,6 @@ from poochplan.errors import AllocatorError
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.allocator.library import ThreadScope, too_many
-
-from .step_peak import Told
 
 
 @functools.cache
@@ -204,3 +203,39 @@ class ByteCount:
         Apart from :attr:`peak_bytes`, and cheap enough to be called after each op.
         """
         return self.library.count_mark(self._handle)
+
+
+class Told(NamedTuple):
+    """The most bytes of a step so far."""
+
+    peak_bytes: int
+    blocks_bytes: int
+    """The same with an arena's blocks in place of the arena."""
+    mark: int | None = None
+    """Behind which it was, where that is known."""
+
+
+class StepPeak(Protocol):
+    """Of one step after another."""
+
+    arena_bytes: int
+    """Of the arena that serves the step, which counts whole; to be kept true by whoever knows."""
+
+    @property
+    def needs_census(self) -> bool:
+        """Whether somebody has to say what was there before."""
+
+    def step_begins(self) -> None:
+        """On the thread of the step."""
+
+    def looked_around(self, storages: Mapping[int, torch.UntypedStorage], unseen_bytes: int = 0) -> None:
+        """These, and no others, are there now; so are ``unseen_bytes`` that no tensor shows."""
+
+    def mark(self, number: int) -> None:
+        """The step has come to that point."""
+
+    def now(self) -> Told | None:
+        """By now; None where it is not known."""
+
+    def ends(self) -> Told | None:
+        """Of the whole step, where that is known only now. Idempotent."""

@@ -15,9 +15,8 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
 from poochplan.torch_private.tensor_internals import is_composite, storage_identity
 
-from .allocated import AllocatedPeak
+from .allocated import AllocatedPeak, StepPeak, Told
 from .compiled_code import CpuMeter, Event, changes
-from .step_peak import StepPeak, Told
 
 _MARK = "poochplan.mark:"
 

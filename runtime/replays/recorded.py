@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from poochplan.runtime.metering.allocated import aside
-from poochplan.tensors.arguments import Layout, flatten
+from poochplan.tensors.operators import Layout, flatten
 from poochplan.tensors.storages import Geometry, version_probe
 from poochplan.torch_private.tensor_internals import version_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from poochplan.tensors.arguments import Flat, outputs_of, unflatten
+from poochplan.tensors.operators import Flat, outputs_of, unflatten
 from poochplan.torch_private.tensor_internals import outside_transforms
 
 from .recorded import Content, RecordedOp, Scratch, StorageRecord, View, set_state_of, state_of

@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 
-from poochplan.tensors.arguments import Layout, flatten, outputs_of
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
-from poochplan.tensors.operators import Traits, is_chosen_by_timing, traits
+from poochplan.tensors.operators import (
+    Layout,
+    Traits,
+    Writes,
+    flatten,
+    is_chosen_by_timing,
+    outputs_of,
+    traits,
+    writes_of,
+)
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.tensors.writes import Writes, writes_of
 from poochplan.torch_private.tensor_internals import called_below_autograd, storage_identity, version_of
 
 from .recorded import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of

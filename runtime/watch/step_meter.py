@@ -14,8 +14,8 @@ from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, rounded_up
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.metering.allocated import StepPeak, Told
 from poochplan.runtime.metering.device_peak import step_peak_of
-from poochplan.runtime.metering.step_peak import StepPeak, Told
 from poochplan.tensors.storages import own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, storage_identity
 
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 class StepMeter:
     """Only the step is metered: from where its segment begins to its optimizer's step, or to the next segment.
 
-    A :class:`~poochplan.runtime.metering.step_peak.StepPeak` tells. No dispatch mode is needed, under which autograd
+    A :class:`~poochplan.runtime.metering.allocated.StepPeak` tells. No dispatch mode is needed, under which autograd
     would take other formulas. Where the peak was is read at the points of the runtime's clock.
 
     States: *off*, *on* (in a step), *over* (its figures stand until the next begins).

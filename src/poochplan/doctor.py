@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import package_version
-from poochplan.native.native_build import NativeBuild
+from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
-from poochplan.profiler.assembly.notes import model_notes, this_host
+from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.fake.fake_profile import needed_without_memory

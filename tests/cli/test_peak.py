@@ -15,7 +15,7 @@ from poochplan.peak import REPLAY, WORKSPACE, explain_peak
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.report.layer_table import simulate_plan
+from poochplan.report.tables import simulate_plan
 from tests.planner.plans import plan_with, random_decisions
 from tests.planner.random_profiles import random_profile, resnet_like
 

@@ -12,8 +12,8 @@ import pytest
 from IPython.lib.pretty import pretty
 
 import poochplan
+from poochplan.formats.files import html_table, text_table
 from poochplan.formats.profile import Profile
-from poochplan.formats.shown_table import html_table, text_table
 from poochplan.peak import explain_peak
 from poochplan.runtime.run_report import MemoryPeaks, Report, StepReport
 from poochplan.units import format_bytes

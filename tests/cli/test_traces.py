@@ -15,7 +15,7 @@ import poochplan
 from poochplan.errors import OutputExistsError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory
-from poochplan.report.layer_table import simulate_plan
+from poochplan.report.tables import simulate_plan
 from poochplan.report.timeline import predicted_trace, write_trace
 from poochplan.step_trace import TRACKS
 from tests.cli.trace_reader import Trace, read_trace

@@ -15,8 +15,7 @@ from poochplan.errors import StepError
 from poochplan.formats.json_schema import json_schema
 from poochplan.formats.run_record import Certificate
 from poochplan.profiler.step.forward_only import checked_loss
-from poochplan.records import StepRecord, bitwise_equal, first_difference
-from poochplan.verify import check, run_in_core
+from poochplan.verify import StepRecord, bitwise_equal, check, first_difference, run_in_core
 
 from .conftest import Pooch
 

@@ -26,8 +26,9 @@ from poochplan.formats.plan import Departure, Plan, PointActions
 from poochplan.formats.profile import Device, ModelSignature, Profile
 from poochplan.formats.run_record import RunRecord
 from poochplan.planner.planning import plan
-from poochplan.planner.simulator.validate import check_profile
+from poochplan.planner.simulator.problem import check_profile
 from poochplan.planner.writing import with_decisions
+from poochplan.profiler import link as link_module
 from poochplan.report.files_shown import file_data, file_rows, load_any
 from poochplan.runtime.devices.cpu import SpillFile
 from poochplan.workload import parse_override, read_workload_file
@@ -328,5 +329,5 @@ def test_a_link_or_cost_in_a_cache_that_cannot_be_is_measured_anew(
     for rate, is_known in ((1e9, True), (0.0, False), (-1.0, False), (1e300, False)):
         outward = msgspec.structs.replace(whole.link.outward, bandwidth_bytes_per_s=rate)
         links = {"here": msgspec.structs.replace(whole.link, outward=outward)}
-        write_cache(path, msgspec.json.encode(links.CachedLinks(version=links.VERSION, links=links)))
-        assert bool(links._load()) == is_known
+        write_cache(path, msgspec.json.encode(link_module.CachedLinks(version=link_module.VERSION, links=links)))
+        assert bool(link_module._load()) == is_known

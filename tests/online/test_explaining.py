@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.links import preset_link
+from poochplan.formats.profile import preset_link
 from poochplan.units import format_bytes
 
 

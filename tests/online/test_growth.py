@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from poochplan.formats.profile import Profile
-from poochplan.online.plans.background import Background
-from poochplan.online.plans.planning_process import Asked
+from poochplan.online.background import Asked, Background
 from poochplan.runtime.watch.census import Growth, census_bytes, foreseen_bytes, left_free
 from tests.online.runs import run_auto, run_plain
 from tests.online.trainings import Losses, Training, batch, blocks, loss_of, plain, with_lbfgs
@@ -85,7 +84,7 @@ def plannings(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
             every.append(asked)
             super().__init__(profile, asked)
 
-    monkeypatch.setattr("poochplan.online.plans.known_plans.Background", Counted)
+    monkeypatch.setattr("poochplan.online.known_plans.Background", Counted)
     return every
 
 

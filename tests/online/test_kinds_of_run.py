@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.online.plans.plan_cache import scales_gradients, switches_digest
-from poochplan.tensors.switches import Switches
+from poochplan.online.plan_cache import scales_gradients, switches_digest
+from poochplan.tensors.signatures import Switches
 from tests.online.runs import TURNS, run_auto, run_plain
 from tests.online.trainings import Training, accumulation, autocast, blocks, compiled_blocks, plain
 from tests.runtime.nets import LINK

@@ -13,7 +13,7 @@ import json, sys
 import torch
 from torch import nn
 import poochplan
-from poochplan.formats.links import preset_link
+from poochplan.formats.profile import preset_link
 
 class Descent(torch.optim.Optimizer):
     # Without add_param_group and zero_grad of torch's own, which load the compiler to hide from it.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poochplan.online import promise, telling
+from poochplan.online import studied_plans, telling
 from poochplan.online.before_plan import Unplanned
 from poochplan.runtime.watch import teller
 
@@ -23,7 +23,7 @@ LINES = [
     teller.no_arena("expected a C++ compiler"),
     telling.not_planned("no room"),
     telling.dearer(0.0721, 0.0489, "", is_planned_again=False).split(":")[0],
-    *(why for name, why in vars(promise).items() if name in ("COPIES", "UNSERVED", "BUSY", "SLOWER")),
+    *(why for name, why in vars(studied_plans).items() if name in ("COPIES", "UNSERVED", "BUSY", "SLOWER")),
 ]
 DIALECT = re.compile(r"\b(kind|kinds|segment|segments|served|beside the step)\b")
 

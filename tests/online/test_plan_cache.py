@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poochplan.online.plans.plan_cache import code_digest, switches_digest
+from poochplan.online.plan_cache import code_digest, switches_digest
 from tests.online.runs import run_auto, run_plain
 from tests.online.test_sessions import QUICK, planning
 from tests.online.trainings import Training, blocks, dropout_and_batch_norm
@@ -57,7 +57,7 @@ def test_a_run_of_other_code_or_switches_takes_no_plan_of_an_earlier_one(
 ) -> None:
     run_auto(dropout_and_batch_norm, "60%", tmp_path)
     same = run_auto(dropout_and_batch_norm, "60%", tmp_path, turns=3)
-    monkeypatch.setattr(f"poochplan.online.plans.plan_cache.{changed}", lambda _: "other")
+    monkeypatch.setattr(f"poochplan.online.plan_cache.{changed}", lambda _: "other")
     other = run_auto(dropout_and_batch_norm, "60%", tmp_path, turns=3)
     assert same.planned_at == 0
     assert other.planned_at is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.formats.links import preset_link
+from poochplan.formats.profile import preset_link
 from tests.online.runs import run_plain
 from tests.online.trainings import dropout_and_batch_norm
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.online import promise
+from poochplan.online import studied_plans
 from tests.online.trainings import Training, batch, dropout_and_batch_norm, loss_of, stumbling
 from tests.runtime.nets import LINK
 
@@ -62,7 +62,9 @@ def planned(training: Training, cache: Path, **options: Any) -> Iterator[Any]:
 def test_nothing_is_said_and_nothing_is_planned_again(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promise, "MOST", math.inf)  # that a machine is busy is said, and is no change of the steps
+    monkeypatch.setattr(
+        studied_plans, "MOST", math.inf
+    )  # that a machine is busy is said, and is no change of the steps
     torch.manual_seed(0)
     make, between = BETWEEN[name]
     training = make()

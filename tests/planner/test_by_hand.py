@@ -10,7 +10,7 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.writing import with_decisions
-from poochplan.report.layer_table import simulate_plan
+from poochplan.report.tables import simulate_plan
 from tests.planner.random_profiles import resnet_like
 
 

@@ -11,7 +11,7 @@ from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.simulator.validate import check_profile
+from poochplan.planner.simulator.problem import check_profile
 from tests.planner.random_profiles import resnet_like
 
 

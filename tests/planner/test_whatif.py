@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.links import PRESET_BYTES_PER_S, preset_link
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import PRESET_BYTES_PER_S, Profile, preset_link
 from poochplan.formats.profile_parts import RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.whatif import as_unserved, for_machine, parse_link

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poochplan.profiler.allocations.op_blocks import Event, Taker, carried_in, taken_in
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK
+from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK
 
 
 def _birth(block: int, size_bytes: int) -> Event:

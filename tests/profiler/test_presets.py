@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poochplan.errors import UsageError
-from poochplan.formats.links import PRESET_BYTES_PER_S, preset_link
+from poochplan.formats.profile import PRESET_BYTES_PER_S, preset_link
 
 
 @pytest.mark.parametrize("name", PRESET_BYTES_PER_S)

@@ -17,15 +17,17 @@ import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
-from poochplan.profiler.assembly.notes import runtime_notes
+from poochplan.profiler.assembly.assemble import runtime_notes
 from poochplan.profiler.trials import handle_cost
-from poochplan.profiler.trials.handle_cost import measured_from, measured_on, runtime_cost
-from poochplan.profiler.trials.paired import (
+from poochplan.profiler.trials.handle_cost import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     HookSeconds,
     costs_of,
     is_above_zero,
+    measured_from,
+    measured_on,
+    runtime_cost,
     step_clock,
 )
 from tests.runtime.nets import CASES, LINK

@@ -15,7 +15,7 @@ import poochplan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import as_followed, as_unserved
-from poochplan.profiler.timed_steps import with_plain_again
+from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.allocator.library import library
 from poochplan.runtime.arena.repeated_step import RepeatedStep

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from poochplan.runtime.metering.high_water import HighWater, high_water
+from poochplan.runtime.devices.cuda import HighWater, high_water
 
 
 class Allocator:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.plan import Decision, Instructions, Plan, host_aligned
+from poochplan.formats.plan import Decision, Instructions, Plan
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import copy_in, copy_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.formats.plan import HOST_ALIGNMENT_BYTES, host_aligned
+from poochplan.formats.profile_parts import HOST_ALIGNMENT_BYTES, host_aligned
 from poochplan.runtime.engine.host_tier import Intervals
 
 SIZES = st.integers(0, 5 * HOST_ALIGNMENT_BYTES)

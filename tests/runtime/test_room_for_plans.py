@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import poochplan
-from poochplan.formats.plan import Decision, Plan, host_aligned
+from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.profile_parts import host_aligned
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.host_tier import HostTier

@@ -20,7 +20,7 @@ from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Course
-from poochplan.tensors import storages, writes
+from poochplan.tensors import operators, storages
 from tests.runtime import test_backward_without_modes, test_divergence, test_replay_limits, test_safety, test_user_code
 from tests.runtime.detours import profile_of
 from tests.runtime.mutants import rewritten
@@ -126,7 +126,7 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         ),
     ),
     "running statistics are not updated twice": (
-        (writes, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
+        (operators, "writes_of", "scratch = _statistics(facts, args)", "scratch = dict[int, torch.Tensor]()"),
         Exact("residual", REPLAY),
     ),
     "a random op replays from its recorded state": (

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from poochplan.tensors.operators import traits
+from poochplan.tensors.operators import Writes, traits, writes_of
 from poochplan.tensors.storages import storage_key
-from poochplan.tensors.writes import Writes, writes_of
 
 ATEN = torch.ops.aten
 

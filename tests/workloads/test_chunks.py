@@ -7,8 +7,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.workload import Workload
-from poochplan.workloads.corpus import TEXT_BYTES, Text, text_of
-from poochplan.workloads.sequence import char_rnn
+from poochplan.workloads.sequence import TEXT_BYTES, Text, char_rnn, text_of
 
 ONE = {"batch_size": 3, "width": 16, "dropout": 0.0, "lr": 0.0, "optimizer": "sgd"}
 

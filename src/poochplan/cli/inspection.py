@@ -28,10 +28,9 @@ from poochplan.report.differences import (
     run_differences,
 )
 from poochplan.report.files_shown import Inspected, file_data, file_rows, load_any, set_frame
-from poochplan.report.layer_table import decisions_by_layer, overhead_by_layer
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions, draw_peak
-from poochplan.report.tables import frame_table, plain_rows, summary_table
+from poochplan.report.tables import decisions_by_layer, frame_table, overhead_by_layer, plain_rows, summary_table
 from poochplan.report.timeline import predicted_trace, write_trace
 from poochplan.units import format_bytes, format_copies, format_seconds
 

@@ -19,10 +19,9 @@ from poochplan.planner.search.allowance import Progress
 from poochplan.planner.sweep import compare_policies
 from poochplan.report.files_shown import decision_data
 from poochplan.report.frontier import policy_table
-from poochplan.report.layer_table import decisions_by_layer
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions
-from poochplan.report.tables import frame_table, summary_table
+from poochplan.report.tables import decisions_by_layer, frame_table, summary_table
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.units import format_bytes
 

@@ -268,7 +268,7 @@ class RunVerb(Verb):
     ) -> tuple[Plan, RunRecord]:
         """What was measured, and the plan that the steps followed; what was compared is written to ``certificate``."""
         from poochplan import verify
-        from poochplan.profiler.assembly.notes import this_host, versions_here
+        from poochplan.profiler.assembly.assemble import this_host, versions_here
 
         options = self.options
         shared: dict[str, Any] = {

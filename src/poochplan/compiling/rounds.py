@@ -21,11 +21,11 @@ from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.profiler.step.preserve import preserved
-from poochplan.records import StepRecord
 from poochplan.runtime.compiled.inductor import compile_in_place
 from poochplan.sessions import apply
 from poochplan.torch_private.compiler_internals import compile_module, forget_compiled
 from poochplan.units import format_bytes, parse_budget, share_of_peak
+from poochplan.verify import StepRecord
 
 ROUNDS = 3
 """Times that graphs are planned and compiled at most."""

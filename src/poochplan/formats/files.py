@@ -9,15 +9,14 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from poochplan.errors import InputFileError, OutputExistsError, PoochError, UsageError
-
-from .shown_table import html_table, text_table
 
 T = TypeVar("T", bound=msgspec.Struct)
 C = TypeVar("C")
@@ -28,6 +27,9 @@ MOST_FILE_BYTES = 1 << 29
 """Of a file that is read, decompressed: a hundred times the largest profile there is so far."""
 MOST_SAID = 300
 """Characters of what a file holds, or a library says of it, in a message."""
+Rows = Sequence[Sequence[str]]
+"""Each as long as the headings; the first cell names the row."""
+_LEFT = ' style="text-align: left; vertical-align: top"'
 
 
 def check_output(path: str | Path, *, force: bool = False) -> Path:
@@ -311,3 +313,26 @@ def _found_there(data: bytes, place: str) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError, LookupError, TypeError, ValueError):
         return ""
     return f", found {one_line(repr(found))}" if isinstance(found, (bool, int, float, str, list)) else ""
+
+
+def html_table(title: str, rows: Rows, headings: Sequence[str] = ()) -> str:
+    """A table with its title above, for ``_repr_html_``; every text is escaped."""
+    head = "".join(f"<th{_LEFT}>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        f"<tr><th{_LEFT}>{escape(name)}</th>{''.join(f'<td{_LEFT}>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in rows
+    )
+    return f"<table><caption{_LEFT}>{escape(title)}</caption>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+
+
+def text_table(title: str, rows: Rows, headings: Sequence[str] = ()) -> str:
+    """The same in lines, each column as wide as its longest cell; no spaces at the ends of lines."""
+    listed = [tuple(headings), *rows] if headings else list(rows)
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed)
+    return "\n".join([title, *lines])
+
+
+def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:
+    """A row for each text: ``note 1``, ``note 2``, and so on."""
+    return {f"{name} {number}": text for number, text in enumerate(texts, 1)}

@@ -13,10 +13,8 @@ import msgspec
 
 from poochplan.units import format_bytes, format_seconds
 
-from .fields import Bytes, Count, Index, Input, Offset, Seconds, Text
-from .files import Document
-from .profile_parts import Device, Host, ModelSignature
-from .shown_table import numbered
+from .files import Document, numbered
+from .profile_parts import Bytes, Count, Device, Host, Index, Input, ModelSignature, Offset, Seconds, Text
 
 SCHEMA_VERSION = 1
 

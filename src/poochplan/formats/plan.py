@@ -14,10 +14,24 @@ import msgspec
 
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
-from .fields import Bytes, Change, Count, Index, Input, Offset, Seconds, Shape, Text
-from .files import Document, write_struct
-from .profile_parts import Host, Link, Memory, ModelSignature
-from .shown_table import numbered
+from .files import Document, numbered, write_struct
+from .profile_parts import (
+    HOST_ALIGNMENT_BYTES,
+    Bytes,
+    Change,
+    Count,
+    Host,
+    Index,
+    Input,
+    Link,
+    Memory,
+    ModelSignature,
+    Offset,
+    Seconds,
+    Shape,
+    Text,
+    host_aligned,
+)
 
 SCHEMA_VERSION = 6
 """2 says of the search what ended it (``evaluations``, ``seed``); in 3 the step holds the runtime's own seconds; 4 says
@@ -27,13 +41,6 @@ RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
 """The copies of a step, one after the other, take no more than so many times its seconds, or seconds of a clock."""
-HOST_ALIGNMENT_BYTES = 4096
-"""Every swapped value begins at a multiple of this in host memory and in the spill file."""
-
-
-def host_aligned(size_bytes: int) -> int:
-    """The next place in host memory, at or behind ``size_bytes``, where a swapped value may begin."""
-    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 
 class Decision(StrEnum):
@@ -480,11 +487,9 @@ def _layout_faults(plan: Plan) -> Iterator[str]:
         where = f"layout.places[{number}]"
         if not before <= place.point <= points:
             yield f"{where}: expected a point from {before} to {points}, found {place.point}"
-        if place.offset != OUTSIDE and place.offset + place.size_bytes > arena_bytes:
-            yield (
-                f"{where}: expected a place within arena_bytes, {arena_bytes}, found {place.size_bytes} bytes at "
-                f"{place.offset}"
-            )
+        at, size_bytes = place.offset, place.size_bytes
+        if at != OUTSIDE and at + size_bytes > arena_bytes:
+            yield f"{where}: expected a place within arena_bytes, {arena_bytes}, found {size_bytes} bytes at {at}"
         before = place.point
 
 

@@ -6,17 +6,19 @@ A value is live at tick ``t`` when ``born_tick <= t <= death``; bytes at an op's
 
 Structs of which a profile has thousands are out of the garbage collector's sight (``gc=False``): they can be in no
 cycle, and a large profile is read in two thirds of the time.
+
+Fields have a range. What is out of it is refused where it is read, so that sums and quotients of the rest are numbers.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from .fields import Bytes, Count, Factor, Index, IndexOrNone, Input, Rate, Seconds, Shape, Share, Text, Unit
 from .files import Document
 
 SCHEMA_VERSION = 6
@@ -24,6 +26,8 @@ SCHEMA_VERSION = 6
 blocks each op takes (``OpBlock``), 5 which nodes of compiled graphs save a value, 6 what the step takes
 by PyTorch alone (``StepTimes.plain_step_s``).
 """
+HOST_ALIGNMENT_BYTES = 4096
+"""Every swapped value begins at a multiple of this in host memory and in the spill file."""
 ALLOCATION_UNIT_BYTES = 512
 LEAST_COUNTED_BYTES = 64
 """Of memory allocated on the CPU: smaller blocks count nothing; Python's numbers become such on their way into ops."""
@@ -33,6 +37,40 @@ are little.
 """
 ROOFLINE = " (roofline)"
 """Behind the name of a device that is not there."""
+MOST_BYTES = 2**48
+"""Bytes and elements are below this, 256 TiB: tens of thousands of them together are an int64."""
+MOST_ITEMS = 2**31
+"""Lengths of lists, places in them and ticks are below this."""
+MOST_S = 1e9
+"""Some thirty years."""
+
+Bytes = Annotated[int, Meta(ge=0, lt=MOST_BYTES)]
+Offset = Annotated[int, Meta(ge=-1, lt=MOST_BYTES)]
+"""-1 for none."""
+Unit = Annotated[int, Meta(ge=1, le=2**30)]
+"""Bytes that others are rounded up to."""
+Count = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
+Index = Annotated[int, Meta(ge=0, lt=MOST_ITEMS)]
+IndexOrNone = Annotated[int, Meta(ge=-1, lt=MOST_ITEMS)]
+"""-1 for none."""
+Seconds = Annotated[float, Meta(ge=0, le=MOST_S)]
+Rate = Annotated[float, Meta(ge=1, le=1e18)]
+"""Bytes per second."""
+Share = Annotated[float, Meta(gt=0, le=1)]
+Factor = Annotated[float, Meta(ge=0, le=1e18)]
+Change = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""A difference of seconds, or a ratio less 1."""
+
+Text = Annotated[str, Meta(max_length=10_000)]
+Shape = Annotated[tuple[Bytes, ...], Meta(max_length=64)]
+"""No tensor has more dimensions."""
+Input = Annotated[str, Meta(max_length=10_000, pattern=r"^[\s\S]* \w+\[(\d{1,16}(, \d{1,16})*)?\]$")]
+"""``path dtype[shape]``."""
+
+
+def host_aligned(size_bytes: int) -> int:
+    """The next place in host memory, at or behind ``size_bytes``, where a swapped value may begin."""
+    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 
 def rounded_up(size_bytes: int, unit_bytes: int = ALLOCATION_UNIT_BYTES) -> int:

@@ -9,11 +9,9 @@ import msgspec
 
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
-from .fields import Bytes, Change, Count, Seconds, Text
-from .files import Document
+from .files import Document, numbered
 from .plan import Departure, Plan
-from .profile_parts import Host, Memory
-from .shown_table import numbered
+from .profile_parts import Bytes, Change, Count, Host, Memory, Seconds, Text
 
 SCHEMA_VERSION = 1
 """Of both."""

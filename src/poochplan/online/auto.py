@@ -28,8 +28,8 @@ from poochplan.units import parse_budget, parse_rate
 
 from .allocator_build import AllocatorBuild
 from .before_plan import Mode, Unplanned, checked
-from .plans.known_plans import KnownPlans, Wanted
-from .plans.plan_cache import PlanCache
+from .known_plans import KnownPlans, Wanted
+from .plan_cache import PlanCache
 from .studied_plans import StudiedPlans
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
 
-from poochplan.formats.profile import Link, Profile
+from poochplan.formats.plan import Plan
+from poochplan.formats.profile import Link, LinkDirection, Profile
+from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.watch import Watch
+from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.model_check import check_model
 from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
+from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
 from poochplan.runtime.step_policies.swap_each import SwapEach
@@ -29,8 +34,6 @@ from poochplan.units import format_bytes
 
 from .allocator_build import AllocatorBuild
 from .before_plan import BeforePlan, Unplanned
-from .plans.known_plans import KnownPlans
-from .promise import COPIES, Promise
 from .ranks import Ranks, Shared
 from .telling import (
     ENDED_UNPLANNED,
@@ -48,6 +51,15 @@ MOST_STUDIES = 3
 """Of one kind of segment, where its plans are not what it does."""
 MISSES = 2
 """Segments in a row that leave their plan, after which they are studied anew."""
+STEPS = 10
+"""So many are looked at; their median is not moved by the first two, of which an arena is learned."""
+MOST = 1.25
+"""Of what was promised; more is told."""
+
+COPIES = "copies to the host and back take longer than was measured"
+UNSERVED = "their memory does not come from one arena yet"
+BUSY = "something else uses the processors"
+SLOWER = "operations take longer than when they were measured"
 
 
 class StudiedPlans(Observer):
@@ -332,3 +344,53 @@ class StudiedPlans(Observer):
             check_model(plan.model, self.scene.model, "plan of rank 0")
             self._known.put_in_force(key, plan)
         return shared.is_all
+
+
+class Promise:
+    """State: seconds of the steps so far under one plan, and how long each waited for copies."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._seconds: list[float] = []
+        self._reports: list[StepReport] = []
+
+    @property
+    def step_s(self) -> float:
+        """Of the steps, the median."""
+        return median(self._seconds)
+
+    @property
+    def stall_s(self) -> float:
+        """That a step waits for copies, the median."""
+        return median(report.stall_s for report in self._reports)
+
+    def took(self, seconds: float, report: StepReport) -> str:
+        """A step has followed the plan; why steps are dearer than promised, told once, else empty."""
+        if len(self._seconds) == STEPS:
+            return ""
+        self._seconds.append(seconds)
+        self._reports.append(report)
+        if len(self._seconds) < STEPS or self.step_s <= MOST * self.plan.prediction.step_s:
+            return ""
+        return self._why()
+
+    def _why(self) -> str:
+        if self.stall_s > (self.step_s - self.plan.prediction.step_s) / 2:
+            return COPIES
+        if self.plan.prediction.arena_peak_bytes is not None and not self._reports[-1].served_bytes:
+            return UNSERVED
+        return BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else SLOWER
+
+    def link_found(self, link: Link) -> Link:
+        """The link as these steps have found it: slower by what they waited."""
+        report = self._reports[-1]
+        copies_s = report.out_bytes / link.outward.bandwidth_bytes_per_s
+        copies_s += report.in_bytes / link.inward.bandwidth_bytes_per_s
+        factor = 1 + self.stall_s / copies_s if copies_s else 1.0
+        return msgspec.structs.replace(link, outward=_slower(link.outward, factor), inward=_slower(link.inward, factor))
+
+
+def _slower(direction: LinkDirection, factor: float) -> LinkDirection:
+    return LinkDirection(
+        latency_s=direction.latency_s * factor, bandwidth_bytes_per_s=direction.bandwidth_bytes_per_s / factor
+    )

@@ -19,8 +19,7 @@ from poochplan.formats.queries import OUTSIDE
 from poochplan.formats.run_record import RunRecord
 from poochplan.units import format_bytes
 
-from .layer_table import decisions_by_layer
-from .tables import plain_rows
+from .tables import decisions_by_layer, plain_rows
 
 UNKNOWN = "not written in this file"
 Inspected = Profile | PassProfile | Plan | RunRecord

@@ -28,7 +28,7 @@ from poochplan.torch_private.tensor_internals import (
     with_lazy_views,
 )
 
-from .composites import held_to_their_way
+from .operators import held_to_their_way
 
 
 class ToggledMode(TorchDispatchMode):

@@ -1,13 +1,32 @@
-"""What the capture and the recorder need to know of an operator, from its schema and a few lists."""
+"""What the capture and the recorder need to know of an operator and a call of it: from its schema and a few lists; what
+it writes, one answer for both, on whose agreeing exactness rests; and its arguments as a flat list and back, which is
+what ``pytree`` does, quickly where they are flat: only lists that hold tensors are opened.
+
+Composite operators that do not go with modes or hooks are held to what they do without. With a mode ``ctc_loss`` hands
+lengths on as tensors, which are then saved: a step that is looked at would save other tensors than one that is not, and
+leave its plan. ``rrelu`` saves its noise before that is drawn.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch
 
-from poochplan.torch_private.tensor_internals import OpOverload, schema_of
+from poochplan.torch_private.tensor_internals import (
+    OpOverload,
+    covers_itself_once,
+    cudnn_takes_ctc_loss,
+    mode_stack,
+    pytree,
+    schema_of,
+    topmost_hooks,
+    version_of,
+)
+
+from .storages import is_plain, storage_key
 
 # Allocations whose contents nobody has written yet: what is done to them outside the dispatcher is not seen.
 _UNINITIALISED = frozenset(
@@ -49,6 +68,9 @@ _CONVOLUTIONS = frozenset(
 )
 # Operators of other namespaces (custom ones) may draw random numbers or write without saying so.
 _KNOWN_NAMESPACES = ("aten", "prims")
+_CTC_LOSS = torch.ops.aten.ctc_loss
+CUDNN_RNN, CUDNN_RNN_DROPOUT, CUDNN_RNN_TRAIN = "aten._cudnn_rnn.default", 11, 12
+"""The operator, and the positions of two of its arguments; its last is the state of its generator."""
 
 
 class Traits(NamedTuple):
@@ -129,3 +151,173 @@ def is_chosen_by_timing(facts: Traits, device_type: str) -> bool:
     What each algorithm takes is found out, and remembered, by each thread for itself. A replay runs on autograd's.
     """
     return facts.convolves and device_type == "cuda" and bool(torch.backends.cudnn.benchmark)
+
+
+@functools.cache
+def held_to_their_way() -> torch.library.Library | None:
+    """From the first mode of this process on, which makes no difference as long as there is none; None on ROCm."""
+    if torch.version.hip is not None:
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl("ctc_loss.Tensor", _ctc_loss, key)
+        library.impl("rrelu", functools.partial(_rrelu, torch.ops.aten.rrelu.default), key)
+        library.impl("rrelu_", functools.partial(_rrelu, torch.ops.aten.rrelu_.default), key)
+    return library
+
+
+def _rrelu(op: Any, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """What it saves is kept where there are saved-tensors hooks: it saves its noise before the kernel has drawn that,
+    and a hook that copies would have what was there before. Torch's database of operators has no other such op.
+    """
+    if topmost_hooks() is None or not is_plain(tensor, tensor.device.type):
+        found: torch.Tensor = op.decompose(tensor, *rest)
+        return found
+    with torch.autograd.graph.saved_tensors_hooks(_Kept, _Kept.given_back):
+        found = op.decompose(tensor, *rest)
+    return found
+
+
+class _Kept:
+    """A saved tensor as it is; whoever writes it gets the error that autograd would raise."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), version_of(tensor)
+
+    def given_back(self) -> torch.Tensor:
+        if version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: what "
+                f"rrelu saved is at version {version_of(self._tensor)}, expected {self._version}"
+            )
+        return self._tensor
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    *rest: Any,
+) -> torch.Tensor:
+    tensors = (log_probs, targets, input_lengths, target_lengths)
+    modes = mode_stack()
+    is_looked_at = bool(modes) and not any(mode.is_infra_mode() for mode in modes)  # which traces, or makes up data
+    is_real = all(is_plain(tensor, tensor.device.type) for tensor in tensors)
+    if not (is_looked_at and is_real) or _is_of_cudnn(*tensors, blank):
+        found: torch.Tensor = _CTC_LOSS.Tensor.decompose(*tensors, blank, *rest)
+        return found
+    found = _CTC_LOSS.IntList(log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, *rest)
+    return found
+
+
+def _is_of_cudnn(log_probs: torch.Tensor, *others: Any) -> bool:
+    """Whether cuDNN computes it, which takes tensors with and without a mode."""
+    return log_probs.is_cuda and bool(cudnn_takes_ctc_loss(log_probs, *others))
+
+
+class Writes(NamedTuple):
+    """What a call writes of what was there before."""
+
+    in_place: list[torch.Tensor]
+    """The arguments whose contents are others afterwards, and stay so when the call is replayed."""
+    scratch: dict[int, torch.Tensor]
+    """Running statistics by argument position: a replay gives the call throw-away tensors in their place, so that the
+    model's own are no part of ``in_place``."""
+    overwritten: torch.Tensor | None
+    """The argument of which every byte of the storage is written and none is read."""
+    repeatable: bool
+    """Whether it can be run again: the operator does what its schema says, by the same algorithm on any thread, and
+    the statistics are buffers of the model's."""
+
+
+def writes_of(
+    facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], *, static: Container[int], device_type: str
+) -> Writes:
+    """What the call writes; asked before it runs. ``static``: storage keys of the model's parameters and buffers."""
+    scratch = _statistics(facts, args)
+    foreign = [tensor for tensor in scratch.values() if storage_key(tensor) not in static]
+    declared = [x for x in _declared(facts, args, kwargs) if not any(x is one for one in scratch.values())]
+    target = args[0] if facts.overwriting else None
+    whole = isinstance(target, torch.Tensor) and is_plain(target, device_type) and covers_storage(target)
+    return Writes(
+        in_place=[*declared, *foreign],
+        scratch=scratch,
+        overwritten=target if whole else None,
+        repeatable=facts.trusted and not foreign and not is_chosen_by_timing(facts, device_type),
+    )
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are all of its storage, each once."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and covers_itself_once(tensor)
+
+
+def _statistics(facts: Traits, args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+    """The running statistics that this call only writes, because it normalises by its batch; by argument position."""
+    if not facts.statistics or (len(args) > 5 and args[5] is False):
+        return {}
+    return {position: args[position] for position in facts.statistics if isinstance(args[position], torch.Tensor)}
+
+
+def _declared(facts: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the operator writes in place, by its schema."""
+    if facts.name == CUDNN_RNN:  # does not declare that dropout between its layers moves a generator on
+        drops = args[CUDNN_RNN_DROPOUT] > 0 and args[CUDNN_RNN_TRAIN]
+        return [args[-1]] if drops and isinstance(args[-1], torch.Tensor) else []
+    if not facts.written:
+        return []
+    candidates = [args[position] for position in facts.written if position < len(args)]
+    candidates += [value for name, value in kwargs.items() if name in facts.written_names]
+    return [leaf for leaf in outputs_of(tuple(candidates)) if isinstance(leaf, torch.Tensor)]
+
+
+class Flat(NamedTuple):
+    """A call whose arguments hold no tensors within containers."""
+
+    positional: int
+    names: tuple[str, ...]
+
+
+Layout = Flat | pytree.TreeSpec
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
+    """All leaves in order, and how they lay."""
+    leaves = [*args, *kwargs.values()] if kwargs else list(args)
+    for leaf in leaves:
+        if type(leaf) not in _LEAVES and not _is_leaf(leaf):
+            return pytree.tree_flatten((args, kwargs))
+    return leaves, _flat(len(args), tuple(kwargs) if kwargs else ())
+
+
+@functools.cache
+def _flat(positional: int, names: tuple[str, ...]) -> Flat:
+    return Flat(positional, names)
+
+
+def unflatten(leaves: list[Any], layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that ``flatten`` took apart, with other leaves in their places."""
+    if isinstance(layout, Flat):
+        return tuple(leaves[: layout.positional]), dict(zip(layout.names, leaves[layout.positional :], strict=True))
+    args, kwargs = pytree.tree_unflatten(leaves, layout)
+    return args, kwargs
+
+
+def outputs_of(outputs: Any) -> list[Any]:
+    """The leaves of what an op returned."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if type(outputs) is tuple and all(type(output) in _LEAVES for output in outputs):
+        return list(outputs)
+    return pytree.tree_leaves(outputs)
+
+
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype, torch.device}
+
+
+def _is_leaf(argument: Any) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return not argument or type(argument[0]) in (int, bool, float, torch.SymInt)
+    return not isinstance(argument, dict)

@@ -1,8 +1,11 @@
-"""The tensors of a model and of a call, a line each: what tells one model from another, and one step's inputs."""
+"""What tells one model, call or step from another, in words: the tensors of a model and of a call, a line each, and the
+switches of torch and of a model that change the ops of a step, or their bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +13,39 @@ import torch
 from poochplan.torch_private.tensor_internals import pytree
 
 from .storages import parts_of
+
+_CUDA: Any = torch.backends.cuda
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
+_FLAGS: dict[str, Callable[[], object]] = {
+    "autocast": lambda: "+".join(map(_autocast, ("cpu", "cuda"))),
+    "autocast_cache": torch.is_autocast_cache_enabled,
+    "default": torch.get_default_dtype,
+    "matmul": torch.get_float32_matmul_precision,
+    "matmul_tf32": lambda: _CUDA.matmul.allow_tf32,
+    "matmul_fp16": lambda: _CUDA.matmul.allow_fp16_reduced_precision_reduction,
+    "matmul_bf16": lambda: _CUDA.matmul.allow_bf16_reduced_precision_reduction,
+    "fp32": lambda: "+".join(
+        one.fp32_precision.replace("none", "ieee")  # which are the same: nobody has said otherwise
+        for one in (_CUDA.matmul, _CUDNN.conv, _CUDNN.rnn, _MKLDNN.matmul, _MKLDNN.conv)
+    ),
+    "cudnn": lambda: _CUDNN.enabled,
+    "cudnn_tf32": lambda: _CUDNN.allow_tf32,
+    "benchmark": lambda: _CUDNN.benchmark,
+    "cudnn_deterministic": lambda: _CUDNN.deterministic,
+    "deterministic": torch.get_deterministic_debug_mode,
+    "fills": lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    "flash": _CUDA.flash_sdp_enabled,
+    "efficient": _CUDA.mem_efficient_sdp_enabled,
+    "math": _CUDA.math_sdp_enabled,
+    "cudnn_sdp": lambda: _CUDA.cudnn_sdp_enabled(),
+    "mkldnn": lambda: _MKLDNN.enabled,
+}
+
+_OF_KERNELS = (
+    *("matmul", "matmul_tf32", "matmul_fp16", "matmul_bf16", "fp32"),
+    *("cudnn", "cudnn_tf32", "benchmark", "cudnn_deterministic", "deterministic"),
+)
 
 
 def model_tensors(model: torch.nn.Module) -> tuple[str, ...]:
@@ -54,3 +90,44 @@ def _text(key: Any) -> str:
 def _line(path: str, tensor: torch.Tensor) -> str:
     shape = list(parts_of(tensor)[0].shape if tensor.is_nested else tensor.shape)  # of a nested one, all its values'
     return f"{path} {str(tensor.dtype).removeprefix('torch.')}{shape}"
+
+
+def torch_switches() -> dict[str, str]:
+    """All that torch itself can be set to, by name; autocast is the calling thread's."""
+    return {name: str(_read(flag)) for name, flag in _FLAGS.items()}
+
+
+def kernel_switches(kind: str) -> dict[str, str]:
+    """Precision, cuDNN and determinism: what decides which kernels of a GPU a step runs, their seconds, workspace and
+    bits. Empty on the CPU, where a profile says its threads.
+    """
+    return {name: str(_read(_FLAGS[name])) for name in _OF_KERNELS} if kind == "cuda" else {}
+
+
+class Switches:
+    """State: the modules and parameters that the model has now; their flags are read whenever they are asked for."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules, self._parameters = tuple(model.modules()), tuple(model.parameters())
+
+    def now(self) -> str:
+        """Autocast of the calling thread, precision, algorithms, which modules train, and which parameters."""
+        flags = [f"{name}={value}" for name, value in torch_switches().items()]
+        modes = _digest(module.training for module in self._modules)
+        trained = _digest(parameter.requires_grad for parameter in self._parameters)
+        return " ".join((*flags, f"modes={modes}", f"trained={trained}"))
+
+
+def _autocast(kind: str) -> str:
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else "off"
+
+
+def _read(flag: Callable[[], object]) -> object:
+    try:
+        return flag()
+    except (RuntimeError, AttributeError):  # another version of torch; or set by the names of both old and new
+        return "unknown"
+
+
+def _digest(flags: Iterable[bool]) -> str:
+    return f"{zlib.crc32(bytes(map(bool, flags))):08x}"

@@ -16,7 +16,7 @@ from benchmarks.planning import NETWORKS, budget_of, instance
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
-from poochplan.native.native_build import NativeBuild
+from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import (
     EVALUATOR,
     STYLE_OF,
@@ -26,9 +26,9 @@ from poochplan.planner.simulator.evaluator import (
     addresses,
     codes_of,
     decisions_of,
+    flat_problem_of,
     library,
 )
-from poochplan.planner.simulator.flat_problem import flat_problem_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, swap_all, try_style

@@ -23,8 +23,7 @@ from poochplan.planner.search.annealing import (
     step,
 )
 from poochplan.planner.search.incumbents import EvaluatedPlan, Incumbents
-from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of
-from poochplan.planner.simulator.flat_problem import flat_problem_of
+from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, flat_problem_of
 from poochplan.planner.simulator.problem import Problem, build_problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
 from tests.planner.random_profiles import (

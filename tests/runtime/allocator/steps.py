@@ -11,9 +11,8 @@ from torch import nn
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import Block, pack
-from poochplan.runtime.allocator.allocation_log import AllocationLog, lifetimes
 from poochplan.runtime.allocator.arena import Arena, Places
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.allocator.library import AllocationLog, ThreadScope, lifetimes
 
 Clock = Callable[[int], None]
 

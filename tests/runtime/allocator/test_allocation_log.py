@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from poochplan.runtime.allocator.allocation_log import BIRTH, DEATH, MARK, AllocationLog, lifetimes
-from poochplan.runtime.allocator.library import ThreadScope
+from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK, AllocationLog, ThreadScope, lifetimes
 from tests.runtime.allocator.steps import Net, recorded
 
 

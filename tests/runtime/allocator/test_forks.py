@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from poochplan.runtime.allocator.allocation_log import AllocationLog
 from poochplan.runtime.allocator.arena import Arena
-from poochplan.runtime.allocator.library import Library, ThreadScope
+from poochplan.runtime.allocator.library import AllocationLog, Library, ThreadScope
 from poochplan.runtime.metering.allocated import ByteCount
 from tests.runtime.allocator.steps import filled, holds, places
 

@@ -1,6 +1,6 @@
 """The process that plans beside a training loop, at low priority, gone when its parent is.
 
-    python -m poochplan.online.plans.planning_process FOLDER
+    python -m poochplan.online.planning_process FOLDER
 
 The folder has a profile and what is asked (:class:`Asked`). Link and costs of the machine are measured here where the
 profile has none; it is written anew then, and the plan beside it.

@@ -11,9 +11,7 @@ from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
-from poochplan.online.before_plan import Unplanned
-from poochplan.online.earned import Earned
-from poochplan.online.telling import KNOWN, in_force, infeasible, not_planned
+from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
@@ -25,8 +23,9 @@ from poochplan.runtime.watch.teller import Teller
 from poochplan.units import parse_budget
 
 from .background import Background, Plannings
-from .plan_cache import PlanCache
+from .before_plan import Earned, Unplanned
 from .planning_process import Asked
+from .telling import KNOWN, in_force, infeasible, not_planned
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from poochplan.formats.profile import SCHEMA_VERSION as PROFILE_VERSION
 from poochplan.formats.profile import Profile
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.live.lines import Key
+from poochplan.runtime.applying import model_signature
 from poochplan.runtime.metering.allocated import step_scope
-from poochplan.runtime.model_check import model_signature
 from poochplan.runtime.serving import ArenaMode
 from poochplan.torch_private.compiler_internals import compiled_with
 

@@ -15,10 +15,10 @@ import msgspec
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.online.earned import Earned, has_no_processor_to_spare
 from poochplan.profiler.live.study import aside
 from poochplan.profiler.trials.machine_facts import completed, is_complete
 
+from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked
 
 END_S = 5.0
@@ -60,7 +60,7 @@ class Background:
         (self._at / "asked.json").write_bytes(msgspec.json.encode(self._asked))
         with (self._at / "messages").open("wb") as told:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poochplan.online.plans.planning_process", str(self._at)],
+                [sys.executable, "-m", "poochplan.online.planning_process", str(self._at)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=told,

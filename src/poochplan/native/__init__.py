@@ -1,1 +1,0 @@
-"""Building C++ that ships as source: what the compiled parts of planner and runtime share. No torch."""
