@@ -32,7 +32,7 @@ from poochplan.runtime.attachment import Attachment
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.workload import Workload
 
 WORKLOADS: dict[str, dict[str, str]] = {

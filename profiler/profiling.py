@@ -36,7 +36,7 @@ from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.handle_cost import keeping, measured_on, runtime_cost, with_handles
 from poochplan.profiler.trials.host_store import HostedCapture, HostStore
 from poochplan.runtime.allocator.library import build, fresh_memory
-from poochplan.runtime.arena.repeated_step import RepeatedStep
+from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir

@@ -19,8 +19,7 @@ from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.diagnosis import Expected
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
-from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.units import format_bytes
 
 from .attachment import Attachment, Hooks, own_hooks

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
+from poochplan.formats.queries import COMPILED_REGION
 from poochplan.profiler.allocations.op_blocks import Taker
 from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.backward.node_hooks import Gradients

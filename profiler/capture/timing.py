@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase
+from poochplan.formats.queries import COMPILED_REGION
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker

@@ -35,8 +35,15 @@ from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.step.preserve import check_restorable, restored
-from poochplan.profiler.step.states import GeneratorStates, GradientStates, ModuleStates, OptimizerState, State
+from poochplan.profiler.step.preserve import (
+    GeneratorStates,
+    GradientStates,
+    ModuleStates,
+    OptimizerState,
+    State,
+    check_restorable,
+    restored,
+)
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
 from poochplan.torch_private.tensor_internals import (

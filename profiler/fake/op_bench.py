@@ -28,8 +28,7 @@ from poochplan.formats.profile_parts import Bytes, Seconds
 from poochplan.profiler.allocations.op_blocks import taken_in
 from poochplan.profiler.assembly.assemble import processor_name
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
-from poochplan.profiler.step.preserve import restored
-from poochplan.profiler.step.states import GeneratorStates
+from poochplan.profiler.step.preserve import GeneratorStates, restored
 from poochplan.runtime.allocator.library import AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes

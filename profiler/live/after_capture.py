@@ -26,8 +26,7 @@ from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
 from poochplan.tensors.host_memory import new_memory_holds
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes

@@ -19,7 +19,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.runtime.watch.census import census
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature

@@ -24,8 +24,7 @@ from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.plan_source import PlanSource
 from poochplan.runtime.session import Session, Settings
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
-from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
+from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 

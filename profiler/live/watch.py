@@ -21,8 +21,7 @@ from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.step_policies.step_policy import StepPolicy
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 

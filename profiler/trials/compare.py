@@ -25,7 +25,7 @@ from poochplan.runtime.attachment import AroundCall
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
 from .host_store import HostStore

@@ -28,8 +28,7 @@ from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.real import Runner
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.profiler.step.preserve import restored
-from poochplan.profiler.step.states import GeneratorStates
+from poochplan.profiler.step.preserve import GeneratorStates, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import Always

@@ -21,7 +21,7 @@ from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord, View
 from poochplan.runtime.replays.replay import Leaves
-from poochplan.runtime.step_policies.swap_each import no_room
+from poochplan.runtime.step_policies.step_policy import no_room
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import without_modes
 

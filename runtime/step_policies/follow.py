@@ -17,8 +17,7 @@ from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.replays.replay import NotReplayable
 
 from .diagnosis import UNKNOWN, Expected, Found, departed_at_pack, departed_at_save, departed_at_use, what_changed
-from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy
-from .swap_each import SwapEach
+from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
 
 
 class DivergencePolicy(StrEnum):

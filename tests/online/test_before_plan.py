@@ -13,7 +13,7 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.online import before_plan
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Unplanned, free_bytes
-from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
+from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, SwapEach
 from tests.online.trainings import batch, blocks, dropout_and_batch_norm, loss_of
 from tests.runtime.nets import LINK
 
@@ -64,7 +64,7 @@ def test_where_room_ends_within_the_step_it_swaps_from_there_on(
 ) -> None:
     left: Iterator[int] = iter([1 << 30] * 2 + [0] * 1000)
     monkeypatch.setattr(before_plan, "free_bytes", lambda _: next(left))
-    monkeypatch.setattr("poochplan.runtime.step_policies.swap_each.SHARE_BETWEEN_LOOKS", 1e-9)
+    monkeypatch.setattr("poochplan.runtime.step_policies.step_policy.SHARE_BETWEEN_LOOKS", 1e-9)
     found, out_bytes, saved_bytes = first_step(tmp_path)
     assert equal(found, plain_step())
     assert 0 < out_bytes < 0.9 * saved_bytes

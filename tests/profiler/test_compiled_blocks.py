@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Memory, OpBlock, Phase, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, rounded_up
+from poochplan.formats.queries import COMPILED_REGION
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.simulator.problem import build_problem

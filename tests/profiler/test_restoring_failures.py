@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from poochplan.errors import StepError
-from poochplan.profiler.step.preserve import TensorContents, preserved, restored
-from poochplan.profiler.step.states import Action, GeneratorStates
+from poochplan.profiler.step.preserve import Action, GeneratorStates, TensorContents, preserved, restored
 from tests.profiler.restoring import Net, everything, train
 
 

@@ -16,8 +16,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.formats.advice import COMPILED_REGION
 from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.queries import COMPILED_REGION
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor
 from poochplan.runtime.compiled.deferred_unpack import deferring, waiting

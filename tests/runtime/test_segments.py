@@ -13,8 +13,7 @@ import poochplan
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.tensors.modes import before_forward, uncompiled_hooks
 from poochplan.tensors.signatures import input_signature
 from tests.runtime.nets import CASES

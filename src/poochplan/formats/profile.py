@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from poochplan.errors import UsageError
 from poochplan.units import format_bytes, format_rate, format_seconds, format_with_spread
 
-from .advice import advice
 from .files import numbered
 from .occupancy import static_bytes
 from .profile_parts import (
@@ -49,7 +48,7 @@ from .profile_parts import (
     StepTimes,
     Value,
 )
-from .queries import OUTSIDE, profile_frame, reconciliation
+from .queries import OUTSIDE, advice, profile_frame, reconciliation
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.runtime.step_policies.step_policy import StepPolicy
-from poochplan.runtime.step_policies.swap_each import KeepWhileRoom, SwapEach
+from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.watch.census import census_bytes
 from poochplan.tensors.host_memory import memory_left
 from poochplan.tensors.storages import own_tensors

@@ -25,8 +25,7 @@ from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.plan_in_force import MOST_PLANS, REMEDY, OverBudget, PlanInForce
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.follow import Follow
-from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy
-from poochplan.runtime.step_policies.swap_each import SwapEach
+from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.runtime.watch.census import Growth, foreseen_bytes
 from poochplan.runtime.watch.teller import Teller
 from poochplan.torch_private.compiler_internals import is_compiled

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from poochplan.formats.advice import limits
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
+from poochplan.formats.queries import limits
 from poochplan.planner.planning import share_that_holds
 from poochplan.units import format_bytes, format_seconds
 
