@@ -13,6 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.queries import limits
 from poochplan.planner.arena.fitting import NO_ARENA, Fitting, smallest_arena
+from poochplan.planner.arena.step_layout import layout_of
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import Allowance, SearchLimits, Watch
 from poochplan.planner.search.optimise import Optimum, optimise
@@ -158,16 +159,32 @@ def _check_feasible(profile: Profile, problem: Problem, budget_bytes: int, least
 def _optimal(
     profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
 ) -> Optimum:
-    """The plan that keeps everything where that fits, in an arena or not; else the best that was found."""
-    started_s = time.perf_counter()
+    """The plan that keeps everything where no plan can be faster; else the best that was found."""
     in_core = simulated(problem, KEEP_ALL, keep_all(problem))
-    if in_core.peak_bytes <= budget_bytes:
-        note = (
-            f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of "
-            f"{format_bytes(in_core.peak_bytes)}: everything is kept"
-        )
-        return Optimum(in_core, KEEP_ALL, (note,))
-    _check_feasible(profile, problem, budget_bytes)
+    if in_core.peak_bytes > budget_bytes:
+        _check_feasible(profile, problem, budget_bytes)
+        return _searched(profile, problem, budget_bytes, search, watch, has_arena=has_arena)
+    holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
+    slower = as_unserved(profile)
+    laid = None if not has_arena or slower is profile else layout_of(profile, problem, in_core.schedule)
+    kept = Optimum(in_core, KEEP_ALL, (f"{holds}: everything is kept",), laid=laid)
+    if laid is None or laid.peak_bytes <= budget_bytes:
+        return kept
+    found = _searched(profile, problem, budget_bytes, search, watch, has_arena=True)
+    if NO_ARENA in found.notes or found.best.simulation.step_s >= build_problem(slower).keep_all_s:
+        return replace(kept, laid=None, bound_s=found.bound_s, status=found.status, solver=found.solver)
+    note = (
+        f"{holds}, but an arena for it would take {format_bytes(laid.peak_bytes)}: a step whose arena fits is shorter "
+        "than one that keeps everything without an arena"
+    )
+    return replace(found, notes=(note, *found.notes))
+
+
+def _searched(
+    profile: Profile, problem: Problem, budget_bytes: int, search: SearchLimits, watch: Watch | None, *, has_arena: bool
+) -> Optimum:
+    """The best plan that a search finds."""
+    started_s = time.perf_counter()
     given = PolicyInput(profile, problem, budget_bytes)
 
     def propose(name: str, allowance: Allowance) -> Candidate:

@@ -43,12 +43,14 @@ def write_plan(
     blocks lie in an arena.
     """
     best, laid = found.best, found.laid
+    if found.bound_s is None and found.policy == KEEP_ALL:
+        found = replace(found, bound_s=problem.keep_all_s)
     if laid is None and is_laid_out:
         laid = layout_of(profile, problem, best.schedule)
     if laid is None or laid.peak_bytes > budget_bytes:  # then no arena serves it
         profile, problem, found = _unserved(profile, problem, found)
         best = found.best
-    solve = _solve_record(problem, found, wall_s)
+    solve = _solve_record(found, wall_s)
     values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
     return Plan(
         workload=workload or profile.workload,
@@ -79,16 +81,15 @@ def write_plan(
 
 
 def _unserved(profile: Profile, problem: Problem, found: Optimum) -> tuple[Profile, Problem, Optimum]:
-    """The same plan where no arena serves its steps, simulated by their seconds. What bounds the shorter step bounds
-    the longer one too, and so does keeping everything.
+    """The same plan where no arena serves its steps, simulated by their seconds. Its bound stays that of steps that an
+    arena serves: there may be a plan with one that was not found.
     """
     slower = as_unserved(profile)
     if slower is profile:
         return profile, problem, found
     problem = build_problem(slower)
     best = replace(found.best, simulation=simulate(problem, found.best.schedule))
-    bound_s = None if found.bound_s is None else max(found.bound_s, problem.keep_all_s)
-    return slower, problem, replace(found, best=best, bound_s=bound_s)
+    return slower, problem, replace(found, best=best)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -132,16 +133,15 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
     return Decision(decision)
 
 
-def _solve_record(problem: Problem, found: Optimum, wall_s: float) -> Solve:
-    bound_s = problem.keep_all_s if found.bound_s is None and found.policy == KEEP_ALL else found.bound_s
+def _solve_record(found: Optimum, wall_s: float) -> Solve:
     # The simulator adds in another order than the bound: a step cannot be shorter than the bound by more than rounding.
-    gap = max(0.0, found.best.simulation.step_s / bound_s - 1) if bound_s else None
+    gap = max(0.0, found.best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
     return Solve(
         policy=found.policy,
         solver=found.solver,
         status=found.status,
         objective_s=found.objective_s,
-        bound_s=bound_s,
+        bound_s=found.bound_s,
         gap=gap,
         wall_s=wall_s,
         rounds=found.rounds,

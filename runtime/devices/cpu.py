@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -137,21 +138,26 @@ class _SpillThread(threading.Thread):
     """A thread that copies."""
 
 
+Stop: TypeAlias = "weakref.ref[SpillStream]"
+"""Ends the thread of a stream."""
+
+
 class SpillStream:
     """One direction: a queue, and the thread that works it off. Copies wait for nothing but those before them.
 
     The thread knows the queue and not the stream, so that it ends also where nobody closes: an interrupt may come
-    between any two steps of making one and keeping it.
+    between any two steps of making one and keeping it. What ends it then runs no Python code, in which a waiting
+    signal would be raised and lost.
     """
 
     def __init__(self, name: str, move: Move, throttle_bytes_per_s: float | None) -> None:
-        self._jobs: queue.SimpleQueue[SpillCopy | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SpillCopy | Stop] = queue.SimpleQueue()
         self._last: Event = DONE
         self._closing = threading.Event()
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._stop = weakref.ref(self, self._jobs.put)
         self.thread = _SpillThread(
             target=_serve,
-            args=(self._jobs, _unless(self._closing, move), throttle_bytes_per_s),
+            args=(self._jobs, self._stop, _unless(self._closing, move), throttle_bytes_per_s),
             name=f"poochplan-{name}",
             daemon=True,
         )
@@ -183,7 +189,7 @@ class SpillStream:
         while it runs the file must stay open, or it would write to whatever is opened next.
         """
         self._closing.set()
-        self._jobs.put(None)
+        self._jobs.put(self._stop)
         interrupt: KeyboardInterrupt | None = None
         while self.is_alive() and self.thread is not threading.current_thread():
             try:
@@ -195,8 +201,11 @@ class SpillStream:
             raise interrupt
 
 
-def _serve(jobs: queue.SimpleQueue[SpillCopy | None], move: Move, throttle_bytes_per_s: float | None) -> None:
-    while (job := jobs.get()) is not None:
+def _serve(
+    jobs: queue.SimpleQueue[SpillCopy | Stop], stop: Stop, move: Move, throttle_bytes_per_s: float | None
+) -> None:
+    """Until ``stop`` is in the queue: put there by ``close``, or by itself when the stream dies while this holds it."""
+    while isinstance(job := jobs.get(), SpillCopy):
         job.run(move, throttle_bytes_per_s)
         del job  # or the thread would hold the last copy until the next
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import poochplan
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
+from poochplan.planner.arena.fitting import kept_in_arena
 from poochplan.planner.arena.packing import packed
-from poochplan.planner.whatif import as_followed, as_unserved
+from poochplan.planner.whatif import as_followed, as_unserved, for_machine
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.allocator.library import library
@@ -75,14 +77,42 @@ def test_a_plan_that_no_arena_serves_takes_as_much_longer_as_such_steps_do(profi
     assert without.prediction.in_core_step_s == served.prediction.in_core_step_s
 
 
-def test_a_plan_for_which_no_arena_fits_is_bounded_by_steps_that_are_not_served(profile: Profile) -> None:
+def test_a_plan_for_which_no_arena_was_found_has_the_bound_of_steps_from_one(profile: Profile) -> None:
     slower = unserved(profile)
     plan = poochplan.plan(slower, poochplan.smallest_budget(slower), evaluations=50)
     assert not plan.holds_arena
     assert plan.solve.bound_s is not None
     assert plan.prediction.kept_step_s is not None
-    assert plan.prediction.kept_step_s <= plan.solve.bound_s <= plan.prediction.step_s * (1 + 1e-9)
+    assert plan.solve.bound_s < plan.prediction.kept_step_s <= plan.prediction.step_s * (1 + 1e-9)
     assert plan.solve.gap == pytest.approx(plan.prediction.step_s / plan.solve.bound_s - 1, abs=1e-9)
+
+
+def test_a_budget_that_holds_the_peak_and_not_the_arena_of_everything_gives_up_a_little(profile: Profile) -> None:
+    slower = unserved(profile)
+    laid = kept_in_arena(slower)
+    assert laid is not None
+    arena_bytes = laid.peak_bytes
+    assert slower.in_core_peak_bytes < arena_bytes, "the claim is about what lies between"
+    for budget_bytes in (slower.in_core_peak_bytes, arena_bytes - 1):
+        plan = poochplan.plan(slower, budget_bytes, evaluations=50)
+        assert plan.holds_arena
+        assert {value.decision for value in plan.values} != {Decision.KEEP}
+        assert plan.prediction.step_s < SLOWER * slower.times.step_s
+        assert "everything without an arena" in plan.notes[0]
+    kept = poochplan.plan(slower, arena_bytes, evaluations=50)
+    assert {value.decision for value in kept.values} == {Decision.KEEP}
+    assert kept.holds_arena
+
+
+def test_where_giving_up_is_dearer_everything_is_kept_without_an_arena_and_the_bound_is_of_steps_from_one(
+    profile: Profile,
+) -> None:
+    times = msgspec.structs.replace(profile.times, unserved_step_s=1.0001 * profile.times.step_s)
+    slower = for_machine(msgspec.structs.replace(profile, times=times), link="1MB/s")
+    plan = poochplan.plan(slower, slower.in_core_peak_bytes, evaluations=50)
+    assert {value.decision for value in plan.values} == {Decision.KEEP}
+    assert not plan.holds_arena
+    assert plan.solve.gap == pytest.approx(0.0001, rel=0.1)
 
 
 def test_where_pytorch_alone_was_not_timed_the_ops_stand_in_and_every_table_says_so(profile: Profile) -> None:

@@ -44,11 +44,12 @@ def swaps() -> Plan:
 @pytest.fixture
 def leaves_nothing(plan: Plan) -> Iterator[None]:
     """No thread, file, handle, copy, hook or mode is there that was not before the test, and a new session works."""
+    gc.collect()  # what other tests left in cycles would go during this one
     threads, files = set(threading.enumerate()), open_files()
     yield
     gc.collect()
     assert set(threading.enumerate()) <= threads
-    assert open_files() == files
+    assert open_files() <= files
     assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Copy)]
     assert _get_current_dispatch_mode_stack() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "fit": (
         "fit",
-        "find the largest batch, depth or length that trains within a memory, and what it costs",
+        "find the largest batch, depth or length that trains in a given memory, and what it costs",
     ),
     "link": (
         "machine",
@@ -50,19 +50,19 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "show": (
         "inspection",
-        "say what a profile, a plan or a run is: for what, made where, peaks, times, decisions by layer, notes",
+        "describe a profile, a plan or a run: model, machine, peaks, times, decisions by layer, notes",
     ),
     "diff": (
         "inspection",
-        "say what differs between two plans, two profiles, or a plan and a run that left it",
+        "list the differences of two plans, two profiles, or a plan and a run of it",
     ),
     "simulate": (
         "inspection",
-        "show the step that a plan predicts: time, memory, and where the overhead comes from",
+        "show the step that a plan predicts: time, memory, and the causes of the overhead",
     ),
     "doctor": (
         "machine",
-        "look at the machine, the software and a workload: what is fine, what to change, what to install",
+        "check the machine, the software and a workload: what is fine, what to change, what to install",
     ),
 }
 """By name: the module, which is loaded where the verb is asked for, and what the verb does."""
@@ -77,11 +77,11 @@ examples:
 _WORDS = """\
 words:
   in-core    training with everything kept in memory
-  host tier  where swapped values lie: a file on a disk (CPU), pinned memory (CUDA)
+  host tier  the place of swapped values: a file on a disk (CPU), pinned memory (CUDA)
   link       the copies between memory and host tier, in both directions
-  roofline   seconds of an op from the most FLOP/s and bytes/s of a device, in place of a measurement
+  roofline   seconds of an op computed from a device's peak FLOP/s and bytes/s, instead of measured
 
-networks that come with it: resnet50, gpt2, bert, unet3d, seq2seq, seq2seq_steps, char_rnn, demo, tiny
+shipped networks: resnet50, gpt2, bert, unet3d, seq2seq, seq2seq_steps, char_rnn, demo, tiny
 """
 
 
@@ -105,7 +105,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of ``pooch`` with a sub-parser for each verb; ``only`` names the one whose arguments it needs."""
     parser = _Parser(
         prog="pooch",
-        description="Train a network that does not fit: measure its step, plan what to keep, swap or recompute, run.",
+        description="Train a network that does not fit: profile its step, plan what to keep, swap or recompute, run.",
         epilog=f"{_EXAMPLES}\n{_WORDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

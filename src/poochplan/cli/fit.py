@@ -34,11 +34,11 @@ class FitVerb(Verb):
 
     name = "fit"
     description = (
-        "Finds the largest value of one whole-number parameter of the workload that trains within --device-memory: the "
-        "batch size, layers, an image's size, a sequence's length. Profiles without memory say what a value takes; the "
-        "value found fits, and the next ones are shown not to. For values from the largest in-core one up it shows "
-        "peaks, overhead with its proven bound, and throughput. Without --roofline and --link it is about this "
-        "machine: real profiles settle the value, and --run steps of it are run under its plan."
+        "Finds the largest value of one whole-number parameter of the workload that trains within --device-memory: "
+        "batch size, layers, image size, sequence length. Profiles without memory tell what a value takes. The value "
+        "found fits, and the next ones are shown not to fit. The table has peaks, overhead with its proven bound, "
+        "and throughput, from the largest in-core value up. Without --roofline and --link the question is about this "
+        "machine: real profiles decide, and --run steps of the value run under its plan."
     )
     examples = """\
   pooch fit resnet50 --vary batch_size --roofline v100 --link nvlink2
@@ -56,10 +56,12 @@ class FitVerb(Verb):
             "--to", dest="high", type=at_least(1), metavar="N", help="largest value (default: 20 doublings)"
         )
         parser.add_argument(
-            "--max-overhead", metavar="SHARE", help="most that the plan may cost, such as 30%% (default: anything)"
+            "--max-overhead", metavar="SHARE", help="largest overhead of the plan, such as 30%% (default: any)"
         )
-        parser.add_argument("-o", "--output", metavar="FILE", help="plan of the value found; its profile lies beside")
-        parser.add_argument("--csv", metavar="FILE", help="write the ladder")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="plan of the value found; its profile is written beside it"
+        )
+        parser.add_argument("--csv", metavar="FILE", help="CSV of the table")
         parser.add_argument("--picture", metavar="FILE.png", help="draw peaks and throughput against the value")
         add_workload_arguments(parser)
         parser.add_argument(

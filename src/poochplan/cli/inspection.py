@@ -46,10 +46,10 @@ class ShowVerb(Verb):
 
     name = "show"
     description = (
-        "Reads a file that pooch profile, pooch plan or pooch run -o wrote, and says what it is for (model, inputs, "
-        "device), where and with which versions it was made, its peaks, budget and times, what is decided by layer, "
-        "and its notes. Several plans are shown as the set that they make for pooch run. With --picture, who holds the "
-        "in-core peak of a profile is drawn, layer by layer, or what a plan decides. Runs on any machine."
+        "Reads a file of pooch profile, pooch plan or pooch run -o. Shows its model, inputs and device, the machine "
+        "and versions that made it, peaks, budget and times, decisions by layer, and notes. Several plans are shown "
+        "as a set, as pooch run uses them. --picture draws what holds the in-core peak of a profile, layer by layer, "
+        "or the decisions of a plan. Runs on any machine."
     )
     examples = """\
   pooch show plan.json
@@ -61,7 +61,7 @@ class ShowVerb(Verb):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("files", metavar="FILE", nargs="+", help="profile, plan or run; or several plans of a set")
+        parser.add_argument("files", metavar="FILE", nargs="+", help="profile, plan or run; or several plans as a set")
         parser.add_argument(
             "--layers",
             type=at_least(0),
@@ -130,10 +130,10 @@ class DiffVerb(Verb):
 
     name = "diff"
     description = (
-        "Of two plans: budget, predicted peak and step, the values that are decided about differently, and the points "
-        "at which other things happen. Of two profiles: the step, the machine, memory and times. Of a plan and the "
-        "file of pooch run -o: promised and found, and at which point, in which layer, a step left the plan. Exit "
-        "codes are those of diff: 0 the same, 1 they differ (a run: it left the plan, its budget or the in-core bits), "
+        "Compares two plans: budget, predicted peak and step, values with different decisions, and points with "
+        "different actions. Or two profiles: the step, the machine, memory and times. Or a plan and a file of pooch "
+        "run -o: predicted and measured figures, and the point and layer at which a step diverged. Exit codes are "
+        "those of diff: 0 the same, 1 different (a run: it diverged, exceeded its budget or lost the in-core bits), "
         "2 trouble."
     )
     examples = """\
@@ -146,7 +146,7 @@ class DiffVerb(Verb):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("first", metavar="A", help="plan, profile, or run")
-        parser.add_argument("second", metavar="B", help="the same, or a run of plan A")
+        parser.add_argument("second", metavar="B", help="a file of the same kind, or a run of plan A")
         parser.add_argument(
             "--rows",
             type=at_least(1),
@@ -189,9 +189,9 @@ class SimulateVerb(Verb):
 
     name = "simulate"
     description = (
-        "Simulates the profiled step under the plan, as planning does, and shows its time, its peak and what the "
-        "overhead consists of, by layer, and who holds the peak. With --trace it is also written op by op, for "
-        "Perfetto. Runs on any machine."
+        "Simulates the profiled step under the plan, as the planner does. Shows its time and its peak, the causes of "
+        "the overhead by layer, and what holds the peak. --trace also writes it op by op for Perfetto. Runs on any "
+        "machine."
     )
     examples = """\
   pooch simulate profile.json plan.json
@@ -213,7 +213,7 @@ class SimulateVerb(Verb):
         parser.add_argument(
             "--picture",
             metavar="FILE.png",
-            help="draw who holds the peak: bytes by layer and kind",
+            help="draw what holds the peak: bytes by layer and kind",
         )
 
     def run(self) -> dict[str, Any]:

@@ -30,11 +30,11 @@ class DoctorVerb(Verb):
 
     name = "doctor"
     description = (
-        "Looks at threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
-        "machine, torch, CUDA and CuPy, the solvers and what is compiled on first use (the evaluator of plans and the "
-        "allocator); each line is ok, warning or missing, and says what to do. With WORKLOAD it is built, and its "
-        "model is looked at: train mode, compiled parts, activation checkpointing, optimizer, and whether the in-core "
-        "step fits. Exit code 1: something needed is missing."
+        "Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the "
+        "machine, torch, CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's "
+        "evaluator and the allocator). Each line is ok, warning or missing, and says what to do. WORKLOAD is built, "
+        "and its model is checked: train mode, compiled parts, activation checkpointing, optimizer, and whether the "
+        "in-core step fits. Exit code 1: something needed is missing."
     )
     examples = """\
   pooch doctor unet3d --spill-dir /scratch
@@ -45,9 +45,9 @@ class DoctorVerb(Verb):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workload", metavar="WORKLOAD", nargs="?", help="as of pooch profile (default: none)")
+        parser.add_argument("workload", metavar="WORKLOAD", nargs="?", help="as in pooch profile (default: none)")
         add_workload_arguments(parser)
-        parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as of pooch profile")
+        parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N, as in pooch profile")
         add_spill_dir(parser)
         parser.add_argument(
             "--build", action="store_true", help="build evaluator and allocator now (default: on their first use)"
@@ -83,10 +83,10 @@ class LinkVerb(Verb):
 
     name = "link"
     description = (
-        "Copies buffers of 64 KiB to 1 GiB out and back in, alone, together and beside compute; on CUDA pinned "
-        "ones, and pageable ones to compare. On the CPU device the "
-        "host tier is a spill file, which is written once before. The result is kept in the user's cache folder, by "
-        "device, disk, throttle and torch version, and is shown from there the next time."
+        "Copies buffers of 64 KiB to 1 GiB out and back in: alone, together and beside compute. On CUDA the buffers "
+        "are pinned; pageable ones are measured for comparison. On the CPU the host tier is a spill file, which is "
+        "written once before. The result is kept in the user's cache folder, by device, disk, throttle and torch "
+        "version. The next call shows it from there."
     )
     examples = """\
   pooch link --spill-dir /scratch
@@ -98,8 +98,8 @@ class LinkVerb(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
         add_spill_dir(parser)
-        parser.add_argument("--throttle", metavar="RATE", help="hold copies to a rate such as 400MB/s")
-        parser.add_argument("--refresh", action="store_true", help="measure again what is in the cache")
+        parser.add_argument("--throttle", metavar="RATE", help="limit copies to a rate such as 400MB/s")
+        parser.add_argument("--refresh", action="store_true", help="measure again instead of using the cache")
 
     def run(self) -> dict[str, Any]:
         options = self.options

@@ -18,7 +18,7 @@ MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none;
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """``WORKLOAD``, as every verb that builds one takes it."""
-    forms = "name of a config that ships (unet3d), TOML, package.module:function, file.py:function or model.onnx"
+    forms = "name of a shipped config (unet3d), TOML file, package.module:function, file.py:function or model.onnx"
     parser.add_argument("workload", metavar="WORKLOAD", help=forms)
 
 
@@ -33,7 +33,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type="loss={}".format,
         metavar="LOSS",
-        help="of an ONNX file: mse, cross-entropy or file.py:function; the same as --set loss=LOSS",
+        help="loss of an ONNX model: mse, cross-entropy or file.py:function; the same as --set loss=LOSS",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of all generators (default: 0)")
 
@@ -45,13 +45,13 @@ def add_spill_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arena_argument(parser: argparse.ArgumentParser) -> None:
-    """``--arena``, of what plans."""
+    """``--arena``, for verbs that plan."""
     parser.add_argument(
         "--arena",
         choices=("auto", "on", "off"),
         default="auto",
-        help="whether the budget is on one arena for the step together with what lies outside it, and not on the peak "
-        "alone (default: auto, which is on for a CPU profile that was taken with the compiled allocator)",
+        help="whether the budget covers one arena for the step and everything outside it, instead of the peak alone "
+        "(default: auto, which is on for a CPU profile that was taken with the compiled allocator)",
     )
 
 
@@ -69,7 +69,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--margin",
         metavar="SIZE",
-        help=f"part of --device-memory left to the CUDA context and to fragmentation (default: {DEFAULT_MARGIN})",
+        help=f"part of --device-memory left for the CUDA context and fragmentation (default: {DEFAULT_MARGIN})",
     )
     group.add_argument(
         "--compute-scale",
@@ -164,7 +164,7 @@ def add_search_arguments(parser: argparse.ArgumentParser, *, is_counted: bool = 
             "--evaluations",
             type=at_least(1),
             metavar="N",
-            help="simulations of each search in place of seconds: no clock decides, the same call makes the same plan",
+            help="simulations of each search instead of seconds, which makes the plan repeatable",
         )
     parser.add_argument(
         "--gap",
@@ -175,7 +175,7 @@ def add_search_arguments(parser: argparse.ArgumentParser, *, is_counted: bool = 
     parser.add_argument(
         "--max-gap",
         metavar="SHARE",
-        help="exit code 4 where a step is not proven within this share, such as 1%%; what was found is written "
+        help="exit code 4 if a step is not proven within this share, such as 1%%; the plan is written all the same "
         "(default: any gap is success)",
     )
 

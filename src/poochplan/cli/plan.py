@@ -46,10 +46,10 @@ class PlanVerb(Verb):
 
     name = "plan"
     description = (
-        "Finds the cheapest plan for the profiled step whose simulated peak is within the budget, and says what it "
-        "will cost, and how near that is proven to be to the best there is. Runs on any machine. Exit code 3: nothing "
-        "fits, and the smallest feasible budget is named. Exit code 4: the plan was written, but its gap is above "
-        "--max-gap, or Ctrl-C ended the search."
+        "Finds the plan with the shortest step whose simulated peak is within the budget. Shows its cost, and its "
+        "gap to the proven bound. Runs on any machine. Exit code 3: no plan fits, and the message names the smallest "
+        "budget that has one. Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C ended the "
+        "search."
     )
     examples = """\
   pooch plan profile.json --budget 60% -o plan.json
@@ -79,13 +79,13 @@ class PlanVerb(Verb):
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")
         add_search_arguments(parser)
         parser.add_argument(
-            "--seed", type=at_least(0), default=0, metavar="N", help="of the search's random walks (default: 0)"
+            "--seed", type=at_least(0), default=0, metavar="N", help="seed of the search's random walks (default: 0)"
         )
         parser.add_argument(
             "--threads",
             type=at_least(1),
             metavar="N",
-            help="with 2, one proves the lower bound while the other searches (default: 2; 1 with --evaluations)",
+            help="threads of the search; with 2, one of them proves the bound (default: 2; 1 with --evaluations)",
         )
         parser.add_argument("--host-budget", metavar="SIZE", help="most bytes swapped to the host (default: no limit)")
         parser.add_argument(
@@ -99,7 +99,7 @@ class PlanVerb(Verb):
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
         )
-        parser.add_argument("--picture", metavar="FILE.png", help="draw what is decided: a strip of layers")
+        parser.add_argument("--picture", metavar="FILE.png", help="draw the decisions: a strip of layers")
         add_arena_argument(parser)
         add_machine_arguments(parser)
 

@@ -36,13 +36,13 @@ class ProfileVerb(Verb):
 
     name = "profile"
     description = (
-        "Runs the workload's training step a few times and writes a profile: every op with its time, every saved value "
-        "with its lifetime, the in-core peak, and what the link costs in both directions. A step that does not fit "
-        "in-core swaps every saved value meanwhile. WORKLOAD is the name of a config that ships, such as unet3d, or a "
-        "TOML, package.module:function or path/to/file.py:function. With --mode fake the step runs without memory and "
-        "data, so that one that fits no machine can be planned; each distinct op is then timed by itself on this "
-        "machine, or durations and link are those of --roofline. With --inference it is the forward pass alone, in "
-        "eval and without gradients, as poochplan.arena(model) serves it."
+        "Runs the workload's training step a few times and writes a profile: the time of every op, the lifetime of "
+        "every saved value, the in-core peak, and the link in both directions. If the step does not fit in-core, "
+        "every saved value is swapped meanwhile. WORKLOAD is the name of a shipped config, such as unet3d, or a TOML "
+        "file, package.module:function or path/to/file.py:function. With --mode fake the step runs without memory "
+        "and data, so that a step that fits on no machine can be planned. Each distinct op is then timed by itself "
+        "on this machine, or --roofline gives durations and link. --inference profiles the forward pass alone, in "
+        "eval mode and without gradients, as poochplan.arena(model) runs it."
     )
     examples = """\
   pooch profile unet3d -o profile.json
@@ -66,9 +66,9 @@ class ProfileVerb(Verb):
             "--mode",
             choices=MODES,
             default="auto",
-            help="run: the real step, in-core; swap-all: the real step, every saved value on the host, for one "
-            "that does not fit; auto: run where it fits, else swap-all, and fake with --roofline; "
-            "fake: without memory, each op timed by itself or by --roofline (default: auto)",
+            help="run: the real step, in-core; swap-all: the real step with every saved value on the host, for a step "
+            "that does not fit; fake: without memory, each op timed by itself or by --roofline; "
+            "auto: run if the step fits, otherwise swap-all, and fake with --roofline (default: auto)",
         )
         parser.add_argument(
             "--roofline",
@@ -82,35 +82,35 @@ class ProfileVerb(Verb):
             help="timed steps; medians are stored (default: 5; mode fake times none)",
         )
         parser.add_argument(
-            "--warmup", type=at_least(0), default=2, metavar="N", help="steps before those (default: 2)"
+            "--warmup", type=at_least(0), default=2, metavar="N", help="steps before the timed ones (default: 2)"
         )
         parser.add_argument(
             "--inference",
             action="store_true",
-            help="the forward pass alone, in eval and without gradients: its peaks, and its layout in one arena",
+            help="the forward pass alone, in eval mode and without gradients: its peaks, and its layout in one arena",
         )
         add_spill_dir(parser)
         parser.add_argument(
             "--throttle",
             metavar="RATE",
-            help="on the CPU: hold copies to a rate such as 400MB/s, here and in runs of its plans",
+            help="on the CPU: limit copies to a rate such as 400MB/s, here and in runs of its plans",
         )
         parser.add_argument(
             "--cached-link",
             action="store_true",
-            help="take the link that `pooch link` has measured; measure it where it has not",
+            help="use the link that `pooch link` has measured; measure it if there is none",
         )
         parser.add_argument(
             "--accumulate",
             action="store_true",
-            help="your loop has no zero_grad between these steps: gradients are already there in forward",
+            help="your loop has no zero_grad between these steps, so gradients exist already in forward",
         )
         parser.add_argument(
             "--top",
             type=at_least(0),
             default=0,
             metavar="N",
-            help="show the N layers that save most, and what swapping (out and back in) or recomputing them costs",
+            help="show the N layers that save the most bytes, and the cost of swapping or recomputing them",
         )
 
     def run(self) -> dict[str, Any]:

@@ -49,12 +49,12 @@ class RunVerb(Verb):
 
     name = "run"
     description = (
-        "Builds the workload, runs training steps under the plan, and sets measured peak and step time beside the "
-        "predicted ones. With --check the same steps also run in-core from the same seed, and the loss, every "
-        "gradient, every buffer and every parameter of each step must be bitwise equal (exit code 1 if not). Step "
-        "times are medians over --timed further steps, which are neither metered nor compared. Exit code 5: a metered "
-        "step took more than the budget; 6: steps left their plan. With --compile the model is compiled by Inductor, "
-        "the plan inside its graphs (CPU, a C++ compiler)."
+        "Builds the workload, runs training steps under the plan, and compares measured peak and step time with the "
+        "predicted ones. With --check the same steps also run in-core from the same seed. Loss, gradients, buffers "
+        "and parameters of each step must then be bitwise equal (exit code 1 if not). The step time is the median "
+        "over --timed further steps, which are neither metered nor compared. Exit code 5: a metered step exceeded "
+        "the budget. Exit code 6: steps diverged from the plan. With --compile Inductor compiles the model with the "
+        "plan inside its graphs (CPU, with a C++ compiler)."
     )
     force_help = "overwrite output files that exist, and run a plan whose times are a roofline's"
     examples = """\
@@ -77,11 +77,11 @@ class RunVerb(Verb):
             dest="plans",
             action="append",
             metavar="FILE",
-            help="file that pooch plan wrote; repeatable, each step then follows the plan for its inputs",
+            help="file that pooch plan wrote; repeatable: each step then follows the plan for its inputs",
         )
         _add_compile_arguments(parser)
         parser.add_argument(
-            "-o", "--output", metavar="FILE", help="JSON to write: what was found, and where steps left it"
+            "-o", "--output", metavar="FILE", help="JSON to write: the measurements, and where steps diverged"
         )
         parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="metered steps (default: 3)")
         parser.add_argument(
@@ -91,31 +91,31 @@ class RunVerb(Verb):
         parser.add_argument(
             "--certificate",
             metavar="FILE.json",
-            help="with --check: write digests of what each step left in-core and under the plan, versions and flags",
+            help="with --check: write digests of the results of each step, in-core and planned, versions and flags",
         )
         add_workload_arguments(parser)
         parser.add_argument(
-            "--cap", action="store_true", help="on CUDA: let the allocator take no more than the budget"
+            "--cap", action="store_true", help="on CUDA: limit the allocator to the budget and --margin"
         )
         parser.add_argument(
             "--margin",
             metavar="SIZE",
-            help=f"with --cap: so much above the budget (default: {DEFAULT_MARGIN})",
+            help=f"with --cap: bytes above the budget (default: {DEFAULT_MARGIN})",
         )
         parser.add_argument(
             "--arena",
             choices=("auto", "on", "off"),
             default="auto",
-            help="on the CPU: serve the blocks of planned steps from one arena, as the plan lays them out. auto: where "
-            "it is within the budget and there is a C++ compiler; on: or an error (default: auto)",
+            help="on the CPU: planned steps allocate from one arena. auto: if it is within the budget and there is a "
+            "C++ compiler; on: always, or an error; off: never (default: auto)",
         )
         add_spill_dir(parser)
         parser.add_argument(
             "--on-divergence",
             choices=("warn", "error"),
             default="warn",
-            help="when a step is not the profiled one: warn and swap everything from there on, or end with an error "
-            "(default: warn)",
+            help="if a step differs from the profiled one: warn and swap everything from there on, or end with an "
+            "error (default: warn)",
         )
         parser.add_argument(
             "--timeline", metavar="FILE.png", help="draw the planned step: streams and memory over time"
@@ -123,12 +123,12 @@ class RunVerb(Verb):
         parser.add_argument(
             "--trace",
             metavar="FILE.json",
-            help="measure one step more, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing",
+            help="measure one more step, op by op, and write it for Perfetto (ui.perfetto.dev) or chrome://tracing",
         )
         parser.add_argument(
             "--picture",
             metavar="FILE.png",
-            help="measure one step more, op by op, and draw its live memory against the predicted one, and who holds "
+            help="measure one more step, op by op, and draw its live memory, the predicted one, and what holds "
             "the peak",
         )
         parser.add_argument(
@@ -302,20 +302,20 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the model by Inductor with the plan inside its graphs; with --check the same model compiled "
-        "without a plan is the in-core one",
+        help="compile the model by Inductor with the plan inside its graphs; --check then compares with the same model "
+        "compiled without a plan",
     )
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="with --compile, in place of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
+        help="with --compile, instead of --plan: profile and plan first, within bytes such as 8GiB, or a share of "
         "the compiled in-core peak such as 60%%",
     )
     parser.add_argument(
         "--iterations",
         type=at_least(1),
         metavar="N",
-        help="with --compile and --budget: timed steps of each profile (default: 2 of the step as it is, then 3)",
+        help="with --compile and --budget: timed steps of each profile (default: 2 without a plan, then 3)",
     )
     parser.add_argument(
         "--time-limit",
@@ -325,7 +325,7 @@ def _add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --compile and --budget: seconds of the plan's search (default: 30)",
     )
     parser.add_argument(
-        "--save-plan", metavar="FILE", help="with --compile and --budget: JSON to write, for --compile --plan FILE"
+        "--save-plan", metavar="FILE", help="with --compile and --budget: plan to write, for --compile --plan FILE"
     )
 
 

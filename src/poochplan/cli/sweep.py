@@ -35,9 +35,9 @@ class SweepVerb(Verb):
 
     name = "sweep"
     description = (
-        "Plans the profiled step for each budget with each policy, several at a time, and judges all of them by the "
-        "same simulator. A policy that finds no plan within a budget gets a row that says so, with the peak it came "
-        "down to. Interrupted, it writes the rows that are finished. Runs on any machine."
+        "Plans the profiled step for each budget with each policy, several at a time, and judges all plans by the "
+        "same simulator. A policy without a plan within a budget gets a row that says so, with the smallest peak it "
+        "reached. If interrupted, it writes the finished rows. Runs on any machine."
     )
     examples = """\
   pooch sweep profile.json -o sweep.csv --png sweep.png
@@ -58,7 +58,7 @@ class SweepVerb(Verb):
             type=at_least(2),
             default=9,
             metavar="N",
-            help="budgets, evenly from the smallest that has a plan to the in-core peak (default: 9)",
+            help="number of budgets, evenly from the smallest that has a plan to the in-core peak (default: 9)",
         )
         parser.add_argument("--policies", metavar="NAMES", help="with commas: ilp,greedy (default: all)")
         parser.add_argument("--solver", metavar="NAME", help="a PuLP solver (default: HiGHS, or CBC without it)")

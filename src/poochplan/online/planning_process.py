@@ -20,7 +20,7 @@ import msgspec
 
 PR_SET_PDEATHSIG = 1
 LEAST_PRIORITY = 10
-GAP = 0.01
+GAP = 0.02
 """The search ends within this of the proven bound: the loop needs the processors."""
 
 
