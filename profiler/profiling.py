@@ -36,10 +36,10 @@ from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.handle_cost import keeping, measured_on, runtime_cost, with_handles
 from poochplan.profiler.trials.host_store import HostedCapture, HostStore
 from poochplan.runtime.allocator.library import build, fresh_memory
-from poochplan.runtime.arena.known_steps import RepeatedStep
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir
+from poochplan.runtime.known_steps import RepeatedStep
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
 from poochplan.tensors.storages import static_keys

@@ -14,7 +14,7 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.live.watch import Watch
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
-from poochplan.runtime.arena.known_steps import RepeatedStep
+from poochplan.runtime.known_steps import RepeatedStep
 
 
 class Runner:

@@ -17,10 +17,10 @@ import torch
 from poochplan.errors import AllocatorError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.runtime.allocator.library import why_unavailable
-from poochplan.runtime.arena.known_steps import Kind, KnownStep, KnownSteps
-from poochplan.runtime.arena.served_runs import Pack, ServedRuns
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.known_steps import Kind, KnownStep, KnownSteps
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.runtime.served_runs import Pack, ServedRuns
 
 from .run_report import ArenaReport, StepReport, arena_report
 

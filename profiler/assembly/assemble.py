@@ -28,8 +28,8 @@ from poochplan.formats.profile import (
     preset_link,
 )
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.allocations.op_blocks import stray_values
 from poochplan.profiler.capture.capture import Capture
+from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
 from poochplan.tensors.signatures import kernel_switches

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Value
-from poochplan.profiler.allocations.op_blocks import temporary
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
+from poochplan.profiler.capture.op_blocks import temporary
 
 UNWRITTEN = "leaves some of its bytes unwritten"
 """Ends the reason why what such an op bears is not replayed."""

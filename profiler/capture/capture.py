@@ -21,10 +21,10 @@ import torch
 from poochplan.errors import StepError
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.allocations.op_blocks import Stray
-from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.assembly.reconcile import Floats
-from poochplan.profiler.backward.node_hooks import Gradients, Stretches
+from poochplan.profiler.capture.node_hooks import Gradients, Stretches
+from poochplan.profiler.capture.op_blocks import Stray
+from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.deferred_unpack import deferring

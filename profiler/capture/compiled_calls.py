@@ -16,9 +16,9 @@ import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.allocations.op_blocks import Taker
-from poochplan.profiler.allocations.workspace import Workspace
-from poochplan.profiler.backward.node_hooks import Gradients
+from poochplan.profiler.capture.node_hooks import Gradients
+from poochplan.profiler.capture.op_blocks import Taker
+from poochplan.profiler.capture.workspace import Workspace
 from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of

@@ -14,7 +14,7 @@ import torch
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.backward.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
+from poochplan.profiler.capture.node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.modes import ToggledMode

@@ -31,9 +31,9 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.formats.profile import Memory
-from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import (
     GeneratorStates,

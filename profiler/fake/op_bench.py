@@ -25,9 +25,9 @@ import torch
 from poochplan.formats.files import cache_folder, read_cache, write_cache
 from poochplan.formats.profile import Device, Memory, OpBlock
 from poochplan.formats.profile_parts import Bytes, Seconds
-from poochplan.profiler.allocations.op_blocks import taken_in
 from poochplan.profiler.assembly.assemble import processor_name
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
+from poochplan.profiler.capture.op_blocks import taken_in
 from poochplan.profiler.step.preserve import GeneratorStates, restored
 from poochplan.runtime.allocator.library import AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import step_scope

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
-from poochplan.profiler.backward.node_hooks import Gradients
-from poochplan.profiler.backward.node_ops import NodeOps
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.captured import CapturedValue
+from poochplan.profiler.capture.node_hooks import Gradients
+from poochplan.profiler.capture.node_ops import NodeOps
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment

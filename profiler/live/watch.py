@@ -15,8 +15,8 @@ import torch
 from poochplan.errors import named_line
 from poochplan.formats.profile import Phase
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
-from poochplan.profiler.backward.node_hooks import NodeListener
 from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.capture.node_hooks import NodeListener
 from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together

@@ -25,8 +25,8 @@ from poochplan.formats.files import package_version
 from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.profiler.assembly.assemble import model_notes, this_host
-from poochplan.profiler.backward.node_hooks import name_of, nodes_behind
 from poochplan.profiler.capture.clock import clock_of
+from poochplan.profiler.capture.node_hooks import name_of, nodes_behind
 from poochplan.profiler.fake.fake_profile import needed_without_memory
 from poochplan.profiler.real import Runner
 from poochplan.runtime.allocator.library import ALLOCATOR

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from poochplan.formats.occupancy import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, Bar, MemoryCurve, StepTrace
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Phase
@@ -26,7 +27,6 @@ from poochplan.runtime.devices.device import CudaStopwatch, Event
 from poochplan.runtime.devices.opening import model_device
 from poochplan.runtime.devices.pinned import Part, PinnedMemory
 from poochplan.runtime.session import Session
-from poochplan.step_trace import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, Bar, MemoryCurve, StepTrace
 from poochplan.tensors.modes import ToggledMode, around_compiled
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 import poochplan
 from poochplan.errors import OutputExistsError
+from poochplan.formats.occupancy import COMPUTE, STEP, Bar, MemoryCurve, StepTrace
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak
 from poochplan.planner.sweep import sweep
 from poochplan.report.frontier import draw_frontier, frontier_of
 from poochplan.report.pictures import draw_decisions, draw_peak, draw_step_memory, step_memory_of, write_picture
 from poochplan.report.timeline import predicted_trace
-from poochplan.step_trace import COMPUTE, STEP, Bar, MemoryCurve, StepTrace
 from tests.cli.conftest import Pooch
 
 

@@ -13,11 +13,11 @@ import pytest
 
 import poochplan
 from poochplan.errors import OutputExistsError
+from poochplan.formats.occupancy import TRACKS
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory
 from poochplan.report.tables import simulate_plan
 from poochplan.report.timeline import predicted_trace, write_trace
-from poochplan.step_trace import TRACKS
 from tests.cli.trace_reader import Trace, read_trace
 from tests.runtime.random_plans import random_plan
 

@@ -202,8 +202,8 @@ def test_without_cupy_a_plan_trains_exactly(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_ops_workspace_is_in_the_profile() -> None:
     from poochplan.formats.profile import Phase
-    from poochplan.profiler.allocations.workspace import CudaWorkspace
     from poochplan.profiler.capture.captured import CapturedOp
+    from poochplan.profiler.capture.workspace import CudaWorkspace
 
     meter, op = CudaWorkspace(WHERE), CapturedOp("op", "", Phase.FORWARD)
     meter.begin()

@@ -22,11 +22,11 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Phase
-from poochplan.profiler.allocations.workspace import Workspace
-from poochplan.profiler.backward.node_hooks import NodeListener
-from poochplan.profiler.backward.node_ops import NodeOps
 from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.node_hooks import NodeListener
+from poochplan.profiler.capture.node_ops import NodeOps
 from poochplan.profiler.capture.timing import NodeTimes
+from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.session import Session

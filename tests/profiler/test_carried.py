@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poochplan.profiler.allocations.op_blocks import Event, Taker, carried_in, taken_in
+from poochplan.profiler.capture.op_blocks import Event, Taker, carried_in, taken_in
 from poochplan.runtime.allocator.library import BIRTH, DEATH, MARK
 
 

@@ -14,7 +14,7 @@ from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
-from poochplan.profiler.allocations.op_blocks import (
+from poochplan.profiler.capture.op_blocks import (
     BEGINS,
     ENDS,
     POINT,

@@ -14,9 +14,9 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.profile import Memory, Phase, Profile
-from poochplan.profiler.allocations.workspace import Workspace, workspace_of
 from poochplan.profiler.capture import capture as capturing
 from poochplan.profiler.capture.captured import CapturedOp
+from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.runtime.allocator.library import why_unavailable
 from poochplan.runtime.metering.allocated import joined_count
 from tests.runtime.nets import LINK

@@ -11,8 +11,8 @@ from torch import nn
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
-from poochplan.profiler.allocations.workspace import Workspace
 from poochplan.profiler.capture import capture as capturing
+from poochplan.profiler.capture.workspace import Workspace
 from tests.live_bytes import LiveBytes
 from tests.runtime.nets import LINK, equal, snapshot
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from poochplan.formats.occupancy import COMPUTE, STEP, MemoryCurve, StepTrace
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.peak import PeakExplanation, explain_peak
-from poochplan.step_trace import COMPUTE, STEP, MemoryCurve, StepTrace
 from poochplan.units import format_bytes, share_of_peak
 
 from .palette import (

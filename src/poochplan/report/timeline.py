@@ -15,12 +15,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poochplan.formats.files import write_atomic
-from poochplan.formats.occupancy import live_bytes, static_bytes
+from poochplan.formats.occupancy import (
+    COMPUTE,
+    IN_LINK,
+    OUT_LINK,
+    STEP,
+    THREAD,
+    TRACKS,
+    Bar,
+    MemoryCurve,
+    StepTrace,
+    live_bytes,
+    static_bytes,
+)
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
 from poochplan.peak import simulate_plan
 from poochplan.planner.simulator.streams import Lane
-from poochplan.step_trace import COMPUTE, IN_LINK, OUT_LINK, STEP, THREAD, TRACKS, Bar, MemoryCurve, StepTrace
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
 from .palette import BLUE, INK, LEFT, PURPLE, QUIET, byte_unit, legend, new_figure, plain_axes, title

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from poochplan.profiler.capture.clock import Clock
 from poochplan.torch_private.compiler_internals import is_compiled_backward
+
+from .clock import Clock
 
 Gradients = Sequence[torch.Tensor | None]
 

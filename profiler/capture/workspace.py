@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory
-from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.runtime.allocator.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.compiled_code import CpuMeter
 
+from .captured import CapturedOp
 from .op_blocks import BEGINS, ENDS, POINT, Stray, Taker, carried_in, events_by_op, passing_bytes, strays_in, taken_in
 
 

@@ -16,15 +16,15 @@ import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
-from poochplan.profiler.allocations.op_blocks import Taker
-from poochplan.profiler.allocations.workspace import Workspace
-from poochplan.profiler.capture.captured import CapturedOp, Lifetimes, shapes_of
-from poochplan.profiler.capture.clock import Clock
+from poochplan.profiler.capture.op_blocks import Taker
+from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census
 from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
 
+from .captured import CapturedOp, Lifetimes, shapes_of
+from .clock import Clock
 from .node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
 
 Edge = tuple[Any, int]
