@@ -55,31 +55,31 @@ def plan(
 
     Parameters
     ----------
-    profile: the step to plan, as :func:`poochplan.profile` measured it.
+    profile: the step to plan, measured by :func:`poochplan.profile`.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
     solver: a solver that PuLP finds; HiGHS by default.
-    time_limit_s: planning ends after this. A search waits for an evaluator that is being built, on a machine's first
-        use, for at most :data:`BUILD_SHARE` of it; the simulator in plain Python then stands in until that is there.
-    gap: the search also ends when the step is within this of the proven bound.
-    threads: with 2 (the default) one improves the bound while the other searches; each more is one more that searches.
+    time_limit_s: planning ends after this time. On the first use on a machine a search waits for the evaluator's
+        build, for at most :data:`BUILD_SHARE` of it; until then the plain Python simulator is used.
+    gap: the search also ends when the step is within this share of the proven bound.
+    threads: with 2 (the default) one improves the bound while the other searches; further ones search too.
     host_budget: most bytes swapped out (bytes, or text; 0 for recomputing alone); no limit by default.
-    evaluations: counts simulations in place of ``time_limit_s``, with one thread: the same arguments then give the same
-        plan, to the bit, however fast or busy the machine is.
+    evaluations: counts simulations instead of ``time_limit_s``, with one thread. The same arguments then give the
+        same plan, to the bit, on a machine of any speed and load.
     seed: of the random walks.
     workload: replaces the profile's name of the workload.
-    policy: any but ``"ilp"`` decides alone: no solver, no local search, no bound.
-    watch: is told now and then how far the search is.
-    keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, in place of an exception.
-    arena: whether the budget is on one arena for what the step takes, together with what lies outside it
-        (``Plan.prediction.arena_peak_bytes``), and not on the peak alone. ``"auto"``: of a profile of a CPU whose
-        allocator told what ops take, and where such a plan is found; the plan's notes tell where none was.
+    policy: one other than ``"ilp"`` is used alone: no solver, no local search, no bound.
+    watch: is called from time to time with the state of the search.
+    keep_interrupted: an interrupt (Ctrl-C) ends the search with the best plan so far, instead of an exception.
+    arena: whether the budget covers one arena for the step and everything outside it
+        (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
+        bytes, and if such a plan is found; the plan's notes say if there is none.
 
     Raises
     ------
     InfeasibleError
         No plan fits, or not the policy's; it names the smallest budget that has a plan.
     UsageError
-        The budget cannot be read, the solver is not there, the policy is unknown, or ``evaluations`` come with more
+        The budget is invalid, the solver is not there, the policy is unknown, or ``evaluations`` is used with more
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
@@ -110,9 +110,9 @@ def plan(
 
 
 def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
-    """Bytes of the smallest budget that has a plan: what some moment of the step needs at once, with every value away
-    that can be; where ``arena`` is ``"on"``, with the arena of that (see :func:`plan`). ``pooch plan --min`` plans for
-    it, and the error about a smaller budget names it. A step of blocks that are too small to count has 1.
+    """Bytes of the smallest budget that has a plan: the most that any moment of the step needs, with every movable
+    value away. With ``arena="on"``, including the arena of that plan (see :func:`plan`). ``pooch plan --min`` plans
+    for it, and the error about a smaller budget names it. A step of blocks that are too small to count has 1.
     """
     problem = build_problem(profile)
     if arena == "on":

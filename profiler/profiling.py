@@ -79,50 +79,50 @@ def profile(
     Parameters
     ----------
     step: runs forward and returns the scalar loss; the profiler calls backward and the optimizer. With
-        ``backward="inside"`` it does all of that itself, as the body of a loop does, and what it returns is not used.
-    model: whose parameters and buffers the plan leaves alone, and whose modules give ops their layers.
+        ``backward="inside"`` the step does all of that itself, like the body of a loop, and its result is not used.
+    model: the plan does not move its parameters and buffers, and its modules give ops their layers.
     optimizer: stepped in every iteration, so that its state is part of the memory. Optional.
-    backward: who calls it. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and ``"auto"``; steps are profiled where
-        they happen, as :func:`poochplan.auto` does it, so that ``iterations``, ``warmup`` and ``accumulate`` have no
-        part. The step runs some ten times, until each of its parts has been seen enough.
-    device: ``"cpu"`` or ``"cuda"``, where the model is; by default the one on which its parameters are.
-    mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host, for
-        a step that does not fit; step times are those of swapping steps, less the time of swapping. ``"auto"`` is
-        ``"run"`` where the in-core step fits and else ``"swap-all"``, and with ``roofline`` it is ``"fake"``.
-        ``"fake"`` runs the step without memory and without data, so that one that fits nowhere can be planned; nothing
-        is verified, and ``iterations`` has no part. Each distinct op is timed by itself on tensors of its own (and
-        remembered in the user's cache folder); with ``roofline``, that gives the durations and the link, and
-        ``spill_dir`` and ``throttle`` have no part. A model too large to build is built inside
+    backward: who calls it. ``"inside"`` is for modes ``"run"``, ``"swap-all"`` and ``"auto"``. Steps are then
+        profiled as they run, like in :func:`poochplan.auto`, and ``iterations``, ``warmup`` and ``accumulate`` are
+        not used. The step runs about ten times, until each of its parts is measured.
+    device: ``"cpu"`` or ``"cuda"``, where the model is; by default that of its parameters.
+    mode: ``"run"`` measures the real step, in-core. ``"swap-all"`` measures it with every saved value on the host,
+        for a step that does not fit; step times are those of swapping steps, minus the time of swapping. ``"auto"``
+        is ``"run"`` if the in-core step fits and otherwise ``"swap-all"``; with ``roofline`` it is ``"fake"``.
+        ``"fake"`` runs the step without memory and data, so that a step that fits on no machine can be planned;
+        nothing is verified, and ``iterations`` is not used. Each distinct op is timed by itself (and cached in the
+        user's cache folder). With ``roofline``, that gives the durations and the link, and ``spill_dir`` and
+        ``throttle`` are not used. A model too large to build is built inside
         :func:`poochplan.profiler.fake.fake.building`.
     roofline: ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or ``"FLOPS,BYTES"`` per
         second; for mode ``"fake"`` (or ``"auto"``).
-    workload: a name to find the profile by.
-    iterations: steps that are timed by PyTorch alone, as many as planned steps run, and as many with each op timed; 5
-        by default.
+    workload: the profile's name.
+    iterations: number of steps timed by PyTorch alone, timed as planned steps run, and timed op by op; 5 each by
+        default.
     warmup: steps before anything is measured; at least one, since the first step makes the optimizer's state.
-    accumulate: gradients of the step before are still there in forward (no ``zero_grad`` between steps).
-    also: what lives beside the step and the profiler cannot see, since no op of the step meets it: a data set, an
+    accumulate: gradients of the previous step still exist in forward (no ``zero_grad`` between steps).
+    also: memory outside the step that the profiler cannot find, because no op of the step uses it: a data set, an
         average of the weights, the model that wraps this one for data-parallel training (its buckets count), another
         model and its optimizer. Modules, tensors, optimizers, containers of these, and objects that hold some in
         attributes.
-    spill_dir, throttle: where to spill (see :func:`poochplan.apply`) and the rate, such as ``"400MB/s"``, that each
-        direction is held to, here and later in the session; for the CPU device.
-    link: take this link as measured instead of measuring it.
+    spill_dir, throttle: where to spill (see :func:`poochplan.apply`), and a limit such as ``"400MB/s"`` for each
+        direction, here and later in the session; for the CPU device.
+    link: use this link instead of measuring it.
     progress: called with a line of text at each stage.
 
-    The model, its gradients, the optimizer and the generators are afterwards as they were before. Warns when the model
-    was in eval mode, and when later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.reconcile`).
+    The model, its gradients, the optimizer and the generators are restored afterwards. Warns if the model
+    is in eval mode, and if later steps contradict the timed ones (:mod:`poochplan.profiler.assembly.reconcile`).
 
     Raises
     ------
     StepError
-        ``step`` returns no scalar that requires gradients, or one that depends on no parameter; or it calls backward,
-        takes gradients or steps the optimizer itself; or its timed steps say nothing, twice
-        (:func:`poochplan.profiler.assembly.reconcile.steady`);
-        in mode ``"fake"`` also: it needs a tensor's content, or something is compiled.
+        ``step`` returns no scalar that requires gradients, or one that depends on no parameter. Or it calls
+        backward, takes gradients or steps the optimizer itself. Or its times are doubtful, twice
+        (:func:`poochplan.profiler.assembly.reconcile.steady`). In mode ``"fake"`` also: it needs a tensor's
+        content, or something is compiled.
     UsageError
-        An argument is not what it should be, the model is not on the device, or there is no such device; or there is
-        an open session on this thread, or one for this model; or the optimizer's step takes a closure.
+        An argument is invalid, the model is not on the device, or there is no such device; or there is
+        an open session on this thread or for this model; or the optimizer's step takes a closure.
     SpillError
         The spill directory cannot be used.
     """

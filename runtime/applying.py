@@ -63,54 +63,53 @@ def apply(
 
     Parameters
     ----------
-    plan: made for this model; see :func:`poochplan.plan`. Of a :class:`~poochplan.PlanSet` each step follows the plan
-        for the model's inputs, else the nearest larger one; when there is none it swaps every saved value.
-    model: unmodified; hooks are put on it for the length of the block. Several models, such as the two of a GAN, and
-        their plans: two dictionaries with the same keys. A step is of the model that it calls first, or of the one that
-        ``session.step("d")`` names.
+    plan: made for this model; see :func:`poochplan.plan`. With a :class:`~poochplan.PlanSet` each step follows the
+        plan for the model's inputs, otherwise the nearest larger one; without such a plan it swaps every saved
+        value.
+    model: unmodified; it has hooks during the block. For several models, such as the two of a GAN, give two
+        dictionaries with the same keys. A step belongs to the model called first, or to the one named by
+        ``session.step("d")``.
     spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
-        temporary directory. About ``plan.prediction.host_bytes`` (of a set: the most of any plan) are used there.
-    on_divergence: when a step is not the planned one, ``"warn"`` falls back to swapping every saved value,
+        temporary directory. It takes about ``plan.prediction.host_bytes`` (for a set, the most of any plan).
+    on_divergence: if a step diverges from its plan, ``"warn"`` swaps every saved value from there on, and
         ``"error"`` raises :class:`~poochplan.errors.DivergenceError`.
-    on_over_budget: what a step does that follows its plan and takes more than the budget. ``"warn"`` says so once, when
-        in the step, and who holds it; ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` at the end of
-        that step; ``"replan"`` makes a new plan from ``profile`` with the measured bytes, while the training waits, and
-        follows it from the next step on. By default ``"replan"`` where the profile is given, of a lone plan, and else
+    on_over_budget: if a step that follows its plan exceeds the budget, ``"warn"`` reports once the moment and what
+        holds the excess. ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` at the end of the step.
+        ``"replan"`` makes a new plan from ``profile`` with the measured bytes, while the training waits, and uses it
+        from the next step on. The default is ``"replan"`` if ``profile`` is given, and otherwise, or for a plan set,
         ``"warn"``.
-    profile: that of the plan (of several models, by the same keys), for ``"replan"`` and ``session.explain_peak()``.
-    meter: when to meter the real peak of live bytes, with all that lives beside the step. On CUDA the allocator tells
-        it of every step; the peaks that ``torch.cuda`` gives stay as they would be without a session. Elsewhere ops
-        tell it, at some 20 us each: by default in the first two steps, which differ (optimizer state), and in one of
-        fifty behind them. Where they take more than was predicted, so are those that follow, until one takes no more
-        than the step before it. ``"always"`` asks ops in every step, ``"never"`` meters nothing.
-    cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation:
-        what would break the promise is an out-of-memory error then.
-    host_limit_bytes: on CUDA, the most pinned memory beside the planned, for steps that are not the planned one; by
-        default three quarters of the host memory that is available when the first such value comes. Values that do not
-        fit are kept. The spill file of the CPU device is limited by its disk.
+    profile: the plan's (for several models, by the same keys), for ``"replan"`` and ``session.explain_peak()``.
+    meter: when to take a census of all tensors and check the step's peak: ``"first-steps"`` in the first two steps,
+        while the peak grows, and in one of fifty; ``"always"`` in every step; ``"never"`` meters nothing. Allocators
+        that report peaks (CUDA, and the compiled one) meter the other steps too; without one only these steps are
+        metered. ``torch.cuda.max_memory_allocated`` and similar functions return what they would without a session.
+    cap_bytes: hard limit of the CUDA allocator within the block, such as the budget and a margin for fragmentation.
+        A step that needs more is an out-of-memory error.
+    host_limit_bytes: on CUDA, the most pinned memory besides the planned one, for steps that diverge; by default
+        three quarters of the host memory available when the first such value comes. Values that do not fit are kept.
+        On the CPU device the disk limits the spill file.
     nvtx: on CUDA, name each copy and replay in an NVTX range, for Nsight Systems; some microseconds each.
-    device: opens the device to run on, in place of the one on which the model lies; the session closes it.
-    arena: on the CPU, whether the blocks of steps that follow the plan lie in one arena, as the plan has laid them out;
-        it needs the compiled allocator. ``"auto"``: where it can be built; ``"on"``: or an error; ``"off"``.
-    force: run a plan all the same whose times are those of a device that is not there (``plan.roofline``).
-
-    quiet: say nothing on stderr but warnings.
+    device: opens the device to run on, instead of the model's; the session closes it.
+    arena: on the CPU, whether steps that follow the plan allocate from one arena. It needs the compiled allocator.
+        ``"auto"``: if that can be built; ``"on"``: or an error; ``"off"``.
+    force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
+    quiet: print nothing on stderr but warnings.
     planner: ``poochplan.apply`` fills it in.
 
-    Warns when the plan was made for another machine (``plan.assumed``), or profiled under other switches of torch than
-    those of now (``plan.switches``); once when a metered step that followed the plan has taken more than its budget;
-    and at the end of the block when no step was seen or followed.
+    Warns if the plan was made for another machine (``plan.assumed``), or profiled under other settings of torch
+    (``plan.switches``); once if a metered step that followed the plan exceeded its budget; and at the end of the
+    block if no step was seen or followed.
 
     Raises
     ------
     ModelMismatchError
         The plan is for another model; names the first parameter or buffer that differs.
     UsageError
-        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's; the plan
-        is for a model that :func:`poochplan.compile` has compiled, and this one is not; the keys
-        of plans and models differ; or ``"replan"`` lacks its profile. On entering: there is a session on this thread,
-        or one for this model; or a part of it is compiled to CUDA graphs. A step that is captured as a CUDA graph is
-        such an error too.
+        The model is not on the plan's device, there is no such device, or the plan's times are a roofline's. The
+        plan is for a model that :func:`poochplan.compile` has compiled, and this one is not. The keys of plans and
+        models differ, or ``"replan"`` lacks its profile. On entering: there is a session on this thread or for this
+        model, or a part of the model is compiled to CUDA graphs. Capturing a step as a CUDA graph is such an error
+        too.
     SpillError
         The spill directory cannot be used.
     """

@@ -317,25 +317,25 @@ class KnownPasses:
 
 
 class PassReport(ArenaReport, frozen=True, kw_only=True):
-    """``arena.report()``: the last pass that the arena served, and what its blocks would take otherwise.
+    """``arena.report()``: the last pass that the arena served, and the bytes of its blocks without an arena.
 
-    ``size_bytes`` is the arena's whole; it has room for the largest layout that there was. Prints as a table.
+    ``size_bytes`` is the size of the arena, which has room for the largest layout so far. Prints as a table.
     """
 
     passes: int = 0
-    """Without gradients, since the arena was made."""
+    """Passes without gradients since the arena was made."""
     served_passes: int = 0
-    """Of them, those for which there was a layout."""
+    """The number of passes that had a layout."""
     layouts: int = 0
-    """Kinds of inputs that are laid out now."""
+    """Number of kinds of inputs with a layout."""
     separate_bytes: int = 0
-    """Of the blocks of that pass which have a place in the arena, were each taken separately: their sum."""
+    """Sum of the blocks of that pass which have a place in the arena."""
     live_bytes: int = 0
-    """Most of them that live at once: no arena is smaller."""
+    """The most of them that live at once: no arena is smaller."""
     layout_bytes: int = 0
-    """What that pass uses of the arena."""
+    """The part of the arena that this pass uses."""
     reason: str = ""
-    """Why no pass is served at all; empty where they are."""
+    """Why no pass is served at all; empty if passes are served."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows())

@@ -45,14 +45,14 @@ class SessionStatus(StrEnum):
 
 
 class MemoryPeaks(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caching allocator took, at most, since the session was entered."""
+    """Peaks of a caching allocator since the session was entered."""
 
     allocated_bytes: int
     """In use at one moment, workspaces included."""
     reserved_bytes: int
-    """Taken from the device; what is over ``allocated_bytes`` is fragmentation."""
+    """Taken from the device; the excess over ``allocated_bytes`` is fragmentation."""
     retries: int = 0
-    """Times that the allocator found no room, gave all back that was cached and asked again: each holds the step."""
+    """How often the allocator found no room, emptied its cache and tried again; each time delays the step."""
 
     @property
     def fragmentation(self) -> float:
@@ -65,31 +65,30 @@ class StepReport(msgspec.Struct, kw_only=True):
 
     steps: int = 0
     peak_bytes: int | None = None
-    """Most live bytes of device storages at any moment; None for steps that were not metered."""
+    """Most bytes at any moment, as the budget counts them; None for steps that were not metered."""
     out_bytes: int = 0
     """Bytes copied to the host."""
     in_bytes: int = 0
     replay_s: float = 0.0
-    """Seconds spent in replays, waits for their inputs included. On CUDA, of the compute stream in metered steps."""
+    """Seconds in replays, with waits for their inputs. On CUDA, of the compute stream in steps with a census."""
     replayed_values: int = 0
     stall_s: float = 0.0
-    """Seconds the compute stream waited for copies. On CUDA, in metered steps."""
+    """Seconds the compute stream waited for copies. On CUDA, in steps with a census."""
     hooks_s: float = 0.0
-    """Seconds of the calling thread in the hooks of autograd: all that moving, replaying and waiting took, and the
-    hooks themselves."""
+    """Seconds of the calling thread in autograd's hooks, with moving, replaying and waiting."""
     served_bytes: int = 0
-    """Taken from an arena, each block anew; of a segment that is over."""
+    """Allocated from an arena, each block counted; known when the step is over."""
     unserved_bytes: int = 0
-    """Taken of the ordinary allocator in segments that an arena served, in blocks that their layout has elsewhere or
-    not at all."""
+    """Allocated from torch's allocator in steps with an arena, because the block has no place in the layout or its
+    place is in use."""
     fallbacks: int = 0
-    """Times the plan was not followed: a step that diverged (counted once), a value kept on a full disk, one that
-    could not be recomputed."""
+    """Times the plan was not followed: a step that diverged (counted once), a value kept because the disk is full, a
+    value that could not be recomputed."""
     fallback_kinds: dict[FallbackKind, int] = msgspec.field(default_factory=dict)
-    """How many of each kind."""
+    """The number of each kind."""
     fallback_reasons: list[str] = msgspec.field(default_factory=list)
     departures: list[Departure] = msgspec.field(default_factory=list)
-    """Where steps left the plan, each step once; the first of them."""
+    """Where steps diverged, once for each step; only the first ones."""
 
     def add(self, other: StepReport) -> None:
         self.steps += other.steps
@@ -113,30 +112,30 @@ class StepReport(msgspec.Struct, kw_only=True):
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A block that lay outside the arena against the plan."""
+    """A block outside the arena that the layout has inside, or does not have."""
 
     size_bytes: int
     layer: str
-    """That saved or used something last."""
+    """The layer that saved or used a value last."""
     why: str
     """``unplanned``: nothing of this size was expected there; ``taken``: its place was in use."""
 
 
 class ArenaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the blocks of the last step that an arena served."""
+    """The blocks of the last step that used an arena."""
 
     size_bytes: int = 0
     served: int = 0
     served_bytes: int = 0
-    """Over the step, each block anew."""
+    """Over the step, each block counted."""
     unplanned: int = 0
     unplanned_bytes: int = 0
     taken: int = 0
     taken_bytes: int = 0
     unserved: list[Unserved] = msgspec.field(default_factory=list)
-    """The first of the unplanned and taken ones."""
+    """The first of the unplanned and taken blocks."""
     larger_bytes: int = 0
-    """How much it would be above what the budget has room for; then it is not used."""
+    """By how much the recorded layout exceeds the room in the budget; it is then not used."""
 
 
 def arena_report(arena: Arena, size_bytes: int, layer_at: Callable[[int], str]) -> ArenaReport:
@@ -158,11 +157,11 @@ def arena_report(arena: Arena, size_bytes: int, layer_at: Callable[[int], str]) 
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """``session.report()``: the last step that ended, the sum over all of them, and what was promised.
+    """``session.report()``: the last step that ended, the sum over all steps, and the predictions.
 
     Prints as a table.
 
-    The promise is that of the plan which the last step followed; a step with a larger plan's decisions is under it too.
+    The predictions are those of the plan that the last step followed, also if that is a larger plan.
     """
 
     last_step: StepReport
@@ -172,15 +171,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     """These three are 0 while there is no plan."""
     steps_followed: int = 0
-    """Of the steps that have ended, those that did what their plan says."""
+    """Number of ended steps that did everything in their plan."""
     status: SessionStatus = SessionStatus.NO_STEPS
     memory: MemoryPeaks | None = None
-    """The allocator's peaks (CUDA); None on the CPU, which has no such allocator."""
+    """The caching allocator's peaks (CUDA); None on the CPU."""
     arena: ArenaReport | None = None
-    """Of the arena that serves the steps; None where none does."""
+    """The arena of the steps; None without one."""
     compiled_graphs: int = 0
-    """Of whatever model: that ``torch.compile`` compiled inside the session, or took from its caches. Those of other
-    shapes than the plan's have no plan, and ``TORCH_LOGS=recompiles`` says what else made it compile again."""
+    """Graphs of any model that ``torch.compile`` compiled inside the session, or took from its caches. Graphs of other
+    shapes than the plan's have no plan; ``TORCH_LOGS=recompiles`` shows other reasons for compiling again."""
 
     def __str__(self) -> str:
         return text_table(self._title(), self._rows(), _HEADINGS)

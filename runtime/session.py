@@ -51,9 +51,9 @@ class Settings:
 class Session:
     """A context manager, with the states of its :class:`~.attachment.Attachment`: *new*, *open*, *away*, *closed*.
 
-    :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers give one.
-    It is held by whoever has entered it, and by nothing of its own: where that ends without leaving the block, so does
-    the session.
+    :func:`poochplan.apply`, :func:`poochplan.auto`, :func:`poochplan.compile` and the callbacks of trainers return
+    one. Only its user holds a reference to it. When nothing refers to it any more, the session ends, even inside the
+    block.
     """
 
     def __init__(
@@ -158,16 +158,17 @@ class Session:
         error.add_note("\n".join(part for part in (f"poochplan: {text}", self.explain_peak()) if part))
 
     def close(self) -> None:
-        """As the end of the ``with`` block. Idempotent."""
+        """Ends the session like the end of the ``with`` block. Idempotent."""
         if self._state in ("open", "away"):
             self.__exit__(None, None, None)
 
     def step(self, model: str | None = None) -> None:
-        """Says that a new step begins here; from the first call on steps begin only where this is called.
+        """Marks where a new step begins. After the first call, steps begin only at such calls.
 
-        Needed when a step calls the model more than once and lets go of all that the first call saved, or when an
-        earlier forward is still waiting for its backward. Of several models, ``model`` names the one whose step it is:
-        needed where its step calls another one first. Without a name it is of the model that is called first.
+        Needed if a step calls the model more than once and lets go of all values that the first call saved, or if an
+        earlier forward still waits for its backward. With several models, ``model`` names the one that the step
+        belongs to: needed if its step calls another one first. Without a name the step belongs to the model called
+        first.
         """
         if self._state != "open":
             raise UsageError(
@@ -180,18 +181,18 @@ class Session:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Steps inside run in-core, as if there were no session: to set planned steps beside, in the same process.
+        """Steps inside run in-core, as if there were no session, for comparison with planned steps in the same process.
 
-        Between steps only, and on the level of the ``with`` block: inside other saved-tensors hooks it would take off
-        those.
+        Use it between steps, and on the level of the ``with`` block: inside other saved-tensors hooks it would
+        remove those.
         """
         with self._attachment.away():
             yield
 
     def wait_until_planned(self, timeout_s: float | None = None) -> bool:
-        """Waits, between two steps, until no plan is under way; whether every profiled kind of step has its plan.
+        """Waits, between two steps, until no plan is being made; returns whether each profiled kind of step has a plan.
 
-        False too while steps are still being profiled: only steps bring that on.
+        Returns False while steps are still being profiled: profiling needs further steps.
         """
         if self._state == "open":
             self._attachment.settle()
@@ -201,35 +202,35 @@ class Session:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model; of several, one module that has them all."""
+        """The model; with several, one module that contains them all."""
         return self._attachment.whole
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that the current step follows, or diverged from, else the last one did; before there was such a
-        step, the first in force. None before there is one.
+        """The plan that the current step follows or has diverged from; otherwise that of the last step; otherwise the
+        first active plan. None while there is none.
         """
         latest = self._source.latest
         return None if latest is None else latest.plan
 
     @property
     def plans(self) -> Mapping[Hashable, Plan]:
-        """The plans in force, by kind of step: the name of a model, and its inputs where there are plans for several;
-        in ``auto`` all that tells one kind from another.
+        """All active plans, by kind of step. The key is the name of the model, and its inputs if there are plans for
+        several; with ``auto`` everything that distinguishes kinds.
         """
         return MappingProxyType({kind: one.plan for kind, one in self._source.plans.items()})
 
     @property
     def profile(self) -> Profile | None:
-        """That of :attr:`plan`; before there is one, the first. None before anything is profiled, and where plans were
-        given without their profiles.
+        """The profile of :attr:`plan`; before there is a plan, the first profile. None before anything is profiled, and
+        if plans were given without their profiles.
         """
         latest, profiles = self._source.latest, self._source.profiles
         return profiles.get(latest.kind) if latest is not None else next(iter(profiles.values()), None)
 
     @property
     def profiles(self) -> Mapping[Hashable, Profile]:
-        """Those that are known, by kind of step, as in :attr:`plans`."""
+        """All known profiles, by kind of step, with the keys of :attr:`plans`."""
         return self._source.profiles
 
     @property
@@ -243,18 +244,20 @@ class Session:
 
     @property
     def total(self) -> StepReport:
-        """All steps that have ended, together."""
+        """The sum of all steps that have ended."""
         return self._tally.total
 
     @property
     def arena(self) -> ArenaReport | None:
-        """What the arena did in the last step that could be served; None before there was one. ``total`` has the bytes
-        of all steps.
+        """The arena's part in the last step that could use it; None before there was one. ``total`` has the bytes of
+        all steps.
         """
         return None if self._serving is None else self._serving.report()
 
     def report(self) -> Report:
-        """What the steps so far did; a step counts as ended when the next begins or nothing of it is held any more."""
+        """A report of the steps so far. A step has ended when the next one begins, or when nothing of it is held any
+        more.
+        """
         if self._state == "new":
             raise UsageError(
                 f"report(): expected a session that has been entered; use `with {self._opened_by} as session`"
@@ -267,10 +270,10 @@ class Session:
         return self._tally.report(segment, followed, self.plan, memory, self.arena)
 
     def explain_peak(self) -> str:
-        """Where the step takes most memory, and who holds it, in lines of text; empty where :attr:`profile` is None.
+        """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
 
-        Of the planned step, or of the in-core one before there is a plan. Of the session's metered steps the largest
-        peak stands beside the prediction.
+        It describes the planned step, or the in-core one before there is a plan. It also shows the largest peak of
+        the session's metered steps.
         """
         profile, explain = self.profile, self._settings.explain
         return "" if profile is None or explain is None else explain(profile, self.plan, self.total.peak_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class PoochError(Exception):
-    """Base of every error raised on purpose; ``str(error)`` is one line for a person."""
+    """Base of all errors of this package; ``str(error)`` is one line for a person."""
 
     exit_code = 1
 
@@ -17,17 +17,17 @@ class PoochError(Exception):
 
 
 class UsageError(PoochError):
-    """The request itself cannot be read: an unknown workload, an unreadable budget, a missing file."""
+    """The request is invalid: an unknown workload, an unreadable budget, a missing file."""
 
     exit_code = 2
 
 
 class InputFileError(PoochError):
-    """A profile or plan file that is truncated, of another schema, or not what its name says."""
+    """A profile or plan file is truncated, has another schema, or is something else than its name says."""
 
 
 class OutputExistsError(PoochError):
-    """An output file exists and ``--force`` (``force=True``) was not given."""
+    """An output file exists, and ``--force`` (``force=True``) was not given."""
 
 
 class StepError(PoochError):
@@ -35,19 +35,19 @@ class StepError(PoochError):
 
 
 class ModelMismatchError(PoochError):
-    """A plan or profile was made for another model; the message names the first layer that differs."""
+    """The plan or profile is for another model; the message names the first layer that differs."""
 
 
 class DivergenceError(PoochError):
-    """A step diverged from the plan; of ``pooch run``, or where ``on_divergence="error"`` was asked for."""
+    """A step diverged from its plan; raised by ``pooch run`` and with ``on_divergence="error"``."""
 
     exit_code = 6
 
 
 class BudgetExceededError(PoochError):
-    """A step that followed its plan took more than its budget; of ``pooch run``, or where that is to be an error.
+    """A step that followed its plan exceeded its budget; raised by ``pooch run`` and with ``on_over_budget="error"``.
 
-    ``peak_bytes`` is what it took.
+    ``peak_bytes`` is the step's peak.
     """
 
     exit_code = 5
@@ -58,7 +58,7 @@ class BudgetExceededError(PoochError):
 
 
 class SpillError(PoochError):
-    """The spill directory cannot be used: missing, not writable, a tmpfs, or a read that failed."""
+    """The spill directory cannot be used: it is missing, not writable or a tmpfs, or a read failed."""
 
 
 class NativeError(PoochError):
@@ -70,7 +70,7 @@ class AllocatorError(NativeError):
 
 
 class SolverError(PoochError):
-    """An ILP solver died; the message names it and what to do."""
+    """An ILP solver died; the message names the solver and the remedy."""
 
 
 class InfeasibleError(PoochError):
@@ -87,7 +87,9 @@ class InfeasibleError(PoochError):
 
 
 class GapError(PoochError):
-    """The search ended before the step was as near to its proven bound as was asked for; the best plan was written."""
+    """The plan's gap to the proven bound is larger than ``--max-gap``, or the search was interrupted. The plan is
+    written.
+    """
 
     exit_code = 4
 

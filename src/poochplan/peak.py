@@ -138,12 +138,12 @@ class PeakExplanation:
 def explain_peak(
     profile: Profile, plan: Plan | None = None, *, measured_peak_bytes: int | None = None
 ) -> PeakExplanation:
-    """Where the predicted peak of a step is, and who holds it: of the planned step, or of the in-core one.
+    """Where the predicted peak of a step is, and what holds it: of the planned step, or of the in-core one.
 
     Parameters
     ----------
     plan: made from this profile; None for the step with everything kept.
-    measured_peak_bytes: what a run has taken, to stand beside the prediction.
+    measured_peak_bytes: the peak of a run, to show next to the prediction.
 
     Raises
     ------

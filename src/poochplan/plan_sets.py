@@ -25,24 +25,23 @@ def plan_set(
     evaluations: int | None = None,
     **options: Any,
 ) -> PlanSet:
-    """Plans for steps of several shapes: :func:`poochplan.apply` has each step follow the one for its inputs.
+    """Plans for steps of several shapes: with :func:`poochplan.apply` each step follows the plan for its inputs.
 
-    A step whose inputs are of no planned shape follows the nearest larger plan, so the largest shape that comes should
-    be among them.
+    A step with inputs of another shape follows the nearest larger plan, so include the largest shape.
 
     Parameters
     ----------
-    step_for: called with each of ``shapes``; gives the step for it, as :func:`poochplan.profile` takes it: a function
+    step_for: called with each of ``shapes``; returns the step for it, as for :func:`poochplan.profile`: a function
         that runs forward on inputs of that shape and returns the loss.
     shapes: whatever ``step_for`` takes: batch sizes, lengths, tuples.
     model, optimizer: as for :func:`poochplan.profile`, which also takes ``options``. The link is measured once.
-    budget: one for all shapes. A share such as ``"60%"`` is of the largest in-core peak.
-    time_limit_s, evaluations: of each plan, as for :func:`poochplan.plan`.
+    budget: one for all shapes. A share such as ``"60%"`` is relative to the largest in-core peak.
+    time_limit_s, evaluations: for each plan, as for :func:`poochplan.plan`.
 
     Raises
     ------
     UsageError
-        There are no shapes, ``step_for`` gives no function, or two shapes give the same inputs of the model.
+        There are no shapes, ``step_for`` returns no function, or two shapes give the same inputs of the model.
     InfeasibleError
         A shape has no plan within the budget; it names the shape.
     """

@@ -32,30 +32,30 @@ def apply(*args: Any, **kwargs: Any) -> Session:
 
 
 def arena(model: torch.nn.Module) -> PassArena:
-    """An arena for passes without gradients: within ``with poochplan.arena(model) as arena:`` the blocks of each call
-    of ``model`` come from one stretch of memory, in which an earlier call was laid out.
+    """An arena for inference: within ``with poochplan.arena(model) as arena:`` the blocks of each call of ``model``
+    come from a single block of memory, by the layout of an earlier call.
 
-    It serves from the start, and also without a ``with`` until ``close()``. The first call is ordinary and the second
-    is laid out, of each kind: shapes and types of the inputs, train mode, autocast, inference mode. The eight kinds
-    that were used last share one arena, as large as the largest needs. What a call returns lies outside, and so does
-    what somebody keeps. Bytes in use are never handed out. With gradients on nothing is served; nor is what another
-    thread calls meanwhile, or what runs inside a session of :func:`poochplan.apply`.
+    It serves from the start, and without a ``with`` until ``close()``. Of each kind of call the first is ordinary
+    and the second is laid out. Kinds differ in shapes and types of the inputs, train mode, autocast and inference
+    mode. The eight kinds used last share one arena, as large as the largest needs. Results and kept values lie
+    outside. Bytes in use are never handed out. With gradients on nothing is served, nor in calls on another thread
+    meanwhile, nor inside a session of :func:`poochplan.apply`.
 
     Parameters
     ----------
-    model: on the CPU; called as ``model(x)``, for ``model.forward(x)`` is not seen.
+    model: on the CPU; called as ``model(x)``, because ``model.forward(x)`` is not seen.
 
-    Returns what has ``report()``: the arena's bytes, what was served of the last such call, what was not and why, and
-    bytes to compare it with: the sum of its blocks, and the most of them that live at once.
+    Returns an object with ``report()``: the arena's bytes, what was served of the last such call, what was not and
+    why. For comparison it has the sum of the call's blocks, and the most of them that live at once.
 
-    Warns, in one line, where nothing can be served: there is no compiler, or the model is not on the CPU. Calls are
-    ordinary then.
+    Warns, in one line, if nothing can be served: there is no compiler, or the model is not on the CPU. Calls are
+    then ordinary.
 
     Raises
     ------
     UsageError
-        There is a session on this thread, or one for this model; or the model is itself a
-        ``torch.nn.TransformerEncoderLayer``, whose kernels are others where there are hooks.
+        There is a session on this thread or for this model; or the model is itself a
+        ``torch.nn.TransformerEncoderLayer``, which uses other kernels if it has hooks.
     """
     check_no_session("arena()", [model])
     reason = _why_no_arena(model)

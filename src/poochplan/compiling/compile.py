@@ -38,31 +38,32 @@ def compile(
     >>> with poochplan.compile(model, step, optimizer=optimizer, budget="60%"):
     ...     train()
 
-    The step is compiled as it is and measured; its graphs are captured without memory and planned; they are compiled
-    again with what the plan recomputes in their backwards, and measured; and what they save is planned to be kept or
-    swapped. One step is compared bit by bit with that of the model compiled without a plan; where replays in the graphs
-    give other bits, a plan without any is made. Needs torch 2.11 or newer, the CPU device, and a C++ compiler. What
-    else is compiled in this process is compiled again when it is called next, from the compiler's caches.
+    The step is compiled without a plan and measured. Its graphs are captured without memory and planned. They are
+    compiled again, with the replays of that plan in their backwards, and measured. The remaining saved values are
+    planned: keep or swap. One step is compared bit by bit with that of the model compiled without a plan. If replays
+    in the graphs give other bits, a plan without replays is made. Needs torch 2.11 or newer, the CPU device, and a
+    C++ compiler. Other compiled models of this process are compiled again at their next call, from the compiler's
+    caches.
 
     Parameters
     ----------
-    model: a module that is not compiled yet. It stays compiled behind the session.
-    step: runs forward, by calling the model, and returns the scalar loss, as for :func:`poochplan.profile`. Its shapes
-        are those of training: another shape is compiled without a plan, and its step leaves the plan.
+    model: a module that is not compiled yet. It stays compiled after the session.
+    step: calls the model and returns the scalar loss, as for :func:`poochplan.profile`. Its shapes
+        are those of training: another shape is compiled without a plan, and its step diverges.
     budget: bytes, text such as ``"8GiB"``, or a share of the compiled model's in-core peak such as ``"60%"``.
-    optimizer: stepped while it is measured, and left as it was.
-    plan: one that an earlier call has made (``session.plan``, or its file): nothing is profiled or planned then, and
-        with the compiler's caches warm little is compiled.
+    optimizer: stepped during the measurements, and restored.
+    plan: of an earlier call (``session.plan``, or its file). Nothing is profiled or planned then, and
+        with warm compiler caches little is compiled.
     link, spill_dir, throttle: as for :func:`poochplan.profile`.
-    iterations: of both profiles, as there; by default 2 of the step as it is, and 3 of the one that is planned.
-    time_limit_s: of the plan that is followed; the graphs' own has a third of it.
+    iterations: of both profiles; by default 2 without a plan, and 3 of the step with replays.
+    time_limit_s: for the search of the final plan; the search for the graphs has a third of it.
     progress: called with a line of text at each stage.
     torch_compile_options: ``fullgraph``, ``mode`` and ``options``, as for ``torch.compile``.
 
     Raises
     ------
     UsageError
-        The model is compiled already, or here nothing can be put into compiled code; both or neither of ``plan`` and
+        The model is compiled already, or graph mode is not available here; both or neither of ``plan`` and
         ``budget``; an option that graph mode does not take.
     ModelMismatchError
         The plan is for another model.

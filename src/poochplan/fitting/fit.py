@@ -25,9 +25,9 @@ Bytes = Callable[[Probes, int], int | None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fit:
-    """The largest value that trains within a memory, and what values up to it take and give.
+    """The largest value that trains in a given memory, and the figures of values up to it.
 
-    Bytes and seconds are of one step. ``plan`` and ``profile`` are those of the value found.
+    Bytes and seconds are for one step. ``plan`` and ``profile`` belong to the value found.
     """
 
     workload: str
@@ -38,27 +38,27 @@ class Fit:
     """What throughput counts: samples, positions of sequences, or steps."""
     memory_bytes: int
     margin_bytes: int
-    """Of the memory, left to whatever is no part of the step."""
+    """Part of the memory that the step must leave free."""
     most_overhead: float | None
-    """Share of the in-core step that was asked for; None for any."""
+    """``max_overhead``, a share of the in-core step; None for any."""
     value: int
     in_core_value: int | None
-    """The largest value that fits with everything kept, by profiles without memory; None where there is none."""
+    """The largest value that fits with everything kept, by profiles without memory; None if there is none."""
     following: Rung | None
-    """The next value, which does not fit; None where the range ends before."""
+    """The next value, which does not fit; None if the range ends before it."""
     best: int | None
-    """The value of the ladder with the most items per second; None where items of two values are not alike."""
+    """The value of the ladder with the most items per second; None if items of two values differ in work."""
     rungs: tuple[Rung, ...]
     """The ladder, from small to large."""
     plan: Plan
     profile: Profile
     trial: Trial | None
-    """Steps of the value that were run here; None for another machine."""
+    """Steps of the value that ran here; None for another machine."""
     notes: tuple[str, ...]
 
     @property
     def budget_bytes(self) -> int:
-        """What the memory leaves for the step."""
+        """The memory minus the margin."""
         return self.memory_bytes - self.margin_bytes
 
     @property
@@ -88,38 +88,38 @@ def fit(
     spill_dir: str | None = None,
     progress: Say | None = None,
 ) -> Fit:
-    """The largest value of one whole-number parameter with which a workload trains within a memory.
+    """The largest value of one whole-number parameter with which a workload trains in a given memory.
 
-    Profiles without memory say what each value takes; growing and halving finds the value. The next few are then asked
-    for one by one, since not every parameter is monotonic. Without ``roofline``, ``link`` and ``compute_scale`` the
-    machine is this one: real profiles then settle the value, and some of its steps are run under its plan.
+    Profiles without memory tell what each value takes. Doubling and bisection find the value. The next few are then
+    tried one by one, because not every parameter is monotonic. Without ``roofline``, ``link`` and ``compute_scale``
+    the machine is this one: real profiles then decide, and some steps of the value run under its plan.
 
     Parameters
     ----------
-    workload: a name, TOML or function as ``pooch profile`` takes them, or the function itself.
+    workload: a name, TOML file or function as for ``pooch profile``, or the function itself.
     vary: the parameter, such as ``"batch_size"``, ``"layers"``, ``"sequence_length"`` or ``"image_size"``.
-    device_memory: bytes, or text such as ``"16GiB"``; that of ``roofline`` where it is left out.
+    device_memory: bytes, or text such as ``"16GiB"``; by default that of ``roofline``.
     roofline: the device, ``"v100"``, ``"a100"``, ``"h200"``, ``"p100"``, ``"titan-x"``, ``"cpu-core"`` or
         ``"FLOPS,BYTES"`` per second.
-    link, compute_scale: of the machine, as ``pooch plan`` takes them.
-    margin: of the memory, left to what is no part of the step.
-    max_overhead: the most that the plan may cost, as a share of the in-core step: 0.3 is 30%.
-    settings: values of other parameters; text is read as ``--set`` reads it.
+    link, compute_scale: of the machine, as for ``pooch plan``.
+    margin: part of the memory that the step must leave free.
+    max_overhead: the largest overhead of the plan, as a share of the in-core step: 0.3 is 30%.
+    settings: values of other parameters; text is read like ``--set``.
     low, high: the range to search; without ``high`` it ends after 20 doublings.
-    time_limit_s, gap, evaluations: how long each plan is searched for, as in :func:`poochplan.plan`.
-    steps: how many steps of the value found are run, where the machine is this one; 0 for none.
+    time_limit_s, gap, evaluations: limits of each plan's search, as for :func:`poochplan.plan`.
+    steps: how many steps of the value run, if the machine is this one; 0 for none.
     seed: of all generators, before each build.
-    spill_dir: where the steps that run spill.
+    spill_dir: directory of the spill file of these steps.
     progress: called with a line of text at each stage.
 
     Raises
     ------
     UsageError
-        An argument cannot be read; the parameter is unknown or no whole number.
+        An argument is invalid; the parameter is unknown or not a whole number.
     PoochError
-        The workload does not take the first value that is asked for.
+        The workload refuses the first value that is tried.
     InfeasibleError
-        The smallest value does not fit, with its smallest possible peak.
+        The smallest value does not fit, even with its smallest possible peak.
     """
     machine, memory_bytes, margin_bytes = _machine(device_memory, margin, roofline, link, compute_scale, spill_dir)
     if low < 1 or (high is not None and high < low):

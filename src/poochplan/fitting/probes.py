@@ -113,24 +113,24 @@ class Probes:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One value: what it takes, and what its plan within the memory gives."""
+    """One value: its memory, and the figures of its plan within the memory."""
 
     value: int
     in_core_peak_bytes: int
     smallest_peak_bytes: int
     """No plan has a smaller peak."""
     fits: bool
-    """Whether it has a plan within the memory, and within the overhead that was asked for."""
+    """Whether it has a plan within the memory and within ``max_overhead``."""
     in_core_step_s: float | None = None
-    """This and all below: None where there is no plan within the memory."""
+    """This and all below: None if there is no plan within the memory."""
     step_s: float | None = None
     overhead: float | None = None
     bound_overhead: float | None = None
-    """Proven: no plan within the memory has a smaller overhead. None where nothing is proven."""
+    """Proven: no plan within the memory has a smaller overhead. None if nothing is proven."""
     items_per_s: float | None = None
     """Throughput of the planned step, in units of ``Fit.unit``."""
     is_measured: bool = False
-    """Whether real steps were profiled; else the profile was taken without memory."""
+    """Whether real steps were profiled; otherwise the profile was taken without memory."""
 
 
 def ladder_values(in_core: int | None, largest: int, smallest: int, most: int = MOST_RUNGS) -> tuple[int, ...]:

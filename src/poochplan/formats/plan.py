@@ -239,7 +239,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(Document, frozen=True, kw_only=True, dict=True):
-    """A plan for one model, one step and one budget: :class:`Instructions`, and what is promised of them."""
+    """A plan for one model, one step and one budget: :class:`Instructions` and predictions."""
 
     newest: ClassVar[int] = SCHEMA_VERSION
     heading: ClassVar[str] = "Plan for {}"
@@ -250,59 +250,59 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     budget_bytes: Bytes
     device: Literal["cpu", "cuda"]
     versions: dict[Text, Text] = msgspec.field(default_factory=dict)
-    """Those of its profile, of torch among them, and of the poochplan that made it; empty in files that do not say."""
+    """Versions of its profile, torch included, and of the poochplan that planned; empty in older files."""
     switches: dict[Text, Text] = msgspec.field(default_factory=dict)
-    """Those of its profile; a run under others is told."""
+    """Settings of torch when it was profiled; a run under others gives a warning."""
     host: Host | None = None
-    """Where its profile was measured; None where that is not known."""
+    """The machine that measured its profile; None if unknown."""
     estimate: bool = False
-    """Made from a profile that was not measured on the real device."""
+    """Whether its times were not measured on the real device."""
     assumed: tuple[Text, ...] = ()
-    """What its profile assumed in place of a measurement: another link, memory or compute."""
+    """What its profile assumes instead of measuring: another link, memory or compute."""
     roofline: Text = ""
-    """Name of the device whose roofline gave its profile's durations; the runtime runs it only when forced."""
+    """The device whose roofline gave its profile's durations; the runtime runs such a plan only if forced."""
     gradients_live_through_forward: bool = False
     static_bytes: dict[Text, Bytes] = msgspec.field(default_factory=dict)
-    """Bytes by kind that the profiled step had besides what it made and let go of; empty in files that do not say."""
+    """Bytes by kind that existed before the profiled step; empty in older files."""
     solve: Solve
     prediction: Prediction
     link: Link
     notes: tuple[Text, ...] = ()
     record_from_start: bool = False
-    """Recording is on from the start of the step, before the first save point."""
+    """Whether recording for replays is on before the first save point."""
     model: ModelSignature
     inputs: tuple[Input, ...] = ()
-    """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` picks its plan by them."""
+    """``path dtype[shape]`` of each tensor that the model is called with; a :class:`PlanSet` chooses by them."""
     values: tuple[PlannedValue, ...]
     handles: tuple[Index, ...]
     """Value of each handle, in pack order."""
     uses: tuple[Index, ...]
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
-    """Only the points at which something happens, in the order of the clock."""
+    """The points that have actions, in the order of the clock."""
     layout: Layout | None = None
-    """Where its blocks lie in an arena; None where that was not worked out."""
+    """The places of its blocks in an arena; None without one."""
     replays: tuple[Text, ...] = ()
-    """What is recomputed inside compiled graphs, as ``graph/node``, and saved no longer: of a plan for a model that
-    :func:`poochplan.compile` has compiled."""
+    """Values that are recomputed inside compiled graphs, as ``graph/node``, if :func:`poochplan.compile` made the
+    plan."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of what the runtime does, for which model and within which budget; of nothing that is promised."""
+        """Digest of instructions, model, inputs and budget, without predictions."""
         content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @property
     def holds_arena(self) -> bool:
-        """Whether the device is the CPU, and the budget holds the arena and what lies outside it: then the runtime
-        serves steps from it unasked.
+        """Whether the device is the CPU and the budget covers the arena and everything outside it. The runtime then
+        uses the arena by default.
         """
         peak_bytes = self.prediction.arena_peak_bytes
         return self.device == "cpu" and peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     @cached_property
     def instructions(self) -> Instructions:
-        """What to do, without what is promised."""
+        """The instructions alone, without predictions."""
         return Instructions(
             record_from_start=self.record_from_start,
             values=self.values,
@@ -313,7 +313,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
 
     @property
     def counted_text(self) -> str:
-        """Which bytes the budget limits, in words."""
+        """Which bytes the budget covers, in words."""
         if self.holds_arena:
             return "one arena for the step, and what lies outside it"
         if self.prediction.memory is Memory.ALLOCATED:
@@ -356,7 +356,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         }
 
     def decided(self) -> dict[Decision, list[int]]:
-        """Bytes of the values of each decision."""
+        """The sizes of the values with each decision."""
         return {one: [value.size_bytes for value in self.values if value.decision == one] for one in Decision}
 
     def arena_rows(self) -> dict[str, str]:
@@ -392,7 +392,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         yield from _copies_that_do_not_end(self)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes the plan as JSON, one value and one point a line; never over a file unless ``force``."""
+        """Writes the plan as JSON, one value or point per line; overwrites a file only with ``force``."""
         return write_struct(path, msgspec.structs.replace(self, schema_version=SCHEMA_VERSION), force=force)
 
     @classmethod

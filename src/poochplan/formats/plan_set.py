@@ -32,15 +32,15 @@ class _Input(NamedTuple):
 
 
 class PlanSet:
-    """Plans for the same model on the same device; :meth:`choose` says which one a step with given inputs follows.
+    """Plans for one model on one device; :meth:`choose` gives the plan that a step with given inputs follows.
 
     Raises
     ------
     UsageError
-        There is no plan, one does not say what its inputs are, two are for the same inputs, or they differ in device
-        or in the rate that copies are held to.
+        There is no plan, a plan does not say what its inputs are, two plans are for the same inputs, or they differ
+        in device or in the throttle.
     ModelMismatchError
-        Two are for different models.
+        Two plans are for different models.
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -54,10 +54,10 @@ class PlanSet:
         return cls([Plan.load(path) for path in paths])
 
     def choose(self, signature: Signature) -> Plan | None:
-        """The plan for just these inputs; else the nearest larger one; None when there is none.
+        """The plan for exactly these inputs, otherwise the nearest larger one; None if there is none.
 
-        Larger means: the same inputs by path, dtype and number of dimensions, and no dimension smaller. The nearest is
-        the one with the fewest elements in all, the first of those.
+        Larger means: the same inputs by path, dtype and number of dimensions, and no dimension smaller. The nearest
+        is the one with the fewest elements in all, the first of those.
         """
         asked = _parse(signature)
         larger = [

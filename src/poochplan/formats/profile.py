@@ -84,7 +84,7 @@ LEAST_SHOWN = 0.02
 
 
 class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
-    """One training step, measured. ``profile_parts`` says what ticks are."""
+    """One measured training step. ``profile_parts`` defines ticks."""
 
     newest: ClassVar[int] = SCHEMA_VERSION
     heading: ClassVar[str] = "Profile of {}"
@@ -93,43 +93,46 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
         """The profile as a data frame (pandas). Columns, in bytes and seconds:
 
         * ``"layers"``: one row per layer with ops or saved values, most saved bytes first; the index is its path.
-            ``saved_bytes`` and ``values`` (how many) that autograd saves of it; ``free_bytes``, those of it that are
-            not pinned; ``forward_s`` and ``backward_s``, its ops; ``forward_median_s``, ``forward_spread_s``,
-            ``backward_median_s`` and ``backward_spread_s``, median and interquartile range of what its ops take
-            together in a step, NaN where they were not timed in several steps; ``swap_s``, the free bytes out and
-            back in over the link, nothing hidden behind compute; ``recompute_s``, the ops that write its free values,
-            each once, NaN where one of the values cannot be recomputed or none is free; ``ratio``, swap over recompute;
-            ``live_bytes``, the most that is live at one of its ops, forward or backward.
-        * ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``, ``spread_s``;
-            ``inputs``, ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs, ``workspace_bytes``,
-            ``live_bytes`` while it runs, its outputs and workspace included; ``random``, ``opaque``.
-        * ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``; ``born``
-            (op, or -1), ``forward_death`` and ``freed`` (ticks); ``saved``; ``swap_s``, ``recompute_s`` and ``ratio``
-            as above, NaN where a value cannot be swapped or recomputed; ``pinned`` and ``unreplayable``, why.
+            ``saved_bytes`` and ``values`` (number): the layer's saved values; ``free_bytes``: those of them that are
+            not pinned; ``forward_s`` and ``backward_s``: its ops; ``forward_median_s``, ``forward_spread_s``,
+            ``backward_median_s`` and ``backward_spread_s``: median and interquartile range of the sum of its ops in
+            a step, NaN if they were not timed in several steps; ``swap_s``: copying the free bytes out and back over
+            the link, without overlap with compute; ``recompute_s``: the ops that write its free values, each once,
+            NaN if one of the values cannot be recomputed or none is free; ``ratio``: swap over recompute;
+            ``live_bytes``: the most that is live at one of its ops, forward or backward.
+        * ``"ops"``: one row per op, in order. ``name``, ``layer``, ``phase``, ``tick``, ``duration_s``,
+            ``spread_s``; ``inputs``, ``outputs`` and ``writes`` (values); ``born_bytes`` of the outputs,
+            ``workspace_bytes``, ``live_bytes`` while it runs, with its outputs and workspace; ``random``,
+            ``opaque``.
+        * ``"values"``: one row per value. ``name``, ``layer``, ``kind``, ``size_bytes``, ``dtype``, ``shape``;
+            ``born`` (op, or -1), ``forward_death`` and ``freed`` (ticks); ``saved``; ``swap_s``, ``recompute_s`` and
+            ``ratio`` as above, NaN if a value cannot be swapped or recomputed; ``pinned`` and ``unreplayable``: the
+            reasons.
 
         Raises ``UsageError`` for another kind.
         """
         return profile_frame(self, kind)
 
     def reconciliation(self, least: float = 0.0) -> dict[str, str]:
-        """How the ops' seconds were brought to those of the uninstrumented step, in words by phase: what its ops take
-        timed one by one, what the phase takes, and what was done about the difference.
+        """How the seconds of the ops were reconciled with the uninstrumented step, in words by phase: the sum of the
+        ops timed one by one, the seconds of the phase, and the treatment of the difference.
 
-        Phases without ops, and those that differ by no more than the share ``least``, are left out; so are all where no
-        step was timed.
+        Phases without ops, and those that differ by no more than the share ``least``, are left out. The result is
+        empty if no step was timed.
         """
         return reconciliation(self, least)
 
     def advice(self) -> tuple[str, ...]:
-        """What in the way the step is run keeps plans from doing more, and what to do about it: a line each.
+        """What prevents plans from doing more, and what to do about it, one line each.
 
-        Of a compiled module that holds most of what is saved, activation checkpointing, eval mode, garbage in cycles,
-        values that can be neither swapped nor recomputed, and what could not be measured. Empty where there is none.
+        Covers a compiled module that holds most of the saved bytes, activation checkpointing, eval mode, garbage in
+        cycles, values that can be neither swapped nor recomputed, and failed measurements. Empty if there is
+        nothing.
         """
         return advice(self)
 
     def rows(self) -> dict[str, str]:
-        """The figures that a reader wants first, in words: machine, times, peak, saved bytes, link, advice, notes."""
+        """The main figures in words: machine, times, peak, saved bytes, link, advice, notes."""
         times, link = self.times, self.link
         saved = [value for value in self.values if value.kind is Kind.ACTIVATION]
         free_bytes = sum(value.size_bytes for value in saved if not value.pinned)

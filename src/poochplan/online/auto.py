@@ -55,44 +55,44 @@ def auto(
     cap_bytes: int | None = None,
     quiet: bool = False,
 ) -> Session:
-    """A session around a training loop as it is: ``with auto(model, optimizer, budget="8GiB") as session:``.
+    """A session around an unmodified training loop: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
-    The first steps are profiled where they happen: nothing is run twice, nothing is restored, and every step is right
-    while it is profiled. Planning runs in another process; then the plan takes over, and the budget is kept from there
-    on. Until then steps run in-core as long as the device's memory has room, and swap from there on.
+    The first steps are profiled as they run. No step is repeated or restored, and every step is correct
+    while it is profiled. A second process makes the plan. From then on steps follow it and the budget holds.
+    Until then steps run in-core while the device's memory has room, and swap from there on.
 
     Parameters
     ----------
-    model: unmodified, on one device; of several, a mapping from names. For data-parallel training the wrapped model,
-        on every rank: rank 0 profiles and plans, and all ranks begin to follow a plan at the same step.
-    optimizer: the loop's; any that steps parameters of the model is met there too.
+    model: unmodified, on one device; several models as a mapping from names. For data-parallel training the wrapped
+        model, on every rank: rank 0 profiles and plans, and all ranks begin to follow a plan at the same step.
+    optimizer: the loop's; other optimizers of the model's parameters are found when they step.
     budget: bytes, text such as ``"8GiB"``, or a share of the in-core peak such as ``"60%"``.
-    cache: a folder for profiles and plans, by default in the user's cache folder: the next run that is the same follows
+    cache: a folder for profiles and plans, by default in the user's cache folder. The next identical run follows
         its plan at once.
     spill_dir, throttle: as for :func:`poochplan.profile`.
-    link: take this link as measured; by default the one that ``pooch link`` has remembered, else it is measured, on the
-        CPU by the process that plans.
+    link: use this link instead of measuring it. By default the one cached by ``pooch link``; otherwise it is
+        measured, on the CPU by the process that plans.
     time_limit_s: for the planner's search.
-    on_over_budget: what becomes of a step that follows its plan and takes more than the budget, as where something
-        lives beside it that did not before: ``"replan"`` says so and makes a new plan that knows of it, ``"warn"`` says
-        so, ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` behind it.
-    before_plan: how steps run that have no plan yet: ``"in-core"`` as long as memory has room (nine tenths of what is
-        free, less what is known to come), and swapped from there on; ``"swap"``: every saved value is swapped, which is
-        slow, and keeps the budget from the first step on where that is possible at all. By default in-core, and swapped
-        with ``on_over_budget="error"``.
-    on_refusal: how steps run whose budget no plan fits, in the same words. One line names the smallest budget.
-    arena: on the CPU, whether the blocks of segments that follow a plan lie in one arena, and whether plans are made
-        for that: then the budget is on the arena and what lies outside it. It needs the compiled allocator, which is
-        built in the background if there is none yet; nothing is profiled before. ``"auto"``: where it can be;
-        ``"on"``: or an error; ``"off"``.
-    cap_bytes: hard limit of the CUDA allocator within the block, from the first step on: what would take more, plan or
-        none, is an out-of-memory error.
-    quiet: say nothing on stderr but warnings.
+    on_over_budget: if a step that follows its plan exceeds the budget, for example because of new memory outside the
+        step, ``"replan"`` reports it and makes a new plan, ``"warn"`` reports it, and
+        ``"error"`` raises :class:`~poochplan.errors.BudgetExceededError` after it.
+    before_plan: how steps without a plan run. ``"in-core"``: while memory has room (nine tenths of the free memory,
+        minus known future needs), then swapped. ``"swap"``: every saved value is swapped, which is slow, and the
+        budget holds from the first step on if that is possible. The default is in-core, and swap with
+        ``on_over_budget="error"``.
+    on_refusal: how steps run if no plan fits the budget, with the same choices. One line names the smallest budget.
+    arena: on the CPU, whether steps that follow a plan allocate from one arena, and whether plans are made for that:
+        the budget then covers the arena and everything outside it. It needs the compiled allocator, which is built
+        in the background if necessary; nothing is profiled before. ``"auto"``: if that can be built; ``"on"``: or an
+        error; ``"off"``.
+    cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
+        an out-of-memory error.
+    quiet: print nothing on stderr but warnings.
 
     Raises
     ------
     UsageError
-        An argument is not what it should be, the models are not on one device, there is no such device, or ``arena`` is
+        An argument is invalid, the models are not on one device, there is no such device, or ``arena`` is
         ``"on"`` and there can be none.
     SpillError
         The spill directory cannot be used.
