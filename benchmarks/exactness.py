@@ -11,9 +11,10 @@ which counts whole from the first step that it serves, and what lies outside it)
 package.
 
 ``--small`` takes the small sizes of the tests, a profile without memory with a roofline's durations, and plans that
-count simulations: then every column repeats exactly, and two versions of the code can be compared.
+count simulations: then every column repeats exactly, and two versions of the code can be compared. Such a profile
+promises live bytes, so it goes with ``--meter live``.
 
-    python -m benchmarks.exactness [--workloads gpt2,bert] [--meter live] [--small] [-o FILE.json]
+    python -m benchmarks.exactness [--workloads gpt2,bert] [--meter live [--small]] [-o FILE.json]
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def make(name: str, asked: argparse.Namespace, folder: Path) -> list[dict[str, A
     for arena in arenas:
         smallest = poochplan.smallest_budget(profile, arena=arena)
         for label in BUDGETS:
-            row = {"workload": name, "budget": label, "arena": arena, "memory": str(profile.memory)}
+            row: dict[str, Any] = {"workload": name, "budget": label, "arena": arena, "memory": str(profile.memory)}
             try:
                 plan = poochplan.plan(profile, smallest if label == "smallest" else label, arena=arena, **effort)
             except InfeasibleError as error:
@@ -197,6 +198,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="the tests' sizes, and nothing that a clock decides")
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
     arguments = parser.parse_args()
+    if arguments.small and arguments.meter == "allocated":
+        parser.error("--small: expected --meter live beside it; a profile without memory promises live bytes")
     ready_to_fork()
     rows: list[dict[str, Any]] = []
     facts = facts_of_run(arguments)  # of the code that is loaded now
