@@ -1,198 +1,214 @@
-"""Gradients bitwise equal, peak within budget, prediction come true: every ready workload at three budgets.
+"""Gradients bitwise equal, the peak within budget, by an outside meter: every ready workload at three budgets.
 
-Each workload runs in a process of its own: profile, plan at 80%, 60% and the smallest feasible budget, then three
-optimizer steps in-core and under each plan from the same seed. Loss, every gradient and every buffer are compared
-bitwise in every step; the peak is metered by ``tests/live_bytes.py``, which shares no code with the package. With
-``--meter mem_tracker`` it is torch's MemTracker, whose module hooks keep gradients alive (see README.md).
+Each workload is profiled once and planned at 80%, 60% and the smallest budget there is. Every run is a process of its
+own, forked from one that has installed the allocator hook of the tests and done nothing else; see
+``benchmarks/hooked.py``. Loss, gradients, buffers, parameters and the generator are compared after each step.
+
+The hook sees all that torch has of the C library: parameters, inputs, what ops take and give back inside, and what the
+session takes for itself. Plans are made without an arena (the budget is on allocated bytes) and with one (on the arena,
+which counts whole from the first step that it serves, and what lies outside it). With ``--meter live`` the meter is
+``tests/live_bytes.py``, without an arena, and peaks have to be as predicted as well. Neither shares code with the
+package.
 
 ``--small`` takes the small sizes of the tests, a profile without memory with a roofline's durations, and plans that
-count simulations: then every column repeats exactly, and two versions of the code can be compared.
+count simulations: then every column repeats exactly, and two versions of the code can be compared. Such a profile
+promises live bytes, so it goes with ``--meter live``.
 
-    python -m benchmarks.exactness [--workloads demo,gpt2] [--throttle 500MB/s] [--small] [-o FILE.json]
+    python -m benchmarks.exactness [--workloads gpt2,bert] [--meter live [--small]] [-o FILE.json]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import poochplan
-from benchmarks.facts import write_results
+from benchmarks.facts import facts_of_run, write_results
+from benchmarks.hooked import Trained, digest, ready_to_fork, train
+from benchmarks.resident import in_a_process
+from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.watch.step_meter import When
 from poochplan.workload import Workload, load_workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
 from tests.workloads.small import SMALL
 
-HERE = Path(__file__).parent
+CONFIGS = Path(__file__).parent.parent / "configs"
 WORKLOADS = ("resnet50", "gpt2", "bert", "unet3d", "seq2seq", "char_rnn")
-STEPS = 3
-
-
+BUDGETS = ("80%", "60%", "smallest")
+STEPS = {"off": 3, "on": 6}
+"""With an arena two are metered by their ops, and one to three are learned from."""
 EVALUATIONS = 200
-
-
-class EveryByte(MemTracker):
-    """Sees also what a session itself allocates."""
-
-    sees_poochplan = True
+_MIB = 1 << 20
+Arena = Literal["off", "on"]
 
 
 def fresh(name: str, *, small: bool) -> Workload:
     """The workload, built anew from the same seed."""
     torch.manual_seed(0)
-    return load_workload(str(HERE.parent / "configs" / f"{name}.toml"), SMALL[name] if small else {}).workload
+    return load_workload(str(CONFIGS / f"{name}.toml"), SMALL[name] if small else {}).workload
 
 
-def metered_step(workload: Workload, meter: str) -> tuple[list[torch.Tensor], int]:
-    """Loss, gradients and buffers of one step, and its peak."""
-    assert workload.optimizer is not None
-    workload.optimizer.zero_grad(set_to_none=True)
-    tracker = EveryByte() if meter == "mem_tracker" else LiveBytes(*_tensors(workload))
-    if isinstance(tracker, MemTracker):
-        tracker.track_external(workload.model, workload.optimizer)
-    with tracker:
-        loss = workload.step()
-        loss.backward()
-        workload.optimizer.step()
-        if isinstance(tracker, MemTracker):
-            peak = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
-        else:
-            peak = tracker.peak
-    gradients = [p.grad.clone() for p in workload.model.parameters() if p.grad is not None]
-    return [loss.detach().clone(), *gradients, *(b.clone() for b in workload.model.buffers())], peak
-
-
-def _tensors(workload: Workload) -> list[torch.Tensor]:
-    state = workload.optimizer.state if workload.optimizer is not None else {}
-    inner = [value for entries in state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
-    return [*workload.model.parameters(), *workload.model.buffers(), *inner]
-
-
-def run(name: str, plan: Plan | None, meter: str, *, small: bool) -> tuple[list[list[torch.Tensor]], list[int], Any]:
-    """The tensors and peaks of each step, and the session's report."""
-    workload = fresh(name, small=small)
-    torch.manual_seed(1)
-    if plan is None:
-        steps = [metered_step(workload, meter) for _ in range(STEPS)]
-        return [tensors for tensors, _ in steps], [peak for _, peak in steps], None
-    with poochplan.apply(plan, workload.model, meter="never", force=small) as session:
-        steps = [metered_step(workload, meter) for _ in range(STEPS)]
-    return [tensors for tensors, _ in steps], [peak for _, peak in steps], session.report()
-
-
-def bitwise(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> bool:
-    return all(
-        len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-def profile_of(name: str, throttle: str | None, *, small: bool) -> Profile:
+def profile_of(name: str, asked: argparse.Namespace) -> Profile:
     """The profile; of a small one no clock has a part in it."""
-    workload = fresh(name, small=small)
-    how: dict[str, Any] = {"mode": "fake", "roofline": "v100"} if small else {"iterations": 3, "throttle": throttle}
+    workload = fresh(name, small=asked.small)
+    how: dict[str, Any] = {"iterations": 2, "throttle": asked.throttle}
+    how = {"mode": "fake", "roofline": "v100"} if asked.small else how
     model, optimizer = workload.model, workload.optimizer
     return poochplan.profile(workload.step, model=model, optimizer=optimizer, workload=name, **how)
 
 
-def one(name: str, throttle: str | None, meter: str, *, small: bool) -> list[dict[str, Any]]:
-    """The rows of one workload."""
-    profile = profile_of(name, throttle, small=small)
-    reference, in_core_peaks, _ = run(name, None, meter, small=small)
-    rows = []
-    for label, budget in (("80%", "80%"), ("60%", "60%"), ("smallest", smallest_budget(profile))):
-        if isinstance(budget, str) and profile.in_core_peak_bytes * int(budget[:-1]) / 100 < smallest_budget(profile):
-            rows.append({"workload": name, "budget": label, "skipped": "below the smallest feasible budget"})
-            continue
-        plan = poochplan.plan(profile, budget, evaluations=EVALUATIONS if small else None)
-        planned, peaks, report = run(name, plan, meter, small=small)
-        decisions = [str(value.decision) for value in plan.values]
-        rows.append(
-            {
-                "workload": name,
-                "budget": label,
-                "budget_bytes": plan.budget_bytes,
-                "share": plan.budget_bytes / profile.in_core_peak_bytes,
-                "in_core_peak_bytes": max(in_core_peaks),
-                "profile_in_core_peak_bytes": profile.in_core_peak_bytes,
-                "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
-                "bitwise": bitwise(reference, planned),
-                "peaks": peaks,
-                "predicted_first": plan.prediction.first_step_peak_bytes,
-                "predicted": plan.prediction.peak_bytes,
-                "within_budget": max(peaks) <= plan.budget_bytes,
-                "predicted_well": _well(peaks[0], plan.prediction.first_step_peak_bytes)
-                and all(_well(peak, plan.prediction.peak_bytes) for peak in peaks[1:]),
-                "fallbacks": report.total.fallbacks,
-                "fallback_reasons": report.total.fallback_reasons,
-                "predicted_overhead": plan.prediction.overhead,
-            }
-        )
+def make(name: str, asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Profiles and plans; a row for each plan, which lies in the folder by its number."""
+    profile = profile_of(name, asked)
+    arenas: tuple[Arena, ...] = ("off",) if asked.meter == "live" else ("off", "on")
+    effort: dict[str, Any] = {"evaluations": EVALUATIONS} if asked.small else {"time_limit_s": asked.plan_s}
+    rows: list[dict[str, Any]] = []
+    for arena in arenas:
+        smallest = poochplan.smallest_budget(profile, arena=arena)
+        for label in BUDGETS:
+            row: dict[str, Any] = {"workload": name, "budget": label, "arena": arena, "memory": str(profile.memory)}
+            try:
+                plan = poochplan.plan(profile, smallest if label == "smallest" else label, arena=arena, **effort)
+            except InfeasibleError as error:
+                row["refused_smallest_bytes"] = error.smallest_budget_bytes
+            else:
+                plan.save(folder / f"{len(rows)}.json", force=True)
+                row |= _promises(plan)
+                row["share"] = plan.budget_bytes / profile.in_core_peak_bytes
+                row["in_core_predicted"] = profile.in_core_peak_bytes
+            rows.append(row)
     return rows
 
 
-def _well(metered: int, predicted: int) -> bool:
-    return abs(metered - predicted) <= 0.01 * metered + (1 << 20)
+def _promises(plan: Plan) -> dict[str, Any]:
+    decisions = [str(value.decision) for value in plan.values]
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "decisions": {kind: decisions.count(kind) for kind in ("keep", "swap", "recompute")},
+        "predicted_first": plan.prediction.first_step_peak_bytes,
+        "predicted_peak_bytes": plan.prediction.peak_bytes,
+        "predicted_arena_bytes": plan.prediction.arena_bytes,
+        "predicted_arena_peak_bytes": plan.prediction.arena_peak_bytes,
+        "predicted_overhead": plan.prediction.overhead,
+    }
+
+
+def run(name: str, arena: Arena, plan_file: Path | None, asked: argparse.Namespace) -> Trained:
+    """Some steps, in-core where there is no plan."""
+    workload = fresh(name, small=asked.small)
+    assert workload.optimizer is not None
+    torch.manual_seed(1)
+    given = workload.model, workload.step, workload.optimizer
+    steps = STEPS[arena] if plan_file or asked.meter == "live" else max(STEPS.values())
+    if plan_file is None:
+        return live_bytes_of(workload, steps) if asked.meter == "live" else train(*given, steps)
+    meter: When = "never" if asked.meter == "live" else "first-steps"
+    plan = Plan.load(plan_file)
+    with poochplan.apply(plan, workload.model, arena=arena, meter=meter, force=asked.small) as session:
+        if asked.meter == "allocated":
+            return train(*given, steps, session)
+        found = live_bytes_of(workload, steps)
+    found.fallbacks = session.report().total.fallbacks
+    return found
+
+
+def live_bytes_of(workload: Workload, steps: int) -> Trained:
+    """So many steps under the other meter, which sees tensors alone."""
+    found, optimizer = Trained(), workload.optimizer
+    assert optimizer is not None
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        inner = [one for entries in optimizer.state.values() for one in entries.values() if torch.is_tensor(one)]
+        with LiveBytes(*workload.model.parameters(), *workload.model.buffers(), *inner) as meter:
+            loss = workload.step()
+            loss.backward()
+            optimizer.step()
+        found.digests.append(digest(workload.model, loss))
+        found.note(meter.peak, None)
+    return found
+
+
+def rows_of(name: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one workload."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rows: list[dict[str, Any]] = in_a_process(make, name, asked, Path(scratch))
+        reference: Trained = in_a_process(run, name, "off", None, asked)
+        for number, row in enumerate(rows):
+            if "refused_smallest_bytes" in row:
+                continue
+            planned: Trained = in_a_process(run, name, row["arena"], Path(scratch) / f"{number}.json", asked)
+            expected = reference.digests[: len(planned.digests)]
+            row |= planned.facts() | {"in_core_peak_bytes": max(reference.peaks)}
+            row |= {"bitwise": planned.digests == expected, "within_budget": max(planned.peaks) <= row["budget_bytes"]}
+            if asked.meter == "live":
+                row["predicted_well"] = predicted_well(row)
+            print(table_row(row), flush=True)
+    return rows
+
+
+def predicted_well(row: dict[str, Any]) -> bool:
+    """Whether each step's peak is within 1% + 1 MiB of its prediction."""
+    predicted = [row["predicted_first"], *[row["predicted_peak_bytes"]] * (len(row["peaks"]) - 1)]
+    return all(abs(peak - least) <= 0.01 * peak + _MIB for peak, least in zip(row["peaks"], predicted, strict=True))
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Whether a row is as promised; an arena that was not used is not."""
+    if "refused_smallest_bytes" in row:
+        return True
+    served = row["arena"] == "off" or (row["arena_bytes"] > 0 and not row["large_once_learned"])
+    if "predicted_well" in row:
+        return bool(row["bitwise"] and row["within_budget"] and row["predicted_well"])
+    return bool(row["bitwise"] and row["within_budget"] and served and not row["fallbacks"])
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One line of the Markdown table in README.md."""
+    if "refused_smallest_bytes" in row:
+        return f"| {row['workload']} | {row['arena']} | {row['budget']}: refused, {row['refused_smallest_bytes']} |"
+    with_arena = row["arena"] == "on"
+    predicted = row["predicted_arena_peak_bytes" if with_arena else "predicted_peak_bytes"]
+    told = (
+        f"{row['arena_bytes'] / _MIB:.1f} | {row['served_bytes'] / _MIB:.0f} | {row['large_once_learned']}"
+        if with_arena
+        else "- | - | -"
+    )
+    return (
+        f"| {row['workload']} | {row['arena']} | {row['budget']} ({row['share']:.1%}) "
+        f"| {'/'.join(map(str, row['decisions'].values()))} | {row['in_core_peak_bytes'] / _MIB:.1f} "
+        f"| {row['budget_bytes'] / _MIB:.1f} | {predicted / _MIB:.1f} / {max(row['peaks']) / _MIB:.1f} "
+        f"| {told} | {'yes' if row['bitwise'] else 'NO'} | {'yes' if row['within_budget'] else 'NO'} "
+        f"| {row['fallbacks']} |"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--throttle", default=None, help="hold copies to this rate, such as 500MB/s")
-    parser.add_argument("--meter", default="live_bytes", choices=("live_bytes", "mem_tracker"))
+    parser.add_argument("--meter", default="allocated", choices=("allocated", "live"))
+    parser.add_argument("--throttle", default="400MB/s", help="hold copies to this rate")
+    parser.add_argument("--plan-s", type=float, default=3.0, help="seconds for each plan")
     parser.add_argument("--small", action="store_true", help="the tests' sizes, and nothing that a clock decides")
     parser.add_argument("-o", "--output", default=None, help="write the rows as JSON here")
-    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        rows = one(arguments.one, arguments.throttle, arguments.meter, small=arguments.small)
-        Path(arguments.output).write_text(json.dumps(rows))
-        return 0
-    rows = []
+    if arguments.small and arguments.meter == "allocated":
+        parser.error("--small: expected --meter live beside it; a profile without memory promises live bytes")
+    ready_to_fork()
+    rows: list[dict[str, Any]] = []
+    facts = facts_of_run(arguments)  # of the code that is loaded now
     for name in arguments.workloads.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "rows.json"
-            alone = [sys.executable, "-m", "benchmarks.exactness", "--one", name]
-            command = [*alone, "-o", str(output), "--meter", arguments.meter]
-            command += ["--throttle", arguments.throttle] if arguments.throttle else []
-            subprocess.run(command + (["--small"] if arguments.small else []), check=True)
-            for row in json.loads(output.read_text()):
-                rows.append(row)
-                print(table_row(row), flush=True)
-    write_results(arguments.output, rows)
-    failed = [row for row in rows if "skipped" not in row and not _passed(row)]
-    print(f"{len(rows) - len(failed)} of {len(rows)} as promised")
-    return 1 if failed else 0
-
-
-def _passed(row: dict[str, Any]) -> bool:
-    return bool(row["bitwise"] and row["within_budget"] and row["predicted_well"])
-
-
-def table_row(row: dict[str, Any]) -> str:
-    """One line of the Markdown table in README.md."""
-    if "skipped" in row:
-        return f"| {row['workload']} | {row['budget']} | {row['skipped']} |"
-    decisions = "/".join(str(row["decisions"][kind]) for kind in ("keep", "swap", "recompute"))
-    mib = 1 / (1 << 20)
-    return (
-        f"| {row['workload']} | {row['budget']} ({row['share']:.1%}) | {decisions} "
-        f"| {row['in_core_peak_bytes'] * mib:.1f} | {row['budget_bytes'] * mib:.1f} "
-        f"| {row['predicted_first'] * mib:.1f} / {row['peaks'][0] * mib:.1f} "
-        f"| {row['predicted'] * mib:.1f} / {max(row['peaks'][1:]) * mib:.1f} "
-        f"| {'yes' if row['bitwise'] else 'NO'} | {'yes' if row['within_budget'] else 'NO'} "
-        f"| {'yes' if row['predicted_well'] else 'NO'} | {row['fallbacks']} |"
-    )
+        rows += rows_of(name, arguments)
+        write_results(arguments.output, facts | {"rows": rows})
+    good = sum(map(passed, rows))
+    print(f"{good} of {len(rows)} as promised")
+    return 0 if good == len(rows) else 1
 
 
 if __name__ == "__main__":

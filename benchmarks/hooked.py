@@ -61,6 +61,21 @@ class Trained:
         first = next((index for index, arena in enumerate(self.arenas) if arena), len(self.arenas))
         return sum(self.large[first + 1 :])
 
+    def note(self, outside_bytes: int, session: Session | None) -> None:
+        """The bytes of a step that has ended, and what a session tells of it."""
+        report = session.report() if session is not None else None
+        arena = report.arena if report is not None else None
+        self.outside.append(outside_bytes)
+        self.arenas.append(arena.size_bytes if arena is not None else 0)
+        self.metered.append(report.last_step.peak_bytes if report is not None else None)
+        self.served.append(arena.served_bytes if arena is not None else 0)
+        self.unplanned.append(arena.unplanned_bytes + arena.taken_bytes if arena is not None else 0)
+        misses = arena.unserved if arena is not None else []
+        self.large.append(sum(one.size_bytes >= LARGE_BYTES for one in misses))
+        if report is not None:
+            self.larger_bytes = arena.larger_bytes if arena is not None else 0
+            self.fallbacks = report.total.fallbacks
+
     def facts(self) -> dict[str, Any]:
         """For a file of results."""
         return {
@@ -104,23 +119,8 @@ def train(
         meter.restart()
         optimizer.step()
         found.small = max(found.small, meter.small_peak)
-        found.outside.append(max(peak_bytes, meter.peak) - before_bytes)
-        _read(found, session)
+        found.note(max(peak_bytes, meter.peak) - before_bytes, session)
     return found
-
-
-def _read(found: Trained, session: Session | None) -> None:
-    report = session.report() if session is not None else None
-    arena = report.arena if report is not None else None
-    found.arenas.append(arena.size_bytes if arena is not None else 0)
-    found.metered.append(report.last_step.peak_bytes if report is not None else None)
-    found.served.append(arena.served_bytes if arena is not None else 0)
-    found.unplanned.append(arena.unplanned_bytes + arena.taken_bytes if arena is not None else 0)
-    misses = arena.unserved if arena is not None else []
-    found.large.append(sum(one.size_bytes >= LARGE_BYTES for one in misses))
-    if report is not None:
-        found.larger_bytes = arena.larger_bytes if arena is not None else 0
-        found.fallbacks = report.total.fallbacks
 
 
 def digests_apart(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -14,19 +13,12 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.run_report import FallbackKind
-from tests.cuda_rules.machine import Machine, on_stand_in
+from tests.cuda_rules.machine import Machine
 from tests.gpu.cases import CASES
 from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
 
 REPLAY = (0, 0, 1)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Machine]:
-    with on_stand_in() as machine:
-        yield machine
-        assert machine.violations == []
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,20 +11,13 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.run_report import Report
-from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
 from tests.runtime.nets import equal, train
 from tests.runtime.random_plans import random_plan
 
 MIB = 1 << 20
 CASE = CASES["large"]
-
-
-@pytest.fixture
-def gpu() -> Iterator[Machine]:
-    with on_stand_in() as machine:
-        yield machine
-        assert machine.violations == []
 
 
 def _plan() -> Plan:

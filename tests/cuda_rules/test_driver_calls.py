@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-import pytest
 import torch
 
 import poochplan
 from poochplan.runtime.devices.cuda import CudaDevice
-from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
+from tests.cuda_rules.machine import WHERE, Machine
 from tests.gpu.cases import CASES
 from tests.runtime.random_plans import random_plan
-
-
-@pytest.fixture
-def gpu() -> Iterator[Machine]:
-    with on_stand_in() as machine:
-        yield machine
-        assert machine.violations == []
 
 
 def test_a_swapped_value_takes_four_recordings_four_waits_and_two_copies_and_makes_no_event(gpu: Machine) -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.opening import model_device, open_device, usable_device
-from tests.cuda_rules.machine import WHERE, Machine, on_stand_in
-
-
-@pytest.fixture
-def gpu() -> Iterator[Machine]:
-    with on_stand_in() as machine:
-        yield machine
+from tests.cuda_rules.machine import WHERE, Machine
 
 
 def test_a_gpu_is_there_by_its_index_and_no_other_is(gpu: Machine) -> None:

@@ -1,7 +1,7 @@
 """The budget holds in bytes that torch has of the C library, the arena whole on top, as an outside hook counts them.
 
 Each network has a process of its own, in which the hook of ``tests/allocated_bytes.py`` is there before anything else.
-``benchmarks/exactness_allocated.py`` and ``benchmarks/third_party_allocated.py`` do the same at full size.
+``benchmarks/exactness.py`` and ``benchmarks/third_party.py`` do the same at full size.
 """
 
 from __future__ import annotations
