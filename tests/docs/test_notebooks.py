@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import importlib
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,11 @@ def outputs(path: Path) -> list[dict[str, Any]]:
     return [output for cell in cells for output in cell.get("outputs", ())]
 
 
+def is_there(module: str, name: str) -> bool:
+    there = importlib.import_module(module)
+    return hasattr(there, name) or (hasattr(there, "__path__") and find_spec(f"{module}.{name}") is not None)
+
+
 def test_there_are_four_and_one_for_a_gpu() -> None:
     assert len(NOTEBOOKS) == 5
     assert ON_A_GPU in NOTEBOOKS
@@ -31,6 +39,17 @@ def test_without_a_gpu_the_one_for_it_says_so_and_ends() -> None:
     text = "".join("".join(output.get("text", "")) for output in outputs(ON_A_GPU))
     assert text.startswith("There is no GPU that torch can use here, so this notebook ends")
     assert text.endswith("there is nothing to report yet.\n")
+
+
+@notebooks
+def test_what_it_imports_of_ours_is_there(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+    source = "\n".join(line for line in lines if not line.startswith("%"))
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if (node.module or "").split(".")[0] in ("poochplan", "benchmarks")]
+    names = [(str(node.module), alias.name) for node in ours for alias in node.names]
+    assert [name for name in names if not is_there(*name)] == []
 
 
 @notebooks
