@@ -8,6 +8,7 @@ mechanism carries out.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -205,14 +206,17 @@ def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
 
 SHARE_BETWEEN_LOOKS = 0.1
 """Of the room that was found last: when so much more has been kept, it is looked at again."""
+LOOKS_SHARE = 0.02
+"""Of a loop's time that looks between steps may take: one look reads some files of the system."""
 WORKSPACE = 2
 """So many of the largest value that the step has saved are left free for what its ops take beside their results."""
 
 
 class KeepWhileRoom(SwapEach):
-    """State: what was kept since the last look at the room, and whether there was too little of it.
+    """State: what was kept since the last look at the room, and whether there was too little of it in this step.
 
-    What was kept stays where it is. From the first save without room on each value is swapped at its own save.
+    What was kept stays where it is. From the first save without room on each value is swapped at its own save. One
+    serves many steps.
 
     Parameters
     ----------
@@ -225,6 +229,13 @@ class KeepWhileRoom(SwapEach):
         self._room, self._is_short = room, is_short
         self._swaps = False
         self._since_look = self._until_look = self._largest = 0
+        self._looked_s = self._look_took_s = 0.0
+
+    def begin(self, segment: Segment) -> Actions:
+        if self._swaps or time.monotonic() - self._looked_s > self._look_took_s / LOOKS_SHARE:
+            self._until_look = 0
+        self._swaps = False
+        return super().begin(segment)
 
     def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if super().saved(index, tensor, record) is Decision.KEEP:
@@ -242,6 +253,9 @@ class KeepWhileRoom(SwapEach):
         self._since_look += size_bytes
         if self._since_look < self._until_look:
             return True
+        start_s = time.monotonic()
         room_bytes = self._room() - WORKSPACE * self._largest
+        self._looked_s = time.monotonic()
+        self._look_took_s = self._looked_s - start_s
         self._since_look, self._until_look = 0, int(room_bytes * SHARE_BETWEEN_LOOKS)
         return room_bytes > 0

@@ -129,7 +129,9 @@ def test_the_peaks_are_those_of_a_hook_of_the_tests() -> None:
     command = [sys.executable, "-c", textwrap.dedent(OUTSIDE)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    in_core, predicted, live, planned, budget = map(int, done.stdout.split())
+    in_core, predicted, live, planned, budget = map(
+        int, done.stdout.splitlines()[-1].split()
+    )  # HiGHS 1.16 prints its name before
     assert live < predicted // 2, "the convolutions take more inside than all that is live"
     assert 0.99 * predicted <= in_core <= predicted
     assert planned <= budget <= predicted

@@ -61,7 +61,7 @@ class BeforePlan:
     ) -> None:
         self.before, self.refused = before, refused
         self._model, self._where, self._optimizers = model, where, optimizers
-        self._is_short = is_short
+        self._while_room = KeepWhileRoom(self._room, is_short)
 
     def policy(self) -> StepPolicy:
         """Of a step that is to have a plan."""
@@ -81,7 +81,7 @@ class BeforePlan:
         return is_free or needed_bytes <= self.room_of(budget_bytes)
 
     def _by(self, way: Unplanned) -> StepPolicy:
-        return SwapEach(at_once=True) if way is Unplanned.SWAP else KeepWhileRoom(self._room, self._is_short)
+        return SwapEach(at_once=True) if way is Unplanned.SWAP else self._while_room
 
     def _room(self) -> int:
         return int(SHARE_TAKEN * free_bytes(self._where)) - self._to_come_bytes()

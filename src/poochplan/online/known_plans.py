@@ -234,6 +234,8 @@ class KnownPlans:
         for key, like in alike:
             if like in self.in_force and like in self.profiles:
                 self._cache.keep(key, self.profiles[like], self.in_force[like].plan)
+            elif self.is_refused_whatever_lives(like):
+                self._cache.keep(key, self.profiles[like])
 
     def close(self) -> None:
         """Planning ends."""

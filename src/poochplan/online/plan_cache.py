@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -32,8 +33,8 @@ VERSION = 2
 """Of the way that loops are profiled and planned; what another one has kept is made anew."""
 MOST_KEPT = 2
 """So many are kept of one fingerprint: steps may differ in what it does not tell."""
-
-
+LONGEST_REFUSED_S = 24 * 3600.0
+"""A profile without a plan is measured anew after that: it may be one that no plan fits because it is wrong."""
 MOST_CALLS = 100
 """So many functions and what they hold are looked at of one replaced forward."""
 
@@ -73,13 +74,18 @@ class PlanCache:
         )
 
     def find(self, key: Key) -> tuple[Profile, Plan | None] | None:
-        """Profile and plan for a kind of segment; the profile alone where the loop ended before its plan was made."""
+        """Profile and plan for a kind of segment. The profile alone where the loop ended before its plan was made, or
+        where no plan fitted.
+        """
         for folder in self._kept(key):
             with contextlib.suppress(PoochError):
                 profile = Profile.load(folder / "profile.json")
-                if folder not in self._left and (profile.model, profile.inputs) == (self._model, key.inputs):
+                plan = self._plan_of(folder, profile)
+                is_new = plan is not None or time.time() - _kept_at(folder) < LONGEST_REFUSED_S
+                is_same = (profile.model, profile.inputs) == (self._model, key.inputs)
+                if is_new and is_same and folder not in self._left:
                     self._at[key] = folder
-                    return profile, self._plan_of(folder, profile)
+                    return profile, plan
         return None
 
     def _plan_of(self, folder: Path, profile: Profile) -> Plan | None:
