@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from poochplan.planner.arena.packing import packed
 from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import EVAL_MODE, SWAPPED, runtime_notes
 from poochplan.profiler.assembly.reconcile import JUDGED_S, MUCH, Floats, PhaseSeconds, contradicted, steady
-from poochplan.profiler.capture.capture import Capture, ClonedCapture, collected_after
+from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.capture.timing import OpRuns
 from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_memory
@@ -31,10 +31,8 @@ from poochplan.profiler.live.observer import profile_inside
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.study import drafts, step_notes
 from poochplan.profiler.step.forward_only import check_real
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.handle_cost import keeping, measured_on, runtime_cost, with_handles
-from poochplan.profiler.trials.host_store import HostedCapture, HostStore
 from poochplan.runtime.allocator.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
@@ -42,7 +40,6 @@ from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.known_steps import RepeatedStep
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
-from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .link import measure_link
@@ -235,7 +232,7 @@ def _profile_real(
             _wait_for_builds()
             plain_s = plain_step_s(runner, options)
         memory.enter_context(_session_memory(where))
-        steps = memory.enter_context(StepFunction(runner, where, options.spill_dir))
+        steps = memory.enter_context(StepFunction(runner, where, options.spill_dir, in_core=mode == "run"))
         if mode != "run":
             say(f"warming up ({options.warmup} steps, swapping)")
             for _ in range(options.warmup):
@@ -243,7 +240,7 @@ def _profile_real(
             _wait_for_builds()
         check_real(runner.loss)
         say("capturing one step")
-        seen = _captured(steps, where, options, on_host=mode != "run")
+        seen = steps.run(Capturing(steps.scene))
         capture = seen.capture
         link = options.link
         if link is None:  # only now: a wrong step is refused without waiting for it
@@ -279,15 +276,6 @@ def _profile_real(
         memory.close()
         finished = with_plain_again(finished, lambda: plain_step_s(runner, options))
         return _warned(finished, contradicted(timed.steps, [one.seconds for one in kept]))
-
-
-def _captured(steps: StepFunction, where: torch.device, options: Options, *, on_host: bool) -> Capturing:
-    """One step, in which backward runs on copies of what was saved: in memory, or ``on_host``."""
-    static = static_keys(steps.scene.model, where.type)
-    if not on_host:
-        return steps.run(Capturing(steps.scene, ClonedCapture(where, LayerTracker(), static)), moves=False)
-    with closing(HostStore(where, options.spill_dir)) as store:
-        return steps.run(Capturing(steps.scene, HostedCapture(where, LayerTracker(), static, store)), moves=False)
 
 
 def _warned(profile: Profile, note: str) -> Profile:

@@ -20,9 +20,7 @@ from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.real import Runner
 from poochplan.profiler.request import Options
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import compiled_modules
-from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
 from .op_bench import OpBench, give_memory, memory_note
@@ -36,9 +34,9 @@ def fake_profile(
     model, say = runner.model, options.say
     compiled = compiled_modules(model)
     with faked(model, runner.optimizer) as fakes, contextlib.ExitStack() as opened:
-        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+        fake = FakeCapture(model, fakes, roofline)
         if compiled:
-            fake = GraphCapture(static_keys(model, "cpu"), fakes, roofline)
+            fake = GraphCapture(model, fakes, roofline)
             opened.enter_context(capturing_graphs(fake))
         say(f"warming up without memory ({options.warmup} steps)")
         for _ in range(options.warmup):
@@ -114,7 +112,7 @@ def needed_without_memory(runner: Runner) -> int | None:
         with faked(model, optimizer) as fakes:
             runner.one_step()
             # The durations are not used.
-            fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, parse_roofline("h200"))
+            fake = FakeCapture(model, fakes, parse_roofline("h200"))
             steps = StepFunction(runner, torch.device("cpu"), None)
             seen = steps.run(Capturing(steps.scene, fake), moves=False)
     except Exception:  # whatever the step does to tensors without content

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
 from poochplan.profiler.capture.capture import Capture, collected_after
-from poochplan.profiler.capture.captured import CapturedValue
-from poochplan.profiler.capture.node_hooks import Gradients
-from poochplan.profiler.capture.node_ops import NodeOps
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.runtime.watch.census import census
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import has_storage, parts_of, static_keys
+from poochplan.tensors.storages import has_storage, parts_of
 
 from .watch import Pack, Scene, Unpack, Watch
 
@@ -31,87 +28,28 @@ NAMED = 100
 """So many of the largest tensors that live beside the step are values of their own; the rest is one."""
 
 
-class EngineCapture(Capture):
-    """A capture of what the runtime's engine moves, of a backward whose gradients are used.
+class Moving(SwapEach):
+    """Swaps all that the step has made; in a loop, what was there before stays where others hold it."""
 
-    State: the value that each of the engine's stands for.
-    """
+    def __init__(self, capture: Capture, *, all_of_it: bool) -> None:
+        super().__init__(at_once=True)
+        self._capture, self._all_of_it = capture, all_of_it
 
-    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
-        super().__init__(where, LayerTracker(), static_keys(model, where.type))
-        self._model = model
-        self.nodes = NodeOps(self, self._workspace, self._clock, self._gradients)
-        self.checkpointed = self.tracker.ran_again
-        self._numbers: dict[int, int] = {}
-        self._ends: dict[int, weakref.ref[SavedValue]] = {}
-
-    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
-        with self.away():
-            return self.nodes.observed(outputs, run)
-
-    def switch_off(self) -> None:
-        super().switch_off()
-        self.nodes.leave()
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """A block in which values are moved: nothing in it is the step's."""
-        with self.nodes.set_aside(), self.compiled_calls.set_aside(), self.paused():
-            yield
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
-        if not self.nodes.is_inside:
-            return self.compiled_calls.around(path, call)
-        self.look_for_checkpoint(path)
-        return call
-
-    def gradients_arrive(self, gradients: Gradients) -> None:
-        self.nodes.gradients_arrive(gradients)
-
-    def gone(self, value: CapturedValue) -> None:
-        super().gone(value)
-        self.nodes.freed(value.size_bytes)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-
-    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """The engine has given that handle for a tensor."""
-        value = handle.value
-        if value is None:
-            self.kept_as_it_is(tensor)
-            return
-        number, _, _ = self.saved(tensor)
-        key = id(value)
-        if key not in self._ends:
-            self._numbers[key] = number
-            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.lifetimes.holds(number)
-
-    def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
-        """Backward is about to read the value there."""
-        number = self._numbers.get(id(value))
-        if number is not None:
-            self.nodes.reads(number)
-            if not self.lifetimes.is_known(storage):
-                self.lifetimes.is_copied_to(storage, number)
-
-    def _ended(self, key: int) -> None:
-        del self._ends[key]
-        self.lifetimes.let_go(self._numbers.pop(key))
+    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        if self._all_of_it or self._capture.has_made(tensor):
+            return Decision.SWAP
+        return super().saved(index, tensor, record)
 
 
 class Capturing(Watch):
     """``capture`` has what the segment did, ``kinds`` what its values are, ``beside_bytes`` what else was there."""
 
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
-        """``capture``: one that has hooks of its own; by default it is of what the engine moves."""
-        super().__init__(scene, SwapEach(at_once=True))
+        """``capture``: one of a step without memory, which has hooks of its own."""
+        self.capture = capture or Capture(scene.model, scene.where)
+        super().__init__(scene, Moving(self.capture, all_of_it=scene.there_before is not None))
         self.swaps_once = True
-        self.capture = capture or EngineCapture(scene.model, scene.where)
-        self.nodes = self.capture.nodes if isinstance(self.capture, EngineCapture) else None
+        self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
@@ -127,7 +65,7 @@ class Capturing(Watch):
         with (
             collected_after(self.capture),
             before_forward(self.scene.model, self._called) if self.scene.there_before else contextlib.nullcontext(),
-            self.capture.running(self.scene.model),
+            self.capture.running(),
         ):
             yield
 
@@ -163,19 +101,14 @@ class Capturing(Watch):
         return self.capture.around_call(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return self._engines.observed(outputs, run) if self.scene.there_before is None else run()
+        return self.capture.observed(outputs, run) if self.scene.there_before is None else run()
 
     def runs_another(self) -> None:
         if self.scene.there_before is None:
-            self._engines.nodes.runs_another()
-
-    @property
-    def _engines(self) -> EngineCapture:
-        assert isinstance(self.capture, EngineCapture), "a capture with hooks of its own is asked for no other"
-        return self.capture
+            self.capture.nodes.runs_another()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        with self._engines.set_aside():
+        with self.capture.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -183,7 +116,7 @@ class Capturing(Watch):
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
             self.why_not, self.is_final = SAVES_AFTER_USE, True
-        self._engines.packed(tensor, handle)
+        self.capture.packed(tensor, handle)
 
     def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
         value = handle.value
@@ -191,9 +124,9 @@ class Capturing(Watch):
             return unpack(handle)
         if not handle.used:
             self.capture.used(handle.ordinal)
-        with self._engines.set_aside():
+        with self.capture.set_aside():
             tensor = unpack(handle)
-        self._engines.is_back(value, tensor.untyped_storage())
+        self.capture.is_back(value, tensor.untyped_storage())
         return tensor
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.real import Runner
 from poochplan.profiler.trials.compare import under
+from poochplan.runtime.devices.device import Device, Job
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -25,18 +26,49 @@ from .watch import Scene, Watch
 W = TypeVar("W", bound=Watch)
 
 
+class OnTheDevice:
+    """A device for steps that fit: what is copied to the host tier stays in the memory that it is in, until it is read
+    back, once.
+    """
+
+    error = None
+    """Copies are their own jobs here, and none fails."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """See :class:`Device`."""
+        self._copies[host_offset] = storage.clone()
+        return self
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """See :class:`Device`."""
+        storage.copy_(self._copies.pop(host_offset))
+        return self
+
+
 class StepFunction:
     """A context manager: the host tier is there from the first step in which something moves to its end. State: the
     watch that is on.
+
+    ``in_core``: whether the step fits, so that what is moved may stay in the memory that it is in.
     """
 
     alternatives = ()
 
-    def __init__(self, runner: Runner, where: torch.device, spill_dir: str | Path | None) -> None:
+    def __init__(
+        self, runner: Runner, where: torch.device, spill_dir: str | Path | None = None, *, in_core: bool = True
+    ) -> None:
         optimizers = [] if runner.optimizer is None else [runner.optimizer]
         clock, there = clock_of(where), runner.there_before
         self.runner = runner
         self.scene = Scene(runner.model, where, clock, spill_dir, optimizers, there_before=there)
+        self._in_core = in_core
         self._watch: Watch | None = None
         self._stack = ExitStack()
 
@@ -49,7 +81,8 @@ class StepFunction:
     @cached_property
     def _engine(self) -> Engine:
         device = self._stack.enter_context(closing(open_device(self.scene.where, self.scene.spill_dir)))
-        engine = Engine(self, device, self.scene.model, rebuild=self._rebuild)
+        copies = cast(Device, OnTheDevice(device)) if self._in_core else device
+        engine = Engine(self, copies, self.scene.model, rebuild=self._rebuild)
         engine.fallbacks.silent = True  # of steps that differ, as the profile says
         return engine
 

@@ -22,18 +22,15 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 from poochplan.profiler.assembly.assemble import untimed
-from poochplan.profiler.capture.capture import ClonedCapture
 from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.real import Runner
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import GeneratorStates, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import Always
 from poochplan.tensors.modes import uncompiled_hooks
-from poochplan.tensors.storages import static_keys
 
 from .compare import instructions_for, under
 
@@ -281,9 +278,7 @@ class _Network:
     def _profile(self) -> Profile:
         runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
         with StepFunction(runner, self.where, None) as steps:
-            static = static_keys(self.model, self.where.type)
-            capture = ClonedCapture(self.where, LayerTracker(), static)
-            seen = steps.run(Capturing(steps.scene, capture), moves=False)
+            seen = steps.run(Capturing(steps.scene))
         return untimed(seen.capture, seen.kinds, self.model, "run")
 
 
