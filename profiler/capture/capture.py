@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.capture.node_hooks import Gradients, Stretches
-from poochplan.profiler.capture.op_blocks import Stray
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.points import told_of_points
@@ -51,7 +50,7 @@ class Capture(ToggledMode):
 
     def __init__(self, model: torch.nn.Module, where: torch.device, tracker: LayerTracker | None = None) -> None:
         super().__init__()
-        self._model, self._where = model, where
+        self.model, self._where = model, where
         self.device_type = where.type
         self.tracker = tracker or LayerTracker()
         self.phase = Phase.FORWARD
@@ -71,11 +70,11 @@ class Capture(ToggledMode):
         self._static = static_keys(model, where.type)
         self._paused = False
         self.saved_values: set[int] = set()
-        self._clock = clock_of(where)
-        self._workspace = self._new_workspace()
+        self.clock = clock_of(where)
+        self.workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Stretches]] = []
-        self.compiled_calls = CompiledCalls(self, self._workspace)
-        self.nodes = NodeOps(self, self._workspace, self._clock, self._gradients)
+        self.compiled_calls = CompiledCalls(self)
+        self.nodes = NodeOps(self)
         self.checkpointed = self.tracker.ran_again
         """Layers whose forward ran again in backward, in order."""
         self._numbers: dict[int, int] = {}
@@ -84,14 +83,10 @@ class Capture(ToggledMode):
     def _new_workspace(self) -> Workspace:
         return workspace_of(self._where)
 
-    def strays(self) -> Sequence[Stray]:
-        """What was taken between ops and is no value's."""
-        return self._workspace.strays()
-
     @property
     def memory(self) -> Memory:
         """What peaks of this step count."""
-        return self._workspace.memory
+        return self.workspace.memory
 
     @property
     def unmeasured_ops(self) -> int:
@@ -102,7 +97,7 @@ class Capture(ToggledMode):
     def running(self) -> Iterator[None]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
         points = told_of_points(self.compiled_calls.point, self.device_type)
-        with self.tracker.on(self._model), points, self._workspace.running():
+        with self.tracker.on(self.model), points, self.workspace.running():
             self.switch_on()
             try:
                 yield
@@ -148,9 +143,9 @@ class Capture(ToggledMode):
             self._paused = before
 
     def _read_clock(self) -> None:
-        self._clock.synchronize()
+        self.clock.synchronize()
         for op, stretches in self._marks:
-            op.duration_s = sum(self._clock.seconds(begin, end) for begin, end in stretches)
+            op.duration_s = sum(self.clock.seconds(begin, end) for begin, end in stretches)
         self._marks.clear()
 
     def durations(self) -> Floats:
@@ -221,11 +216,11 @@ class Capture(ToggledMode):
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         """The op's result; notes what it took."""
-        self._workspace.begin()
-        begin = self._clock.begin()
+        self.workspace.begin()
+        begin = self.clock.begin()
         outputs = func(*args, **kwargs)
-        self.took(op, [(begin, self._clock.end())])
-        self._workspace.end(op)
+        self.took(op, [(begin, self.clock.end())])
+        self.workspace.end(op)
         return outputs
 
     def written(self, tensors: list[torch.Tensor]) -> list[int]:
@@ -240,7 +235,7 @@ class Capture(ToggledMode):
         """What is new among the leaves is borne by the op, the ``born``-th."""
         for part in self.ordinary(leaves):
             if self.value_if_known(part) < 0:
-                self._workspace.holds(op, len(op.outputs), part.untyped_storage())
+                self.workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
@@ -253,9 +248,6 @@ class Capture(ToggledMode):
         """A compiled backward is about to use these."""
         self.nodes.gradients_arrive(gradients)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)
         self.bear(op, leaves, len(self.ops))
@@ -264,7 +256,7 @@ class Capture(ToggledMode):
             op.partly_unwritten = [self.value_of(part) for part in parts]
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
-        self._workspace.knows(tensor.untyped_storage())
+        self.workspace.knows(tensor.untyped_storage())
         return self.lifetimes.add(tensor, layer, born)
 
     def gone(self, value: CapturedValue) -> None:
@@ -279,11 +271,11 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:
         """The block is what the op takes."""
-        begin = self._clock.begin()
+        begin = self.clock.begin()
         try:
             yield
         finally:
-            self.took(op, [(begin, self._clock.end())])
+            self.took(op, [(begin, self.clock.end())])
 
     def took(self, op: CapturedOp, stretches: Stretches) -> None:
         """The op took what lies between these marks."""
@@ -339,7 +331,7 @@ class Capture(ToggledMode):
 
     def _passes(self, kind: PointKind, ordinal: int) -> None:
         self.points.append((kind, ordinal, len(self.ops)))
-        self._workspace.passes_point()
+        self.workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
@@ -359,7 +351,7 @@ class Capture(ToggledMode):
         part = self.compiled_calls.bearer_of(tensor.untyped_storage())
         number = self._new_value(tensor, self.tracker.current(), born=-1 if part is None else part.number)
         if part is not None:
-            self._workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
+            self.workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
             part.op.outputs.append(number)
         return number
 

@@ -216,7 +216,7 @@ class FakeCapture(Capture):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        hooks = deferring(self._pack, self._unpack, self._may_wait, self._model, self.device_type)
+        hooks = deferring(self._pack, self._unpack, self._may_wait, self.model, self.device_type)
         with uncompiled_hooks(*hooks), super().running():
             yield
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
+from poochplan.profiler.capture.clock import library_bytes
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.runtime.watch.census import census
+from poochplan.runtime.watch.census import census, census_bytes
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, parts_of
+from poochplan.torch_private.tensor_internals import pytree
 
 from .watch import Pack, Scene, Unpack, Watch
 
@@ -47,7 +52,7 @@ class Capturing(Watch):
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
         """``capture``: one of a step without memory, which has hooks of its own."""
         self.capture = capture or Capture(scene.model, scene.where)
-        super().__init__(scene, Moving(self.capture, all_of_it=scene.there_before is not None))
+        super().__init__(scene, Moving(self.capture, all_of_it=scene.is_repeated) if capture is None else None)
         self.swaps_once = True
         self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)
@@ -64,7 +69,7 @@ class Capturing(Watch):
         self._look_around(segment)
         with (
             collected_after(self.capture),
-            before_forward(self.scene.model, self._called) if self.scene.there_before else contextlib.nullcontext(),
+            before_forward(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
             self.capture.running(),
         ):
             yield
@@ -76,9 +81,10 @@ class Capturing(Watch):
     def _look_around(self, segment: Segment) -> None:
         """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
         model, kinds = self.scene.model, self.kinds
-        kinds.note_model(model)
+        kinds.note(model.parameters(), Kind.PARAMETER)
+        kinds.note(model.buffers(), Kind.BUFFER)
         for optimizer in self.scene.optimizers:
-            kinds.note_optimizer(optimizer)
+            kinds.note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
         if self.has_gradients:
             kinds.note_gradients(model)
         if self.scene.there_before is not None:
@@ -91,6 +97,47 @@ class Capturing(Watch):
         self.beside_bytes = segment.left_over_bytes + sum(rest)
         self.look_around()
 
+    @functools.cached_property
+    def _library_bytes(self) -> int:
+        return library_bytes(self.scene.where)
+
+    def draft(
+        self,
+        mode: Literal["run", "swap-all", "fake"],
+        runs: Floats,
+        measured: list[PhaseSeconds],
+        notes: list[str],
+        *,
+        link: Link,
+        workload: str = "",
+        device: Device | None = None,
+    ) -> Profile:
+        """The profile of the captured step, its ops' seconds reconciled with the ``measured`` steps."""
+        return assemble(
+            self.capture,
+            self.kinds,
+            runs,
+            measured,
+            model=self.scene.model,
+            link=link,
+            workload=workload,
+            mode=mode,
+            device=device or this_machine(self.scene.where),
+            notes=notes,
+            accumulate=self.has_gradients,
+            held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes},
+        )
+
+    def untimed(self, mode: Literal["run", "fake"]) -> Profile:
+        """One for its values and lifetimes alone: the link is a preset, and no step was timed."""
+        return self.draft(mode, self.capture.durations(), [dict.fromkeys(Phase, 0.0)], [], link=preset_link("pcie4"))
+
+    def grown_bytes(self) -> int:
+        """What lives beside the steps of a loop by now, or will one day, and did not when this one was captured."""
+        if self.scene.is_repeated:
+            return 0
+        return max(self.foreseen_bytes, census_bytes(self.scene.where.type) - (self.base_bytes or 0))
+
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
         self.capture.phase = phase
@@ -101,10 +148,10 @@ class Capturing(Watch):
         return self.capture.around_call(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return self.capture.observed(outputs, run) if self.scene.there_before is None else run()
+        return run() if self.scene.is_repeated else self.capture.observed(outputs, run)
 
     def runs_another(self) -> None:
-        if self.scene.there_before is None:
+        if not self.scene.is_repeated:
             self.capture.nodes.runs_another()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
@@ -147,26 +194,6 @@ class Kinds(dict[int, Kind]):
                 if has_storage(part, self._capture.device_type):
                     self.setdefault(self._capture.value_of(part), kind)
 
-    def note_model(self, model: torch.nn.Module) -> None:
-        """Parameters and buffers."""
-        self.note(model.parameters(), Kind.PARAMETER)
-        self.note(model.buffers(), Kind.BUFFER)
-
     def note_gradients(self, model: torch.nn.Module) -> None:
         """Those that are there."""
         self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state."""
-        self.note(_tensors_in(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers, as optimizers keep them (LBFGS in lists)."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _tensors_in(item)

@@ -46,10 +46,6 @@ class HostStore:
         _raise(copy.error, "read back")
         return storage
 
-    def forget(self) -> None:
-        """All that was put may be overwritten."""
-        self._end_bytes = 0
-
     def close(self) -> None:
         """Gives the host tier back."""
         self.device.close()
