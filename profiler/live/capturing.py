@@ -68,7 +68,7 @@ class Capturing(Watch):
         gc.collect()  # what waits for it is not there for the step
         self._look_around(segment)
         with (
-            collected_after(self.capture),
+            collected_after(self.capture, () if self.scene.is_repeated else self.kinds),
             before_forward(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
             self.capture.running(),
         ):
