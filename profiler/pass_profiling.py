@@ -86,7 +86,9 @@ def profile_pass(
         allocated_peak_bytes=allocated_peak(blocks, events),
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
         notes=_notes(seen.calls),
-        blocks=tuple(block._replace(offset=offset) for block, offset in zip(blocks, laid.offsets, strict=True)),
+        blocks=tuple(
+            PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, laid.offsets, strict=True)
+        ),
         arena_bytes=laid.arena_bytes,
         arena_live_bytes=laid.live_bytes,
         separate_bytes=laid.separate_bytes,

@@ -89,7 +89,7 @@ def assemble(
         gradients_live_through_forward=accumulate,
         link=link,
         facts=step_facts(model, capture),
-        notes=(*_step_notes(model, capture, kinds), *notes),
+        notes=tuple(notes),
         ops=ops,
         values=values,
         handles=build_handles(capture),
@@ -136,11 +136,11 @@ def this_machine(where: torch.device) -> Device:
     )
 
 
-def _step_notes(model: torch.nn.Module, capture: Capture, kinds: dict[int, Kind]) -> list[str]:
-    """What is to be said of the step, whatever it takes."""
-    why = why_none_deferred(model, capture.device_type)
+def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
+    """What is to be said of the captured step, whatever it takes."""
+    why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
     deferred = [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
-    return [*model_notes(model), *_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
+    return [*_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
 
 
 def model_notes(model: torch.nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, preset_link
-from poochplan.profiler.assembly.assemble import assemble, this_machine
+from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.clock import library_bytes
@@ -59,6 +59,8 @@ class Capturing(Watch):
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = 0
+        self._model_notes: list[str] = []
+        """Of the model as the step has left it."""
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
@@ -123,7 +125,7 @@ class Capturing(Watch):
             workload=workload,
             mode=mode,
             device=device or this_machine(self.scene.where),
-            notes=notes,
+            notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
             accumulate=self.has_gradients,
             held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes},
         )
@@ -143,6 +145,10 @@ class Capturing(Watch):
         self.capture.phase = phase
         if phase is Phase.OPTIMIZER:
             self.kinds.note_gradients(self.scene.model)
+
+    def end(self, *, stepped: bool) -> None:
+        super().end(stepped=stepped)
+        self._model_notes = model_notes(self.scene.model)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return self.capture.around_call(path, call)
