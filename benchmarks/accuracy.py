@@ -38,8 +38,7 @@ from benchmarks.models import MODELS, build
 from benchmarks.pairs import RESAMPLES, one_step
 from poochplan.formats.profile import Phase, PointKind, Profile, preset_link
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, reconcile
-from poochplan.profiler.capture.clock import clock_of
-from poochplan.profiler.real import Runner
+from poochplan.profiler.live.step_function import StepFunction
 from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.workload import Workload
 from tests.live_bytes import LiveBytes  # a meter of the tests, on purpose none of the package
@@ -83,8 +82,8 @@ def peaks(workload: Workload, profile: Profile) -> dict[str, Any]:
 
 def times(workload: Workload, profile: Profile, pairs: int) -> dict[str, Any]:
     """The durations reconciled with one half of plain steps, against the other half."""
-    runner = Runner(workload.step, workload.model, workload.optimizer, False, clock_of(torch.device("cpu")))
-    steps = [runner.one_step() for _ in range(2 + 2 * pairs)][2:]
+    step = StepFunction(workload.step, workload.model, workload.optimizer, torch.device("cpu"))
+    steps = [step.timed() for _ in range(2 + 2 * pairs)][2:]
     pairs_of_steps = [steps[i : i + 2] if i % 4 else steps[i : i + 2][::-1] for i in range(0, len(steps), 2)]
     found = _ratios(profile, pairs_of_steps)
     drawn = np.random.default_rng(0).integers(0, pairs, (RESAMPLES // 10, pairs))

@@ -17,7 +17,6 @@ import torch
 
 from poochplan.errors import StepError
 from poochplan.formats.profile import Profile, Value
-from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
@@ -47,9 +46,9 @@ class GraphLayers(LayerTracker):
 class GraphCapture(FakeCapture):
     """State besides: the node that runs, and which node of which graph saved each value."""
 
-    def __init__(self, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
+    def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
         self._layers = GraphLayers()
-        super().__init__(self._layers, static, mode, roofline)
+        super().__init__(model, mode, roofline, self._layers)
         self._fused: frozenset[Node] = frozenset()
         self._graph: torch.fx.Graph | None = None
         self._node: Node | None = None
@@ -76,11 +75,11 @@ class GraphCapture(FakeCapture):
         return opened
 
     @contextlib.contextmanager
-    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
-        with super().running(model):
+    def running(self) -> Iterator[None]:
+        with super().running():
             self._runs = True
             try:
-                yield self
+                yield
             finally:
                 self._runs = False
 

@@ -87,8 +87,7 @@ def profile_pass(
         total_bytes=sum(rounded_up(block.size_bytes) for block in blocks),
         notes=_notes(seen.calls),
         blocks=tuple(
-            PassBlock(block.size_bytes, block.start, block.end, offset, block.layer)
-            for block, offset in zip(blocks, laid.offsets, strict=True)
+            PassBlock(*block[:3], offset, block.layer) for block, offset in zip(blocks, laid.offsets, strict=True)
         ),
         arena_bytes=laid.arena_bytes,
         arena_live_bytes=laid.live_bytes,
@@ -166,7 +165,7 @@ class _Laid(NamedTuple):
     caching_bytes: int
 
 
-def _laid_out(blocks: list[LoggedBlock], events: int) -> _Laid:
+def _laid_out(blocks: list[PassBlock], events: int) -> _Laid:
     inside = [i for i, block in enumerate(blocks) if block.end < events and block.size_bytes >= LEAST_PLACED_BYTES]
     spans = [Block(block.start, block.end, block.size_bytes) for block in blocks]
     packed = pack([spans[i] for i in inside], LOOKS_PER_BLOCK * len(inside))
@@ -210,17 +209,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-class LoggedBlock(NamedTuple):
-    """A block that a pass has taken; see ``PassBlock``."""
-
-    size_bytes: int
-    start: int
-    end: int
-    layer: str
-
-
-def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[list[LoggedBlock], int]:
-    """The blocks of the first call of ``model`` in ``step()``, and how many events its log has.
+def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[list[PassBlock], int]:
+    """The blocks of the first call of ``model`` in ``step()``, in no arena yet, and how many events its log has.
 
     Raises ``AllocatorError`` where there is no compiled allocator.
     """
@@ -239,7 +229,7 @@ def logged_pass(step: Callable[[], object], model: torch.nn.Module) -> tuple[lis
     rows = zip(
         found["size_bytes"].tolist(), found["birth"].tolist(), ends.tolist(), found["point"].tolist(), strict=True
     )
-    return [LoggedBlock(size, start, end, layers[point]) for size, start, end, point in rows], len(call.events)
+    return [PassBlock(size, start, end, OUTSIDE, layers[point]) for size, start, end, point in rows], len(call.events)
 
 
 def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int:
@@ -259,15 +249,15 @@ def live_tensors_peak(step: Callable[[], object], model: torch.nn.Module) -> int
     following = np.append(closing, len(call.events))[np.searchsorted(closing, found["birth"])]
     is_inside = (found["point"] == _BEGINS) & (found["death"] >= 0) & (found["death"] < following)
     blocks = [
-        LoggedBlock(size, birth, death if death >= 0 else len(call.events), "")
+        PassBlock(size, birth, death if death >= 0 else len(call.events), OUTSIDE, "")
         for size, _, birth, death in found[~is_inside].tolist()
     ]
     return allocated_peak(blocks, len(call.events))
 
 
-def allocated_peak(blocks: list[LoggedBlock], events: int) -> int:
+def allocated_peak(blocks: list[PassBlock], events: int) -> int:
     """Most bytes of blocks that live at once, each rounded up."""
-    table = np.array([(start, end - 1, rounded_up(size)) for size, start, end, _ in blocks], np.int64).reshape(-1, 3)
+    table = np.array([(start, end - 1, rounded_up(size)) for size, start, end, *_ in blocks], np.int64).reshape(-1, 3)
     return int(occupancy(events, (table[:, 0], table[:, 1], table[:, 2])).max(initial=0))
 
 

@@ -6,53 +6,53 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from poochplan.errors import NativeError
-from poochplan.formats.profile import Link, Memory, Phase, Profile
-from poochplan.planner.arena.packing import packed
+from poochplan.errors import NativeError, StepError
+from poochplan.formats.profile import Link, Profile
 from poochplan.planner.simulator.evaluator import begin_build, library
-from poochplan.profiler.assembly.assemble import EVAL_MODE, SWAPPED, runtime_notes
-from poochplan.profiler.assembly.reconcile import JUDGED_S, MUCH, Floats, PhaseSeconds, contradicted, steady
-from poochplan.profiler.capture.capture import Capture, ClonedCapture, collected_after
-from poochplan.profiler.capture.clock import clock_of, current
-from poochplan.profiler.capture.timing import OpRuns
+from poochplan.profiler.assembly.assemble import EVAL_MODE, runtime_notes
+from poochplan.profiler.assembly.reconcile import JUDGED_S, MUCH
+from poochplan.profiler.capture.clock import current
 from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_memory
 from poochplan.profiler.fake.roofline import parse_roofline
-from poochplan.profiler.live.after_capture import OpTiming, TimingWatch, verify
+from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.observer import profile_inside
+from poochplan.profiler.live.lines import Line
+from poochplan.profiler.live.observer import Observer
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.study import drafts, step_notes
+from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import preserved
-from poochplan.profiler.trials.handle_cost import keeping, measured_on, runtime_cost, with_handles
-from poochplan.profiler.trials.host_store import HostedCapture, HostStore
+from poochplan.profiler.trials.handle_cost import measured_on, with_handles
+from poochplan.profiler.trials.machine_facts import aside, with_cached_cost
 from poochplan.runtime.allocator.library import build, fresh_memory
 from poochplan.runtime.attachment import check_no_session
 from poochplan.runtime.compiled.inductor import compiled_deferring
 from poochplan.runtime.devices.cpu import choose_spill_dir
-from poochplan.runtime.known_steps import RepeatedStep
+from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.metering.allocated import step_scope
+from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.host_memory import available_bytes, fitting_mode, memory_left
-from poochplan.tensors.storages import static_keys
 from poochplan.units import parse_rate
 
 from .link import measure_link
-from .real import Runner
 from .request import Options, Progress, check_backward, check_mode, check_optimizer, checked_device, tensors_beside
 
+NewSteps = Callable[..., StepFunction]
+"""Makes the step function for one try, which is told ``in_core``."""
 RealMode = Literal["run", "swap-all"]
 ITERATIONS = 5
-KEPT_STEPS = 2
-"""So many keep everything under the engine, which tells what its hooks take."""
+CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"
+MOST_STEPS = 60
+"""Of a step that does all of it itself, until each of its segments is profiled."""
 
 
 def profile(
@@ -144,23 +144,22 @@ def profile(
         say=progress or (lambda _: None),
     )
 
-    def runner() -> Runner:
-        return Runner(step, model, optimizer, accumulate, clock_of(where), beside)
-
     if backward == "inside":
         return _profile_inside(step, model, optimizer, where, mode, options)
 
+    a_step = partial(StepFunction, step, model, optimizer, where, accumulate=accumulate, beside=beside)
+    steps: NewSteps = partial(a_step, spill_dir=spill_dir)
     if mode == "fake" or roofline is not None:
         rates = None if roofline is None else parse_roofline(roofline)
         if rates is None:
             _wait_for_builds()
         with _session_memory(where):
-            profile = fake_profile(runner(), rates, where, options, [CHOSE_FAKE] if mode == "auto" else [])
+            profile = fake_profile(steps(), rates, options, [CHOSE_FAKE] if mode == "auto" else [])
     else:
-        profile = _profile_fitting(runner, where, mode, options)
+        profile = _profile_fitting(steps, where, mode, options)
     if roofline is None and profile.runtime is None:
         with _session_memory(where):
-            profile = msgspec.structs.replace(profile, runtime=runtime_cost(where, torch.get_num_threads()))
+            profile = with_handles(profile, measured_on(where, torch.get_num_threads()), [])
     profile = msgspec.structs.replace(profile, notes=(*profile.notes, *runtime_notes(profile.runtime)))
     if EVAL_MODE in profile.notes:
         warnings.warn(f"poochplan: {EVAL_MODE}; call model.train() if it is trained so", UserWarning, stacklevel=2)
@@ -175,127 +174,131 @@ def _profile_inside(
     mode: str,
     options: Options,
 ) -> Profile:
-    """The profile of a step that does all of it itself."""
+    """The profile of a step that does all of it itself: of its segment that takes the most memory in-core. Raises
+    ``StepError`` where none could be profiled.
+    """
+    spill_dir, rate = options.spill_dir, options.throttle_bytes_per_s
 
     def fits(profile: Profile) -> bool:
         if mode != "auto":
             return mode == "run"
-        needed_bytes = profile.in_core_peak_bytes - sum(profile.static_bytes.values())
-        return fitting_mode(needed_bytes, memory_left(where))[0] == "run"
+        return fitting_mode(_beside_static(profile), memory_left(where))[0] == "run"
 
-    return profile_inside(
-        step,
-        model,
-        optimizer,
-        where,
+    study_options = StudyOptions(
+        link=lambda: aside(lambda: options.link or measure_link(where, spill_dir, rate)),
         fits=fits,
-        spill_dir=options.spill_dir,
-        throttle_bytes_per_s=options.throttle_bytes_per_s,
-        link=lambda: options.link or measure_link(where, options.spill_dir, options.throttle_bytes_per_s),
+        with_costs=lambda one, kept: with_cached_cost(one, where, kept),
         workload=options.workload,
     )
+    observer = Observer(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
+    session = Session(
+        {"": model}, where, lambda: open_device(where, spill_dir, rate), observer, Settings(meter="never")
+    )
+    with preserved(model, optimizer), session:
+        for _ in range(MOST_STEPS):
+            step()
+            session.wait_until_planned()
+            if observer.lines and not any(line.is_studied for line in observer.lines.values()):
+                break
+    return _largest(list(observer.lines.values()))
+
+
+def _largest(lines: list[Line]) -> Profile:
+    profiled = [line.profile for line in lines if line.profile is not None]
+    if not profiled:
+        why = next((line.refused for line in lines if line.refused), "it saves nothing that a backward uses")
+        raise StepError(
+            f"step(): expected one that runs forward, backward and the optimizer's step, found that {why}; "
+            'return the loss and leave backward to the profiler (backward="outside")'
+        )
+    largest = max(profiled, key=lambda profile: profile.in_core_peak_bytes)
+    if len(lines) == 1:
+        return largest
+    note = f"the step has {len(lines)} kinds of segments, from a first save to a backward; this is the largest in-core"
+    return msgspec.structs.replace(largest, notes=(*largest.notes, note))
 
 
 def _profile_fitting(
-    runner: Callable[[], Runner], where: torch.device, mode: RealMode | Literal["auto"], options: Options
+    new_steps: NewSteps, where: torch.device, mode: RealMode | Literal["auto"], options: Options
 ) -> Profile:
     """The profile of a real step. ``auto`` asks a step without memory on the CPU, where running out of memory ends the
-    process, and tries in-core first on CUDA. ``runner`` makes one for each try.
+    process, or one that swaps, where the step only runs with data; and tries in-core first on CUDA.
     """
-    needed_bytes = needed_without_memory(runner()) if mode == "auto" and where.type == "cpu" else None
-    if needed_bytes is not None:
+    if mode != "auto":
+        return _profile_real(new_steps, where, mode, options, [])
+    if where.type == "cpu":
+        needed_bytes = needed_without_memory(new_steps())
+        if needed_bytes is None:
+            needed_bytes = _needed_by_swapping(new_steps, where, options)
         mode, why = fitting_mode(needed_bytes, available_bytes())
         options.say(why)
-        return _profile_real(runner(), where, mode, options, [why])
-    if mode != "auto" or where.type == "cpu":
-        return _profile_real(runner(), where, mode, options, [])
+        return _profile_real(new_steps, where, mode, options, [why])
     try:
         note = "mode auto chose run: the in-core step fits the device"
-        return _profile_real(runner(), where, "run", options, [note])
+        return _profile_real(new_steps, where, "run", options, [note])
     except torch.OutOfMemoryError:
         note = "mode auto chose swap-all: in-core the step ran out of the device's memory"
     gc.collect()  # the failed step's values, which the error's frames held
     torch.cuda.empty_cache()
     options.say(note)
-    return _profile_real(runner(), where, "swap-all", options, [note])
+    return _profile_real(new_steps, where, "swap-all", options, [note])
+
+
+@contextlib.contextmanager
+def _restoring(steps: StepFunction, where: torch.device, options: Options) -> Iterator[StepFunction]:
+    """A block of steps behind which all is as it was."""
+    if options.link is None and where.type == "cpu":
+        choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
+    model = steps.model  # which is compiled once, and by the first step
+    with preserved(model, steps.optimizer), current(where), compiled_deferring(model, where.type):
+        yield steps
+
+
+@contextlib.contextmanager
+def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Options) -> Iterator[None]:
+    """A block in a session's memory, behind the first steps."""
+    with _session_memory(where), steps:
+        if mode == "swap-all":
+            options.say(f"warming up ({options.warmup} steps, swapping)")
+            for _ in range(options.warmup):
+                steps.run(PhaseTiming(steps.scene, SwapEach(at_once=True)))
+            _wait_for_builds()
+        check_real(steps.loss)
+        yield
+
+
+def _needed_by_swapping(new_steps: NewSteps, where: torch.device, options: Options) -> int:
+    """Bytes that the in-core step takes beside what is there before it, by a step that swaps."""
+    with _restoring(new_steps(in_core=False), where, options) as steps, _warm(steps, where, "swap-all", options):
+        return _beside_static(steps.run(Capturing(steps.scene)).untimed("run"))
+
+
+def _beside_static(profile: Profile) -> int:
+    return profile.in_core_peak_bytes - sum(profile.static_bytes.values())
 
 
 def _profile_real(
-    runner: Runner, where: torch.device, mode: RealMode | Literal["auto"], options: Options, notes: list[str]
+    new_steps: NewSteps, where: torch.device, mode: RealMode, options: Options, notes: list[str]
 ) -> Profile:
-    """The profile of a step that runs, in-core or swapping; ``auto``, for one that only runs with data, swaps until it
-    knows what in-core would take.
-    """
-    model, say, plain_s = runner.model, options.say, None
-    if options.link is None and where.type == "cpu":
-        choose_spill_dir(options.spill_dir)  # raises at once where nothing can be spilled to
-    with preserved(model, runner.optimizer), current(where), ExitStack() as memory, ExitStack() as stack:
-        stack.enter_context(compiled_deferring(model, where.type))  # a model is compiled once, and by the first step
+    """The profile of a step that runs, in-core or swapping."""
+    with _restoring(new_steps(in_core=mode == "run"), where, options) as steps:
+        plain_s = None
         if mode == "run":
             _wait_for_builds()
-            plain_s = plain_step_s(runner, options)
-        memory.enter_context(_session_memory(where))
-        steps = memory.enter_context(StepFunction(runner, where, options.spill_dir))
-        if mode != "run":
-            say(f"warming up ({options.warmup} steps, swapping)")
-            for _ in range(options.warmup):
-                steps.run(TimingWatch(steps.scene, None))
-            _wait_for_builds()
-        check_real(runner.loss)
-        say("capturing one step")
-        seen = _captured(steps, where, options, on_host=mode != "run")
-        capture = seen.capture
-        link = options.link
-        if link is None:  # only now: a wrong step is refused without waiting for it
-            say("measuring the link")
-            link = measure_link(where, options.spill_dir, options.throttle_bytes_per_s)
-        draft = drafts(seen, link, options.workload)
-        chosen: RealMode = "run" if mode == "run" else "swap-all"
-        if mode == "auto":
-            trial = draft("swap-all", capture.durations(), [dict.fromkeys(Phase, 0.0)], [])
-            needed_bytes = trial.in_core_peak_bytes - sum(trial.static_bytes.values())
-            chosen, why = fitting_mode(needed_bytes, available_bytes())
-            say(why)
-            notes = [*notes, why]
-            if chosen == "run":
-                memory.close()
-                with collected_after(capture):
-                    runner.one_step()  # in-core for the first time
-                plain_s = plain_step_s(runner, options)
-                memory.enter_context(_session_memory(where))
-                steps = memory.enter_context(StepFunction(runner, where, options.spill_dir))
-        timed = timed_steps(steps, capture, options, moves=chosen == "swap-all")
-        notes = [*step_notes(seen), *notes, *timed.notes, *([SWAPPED] if chosen == "swap-all" else [])]
-        unverified = with_seconds_beside(draft(chosen, timed.runs, timed.steps, notes), plain_s, timed)
-        del capture, draft, seen
-        stack.close()
-        say("verifying replays")
-        verified = verify(unverified, steps)
-        if chosen == "swap-all":
-            return verified
-        kept = [steps.run(TimingWatch(steps.scene, keeping(verified))) for _ in range(KEPT_STEPS)]
-        in_hooks = [one.in_hooks for one in kept if not one.why_not]
-        finished = with_handles(verified, measured_on(where, torch.get_num_threads()), in_hooks)
-        memory.close()
-        finished = with_plain_again(finished, lambda: plain_step_s(runner, options))
-        return _warned(finished, contradicted(timed.steps, [one.seconds for one in kept]))
-
-
-def _captured(steps: StepFunction, where: torch.device, options: Options, *, on_host: bool) -> Capturing:
-    """One step, in which backward runs on copies of what was saved: in memory, or ``on_host``."""
-    static = static_keys(steps.scene.model, where.type)
-    if not on_host:
-        return steps.run(Capturing(steps.scene, ClonedCapture(where, LayerTracker(), static)), moves=False)
-    with closing(HostStore(where, options.spill_dir)) as store:
-        return steps.run(Capturing(steps.scene, HostedCapture(where, LayerTracker(), static, store)), moves=False)
-
-
-def _warned(profile: Profile, note: str) -> Profile:
-    """The profile with the note, which is also a warning; as it was where there is none."""
-    if not note:
-        return profile
-    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=2)
-    return msgspec.structs.replace(profile, notes=(*profile.notes, note))
+            plain_s = _plain_step_s(steps, options)
+        study_options = StudyOptions(
+            link=lambda: options.link or measure_link(where, options.spill_dir, options.throttle_bytes_per_s),
+            fits=lambda _: mode == "run",
+            with_costs=lambda one, kept: with_handles(one, measured_on(where, torch.get_num_threads()), kept),
+            workload=options.workload,
+            timed=options.iterations,
+            notes=notes,
+            plain_s=plain_s,
+            say=options.say,
+        )
+        with _warm(steps, where, mode, options):
+            profile = steps.studied(study(steps.scene, study_options))
+        return with_plain_again(profile, lambda: _plain_step_s(steps, options))
 
 
 def _wait_for_builds() -> None:
@@ -316,80 +319,12 @@ def _session_memory(where: torch.device) -> Iterator[None]:
         yield
 
 
-CHOSE_FAKE = "mode auto chose fake: durations are to be a roofline's"
-
-
-class Timed(NamedTuple):
-    """What the timed steps say."""
-
-    steps: list[PhaseSeconds]
-    """Those that the ops' seconds are to add up to."""
-    unserved: list[PhaseSeconds]
-    """Those of the ordinary allocator; the same ones where none was served."""
-    runs: Floats
-    """Seconds of each op, (steps, ops)."""
-    notes: list[str]
-
-    @property
-    def unserved_step_s(self) -> float | None:
-        """The shortest step of the ordinary allocator, where the others were served: the first of them is cold."""
-        return None if self.steps is self.unserved else min(sum(step.values()) for step in self.unserved)
-
-
-def plain_step_s(runner: Runner, options: Options) -> float:
+def _plain_step_s(steps: StepFunction, options: Options) -> float:
     """The median step by PyTorch alone; nothing of a session is set yet. The steps before them warm up."""
     options.say(f"warming up ({options.warmup} steps), and timing {options.iterations} by PyTorch alone")
     for _ in range(options.warmup):
-        runner.one_step()
-    return median(sum(runner.one_step().values()) for _ in range(options.iterations))
-
-
-def timed_steps(steps: StepFunction, capture: Capture, options: Options, *, moves: bool) -> Timed:
-    """Times the step as planned steps run: on the CPU from one arena, where it can be laid out, for else the pages of
-    fresh memory would be in the seconds of ops; in-core, or swapping where it ``moves`` what is saved.
-    """
-    runner, scene = steps.runner, steps.scene
-
-    def one_step() -> PhaseSeconds:
-        return steps.run(TimingWatch(scene, None)).seconds if moves else runner.one_step()
-
-    def several(count: int) -> list[PhaseSeconds]:
-        return [one_step() for _ in range(count)]
-
-    def again() -> list[PhaseSeconds]:
-        options.say(f"timed steps spread too much; timing {options.iterations} more")
-        return several(options.iterations)
-
-    options.say(f"timing {options.iterations} steps")
-    try:
-        with collected_after(capture):
-            unserved = [one_step()]
-        is_cpu = scene.where.type == "cpu"
-        is_served = is_cpu and capture.memory is Memory.ALLOCATED and _is_served_now(runner, one_step, unserved)
-        timed = [] if is_served else unserved
-        timed += several(options.iterations - len(timed))
-        options.say(f"timing {len(capture.ops)} ops over {options.iterations} steps")
-        runs = OpRuns(capture.ops)
-        for _ in range(options.iterations):
-            watch = steps.run(OpTiming(scene, None), moves=moves)
-            runs.add(watch.timer, watch.seconds)
-        times = runs.times()
-        notes = [times.note] if times.note else []
-        if not times.note:  # steps that differ may well take different times
-            judged = steady(timed, times.steps, again)
-            notes = judged.notes
-            timed[:] = judged.steps
-    finally:
-        if runner.arena is not None:
-            runner.arena.close()
-            runner.arena = None
-    return Timed(timed, unserved, times.runs if times.runs is not None else capture.durations(), notes)
-
-
-def with_seconds_beside(profile: Profile, plain_s: float | None, timed: Timed) -> Profile:
-    """The profile with what the same step takes elsewhere."""
-    times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_step_s)
-    return msgspec.structs.replace(profile, times=times)
+        steps.one_step()
+    return median(sum(steps.timed().values()) for _ in range(options.iterations))
 
 
 def with_plain_again(profile: Profile, again: Callable[[], float]) -> Profile:
@@ -402,18 +337,3 @@ def with_plain_again(profile: Profile, again: Callable[[], float]) -> Profile:
         return profile
     times = msgspec.structs.replace(times, plain_step_s=min(times.plain_step_s, again()))
     return msgspec.structs.replace(profile, times=times)
-
-
-def _is_served_now(runner: Runner, one_step: Callable[[], PhaseSeconds], unserved: list[PhaseSeconds]) -> bool:
-    """Has the runner's steps served from an arena, by one that is ordinary and written down, and one that touches its
-    pages; False where a step goes on to differ from those it was laid out by.
-    """
-    runner.arena = RepeatedStep(packed)
-    unserved.append(one_step())
-    for _ in range(2):
-        one_step()
-        if runner.arena.is_served:
-            return True
-    runner.arena.close()
-    runner.arena = None
-    return False

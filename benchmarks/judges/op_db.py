@@ -39,10 +39,12 @@ from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.live.watch import Watch
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.session import Session, Settings
+from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.torch_private.tensor_internals import pytree
 
 SEED, MOST_NUMBERS = 0, 1 << 16
@@ -141,7 +143,8 @@ class Studying(Observer):
     """Has each segment watched."""
 
     def __init__(self, model: nn.Module, kind: Callable[[Any], Watch]) -> None:
-        super().__init__(model, [], CPU, spill_dir=None, link=lambda: LINK, fits=lambda _: True)
+        wanted = StudyOptions(link=lambda: LINK, fits=lambda _: True, with_costs=lambda profile, _: profile)
+        super().__init__(model, [], CPU, wanted)
         self._kind, self.watched = kind, 0
 
     def known(self, key: Any, segment: Segment) -> Watch:
@@ -222,7 +225,7 @@ def _plain(tried: list[Sample], counts: Counter[str]) -> Iterator[tuple[Sample, 
 
 
 def _timed(scene: Any) -> Watch:
-    return OpTiming(scene, None)
+    return OpTiming(scene, SwapEach(at_once=True))
 
 
 def main() -> None:

@@ -21,11 +21,9 @@ from poochplan.formats.profile import (
     Kind,
     Link,
     Memory,
-    Phase,
     Profile,
     RuntimeCost,
     StepFacts,
-    preset_link,
 )
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.capture import Capture
@@ -97,34 +95,10 @@ def assemble(
         handles=build_handles(capture),
         points=points,
     )
-    strays = stray_values(capture.strays(), draft.op_ticks, draft.tick_count)
+    strays = stray_values(capture.workspace.strays(), draft.op_ticks, draft.tick_count)
     values += strays
     ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
     return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
-
-
-def untimed(
-    capture: Capture,
-    kinds: dict[int, Kind],
-    model: torch.nn.Module,
-    mode: Literal["run", "fake"],
-    *,
-    accumulate: bool = False,
-) -> Profile:
-    """A profile for its values and lifetimes alone: the link is a preset, and no step was timed."""
-    return assemble(
-        capture,
-        kinds,
-        capture.durations(),
-        [dict.fromkeys(Phase, 0.0)],
-        model=model,
-        link=preset_link("pcie4"),
-        workload="",
-        mode=mode,
-        device=this_machine(torch.device("cpu")),
-        notes=[],
-        accumulate=accumulate,
-    )
 
 
 def _with_peak(draft: Profile) -> Profile:
@@ -162,6 +136,13 @@ def this_machine(where: torch.device) -> Device:
     )
 
 
+def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> list[str]:
+    """What is to be said of the captured step, whatever it takes."""
+    why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
+    deferred = [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
+    return [*_kept_notes(capture), *_garbage_notes(capture, kinds), *deferred]
+
+
 def model_notes(model: torch.nn.Module) -> list[str]:
     """Whether the model, or a part of it, was in eval mode."""
     resting = [(name, module) for name, module in model.named_modules() if not module.training]
@@ -172,12 +153,6 @@ def model_notes(model: torch.nn.Module) -> list[str]:
     name, module = resting[0]
     first = f"{name} ({type(module).__name__})" if name else "the model itself"
     return [f"modules in eval mode: {len(resting)}, first {first}: no dropout, no batch statistics there"]
-
-
-def capture_notes(model: torch.nn.Module, where: torch.device) -> list[str]:
-    """Why the backwards of compiled modules are no more than one op each, where they could be several."""
-    why = why_none_deferred(model, where.type)
-    return [f"compiled backwards have all that they saved brought back at once: {why}"] if why else []
 
 
 def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
@@ -195,7 +170,7 @@ def step_facts(model: torch.nn.Module, capture: Capture) -> StepFacts:
     )
 
 
-def kept_notes(capture: Capture) -> list[str]:
+def _kept_notes(capture: Capture) -> list[str]:
     """Which saved tensors no plan decides about."""
     if not capture.kept:
         return []
@@ -209,7 +184,7 @@ def kept_notes(capture: Capture) -> list[str]:
     ]
 
 
-def garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
+def _garbage_notes(capture: Capture, kinds: dict[int, Kind]) -> list[str]:
     """Which values of the step only Python's garbage collector has freed."""
     if not capture.garbage:
         return []

@@ -1,10 +1,7 @@
 """Capture: one real step, every op and value of it, and when each value would die if autograd did not hold it.
 
-What autograd saves has to leave its storage for another one at once (a clone, or the host). So the death of the
-original tells when forward itself lets go of it (forward death), and the death of its handles when autograd does.
-
-Under a ClonedCapture, which has hooks of its own, backward runs on clones of what was saved. Memory is then about
-that of the in-core step: of each saved value the clone is there, the original dies.
+What autograd saves leaves its storage at once: the runtime's engine moves it. So the death of the original tells when
+forward itself lets go of it (forward death), and the death of its handles when autograd does.
 """
 
 from __future__ import annotations
@@ -12,51 +9,51 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from poochplan.errors import StepError
 from poochplan.formats.profile import Memory, Phase, PointKind
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.reconcile import Floats
 from poochplan.profiler.capture.node_hooks import Gradients, Stretches
-from poochplan.profiler.capture.op_blocks import Stray
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
-from poochplan.profiler.step.forward_only import CALLS_BACKWARD
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.compiled.points import told_of_points
+from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.watch.census import LEAST_BYTES
-from poochplan.tensors.modes import ToggledMode, uncompiled_hooks
+from poochplan.tensors.modes import ToggledMode
 from poochplan.tensors.operators import traits, writes_of
 from poochplan.tensors.storages import (
-    Geometry,
     has_storage,
     is_host_scalar,
     is_made_of_parts,
     is_plain,
     parts_of,
+    static_keys,
     storage_key,
 )
 from poochplan.torch_private.tensor_internals import in_backward, pytree, version_of
 
-from .captured import CapturedHandle, CapturedOp, CapturedValue, Clone, Lifetimes, shapes_of
+from .captured import CapturedOp, CapturedValue, Lifetimes, shapes_of
 from .clock import clock_of
 from .compiled_calls import CompiledCalls
+from .node_ops import NodeOps
 
 
 class Capture(ToggledMode):
-    """Dispatch mode and hooks of the capturing step. State: ticks so far, values by storage, live handles."""
+    """Dispatch mode of the capturing step, which is told what the engine packs and unpacks. State: ticks so far, values
+    by storage, live handles, and the value that each of the engine's stands for.
+    """
 
-    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int]) -> None:
+    def __init__(self, model: torch.nn.Module, where: torch.device, tracker: LayerTracker | None = None) -> None:
         super().__init__()
-        self._where = where
+        self.model, self._where = model, where
         self.device_type = where.type
-        self.tracker = tracker
+        self.tracker = tracker or LayerTracker()
         self.phase = Phase.FORWARD
         self.ops: list[CapturedOp] = []
         self.lifetimes = Lifetimes(lambda: self.last_tick, self.gone)
@@ -71,27 +68,26 @@ class Capture(ToggledMode):
         """Of the model's first call; None before it."""
         self.garbage: set[int] = set()
         """Values that only a collection of garbage has freed; see :func:`collected_after`."""
-        self._static = static
+        self._static = static_keys(model, where.type)
         self._paused = False
         self.saved_values: set[int] = set()
-        self._clock = clock_of(where)
-        self._workspace = self._new_workspace()
+        self.clock = clock_of(where)
+        self.workspace = self._new_workspace()
         self._marks: list[tuple[CapturedOp, Stretches]] = []
-        self.compiled_calls = CompiledCalls(self, self._workspace)
-        self.checkpointed: dict[str, None] = {}
+        self.compiled_calls = CompiledCalls(self)
+        self.nodes = NodeOps(self)
+        self.checkpointed = self.tracker.ran_again
         """Layers whose forward ran again in backward, in order."""
+        self._numbers: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[SavedValue]] = {}
 
     def _new_workspace(self) -> Workspace:
         return workspace_of(self._where)
 
-    def strays(self) -> Sequence[Stray]:
-        """What was taken between ops and is no value's."""
-        return self._workspace.strays()
-
     @property
     def memory(self) -> Memory:
         """What peaks of this step count."""
-        return self._workspace.memory
+        return self.workspace.memory
 
     @property
     def unmeasured_ops(self) -> int:
@@ -99,20 +95,38 @@ class Capture(ToggledMode):
         return 0
 
     @contextlib.contextmanager
-    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
+    def running(self) -> Iterator[None]:
         """Captures for the length of a block. What is saved and used, and compiled callables, are told by others."""
         points = told_of_points(self.compiled_calls.point, self.device_type)
-        with self.tracker.on(model), points, self._workspace.running():
+        with self.tracker.on(self.model), points, self.workspace.running():
             self.switch_on()
             try:
-                yield self
+                yield
             finally:
                 self.switch_off()
                 self._read_clock()
 
+    def switch_off(self) -> None:
+        super().switch_off()
+        self.nodes.leave()
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives, a backward from the outputs that is looked at node by node: its gradients are used."""
+        with self.away():
+            return self.nodes.observed(outputs, run)
+
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """What is to be called in the place of a compiled callable."""
-        return self.compiled_calls.around(path, call)
+        if not self.nodes.is_inside:
+            return self.compiled_calls.around(path, call)
+        self.look_for_checkpoint(path)
+        return call
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A block in which values are moved: nothing in it is the step's."""
+        with self.nodes.set_aside(), self.compiled_calls.set_aside(), self.paused():
+            yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,9 +144,9 @@ class Capture(ToggledMode):
             self._paused = before
 
     def _read_clock(self) -> None:
-        self._clock.synchronize()
+        self.clock.synchronize()
         for op, stretches in self._marks:
-            op.duration_s = sum(self._clock.seconds(begin, end) for begin, end in stretches)
+            op.duration_s = sum(self.clock.seconds(begin, end) for begin, end in stretches)
         self._marks.clear()
 
     def durations(self) -> Floats:
@@ -151,6 +165,11 @@ class Capture(ToggledMode):
     def value_if_known(self, tensor: torch.Tensor) -> int:
         """The value of the tensor's storage, or -1."""
         return self.lifetimes.find(tensor)
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether an op of the step has made the value of the tensor's storage."""
+        number = self.value_if_known(tensor)
+        return number >= 0 and self.values[number].born >= 0
 
     # -- ops --------------------------------------------------------------------------------------------------
 
@@ -198,11 +217,11 @@ class Capture(ToggledMode):
 
     def _run(self, op: CapturedOp, func: Any, args: Any, kwargs: Any) -> Any:
         """The op's result; notes what it took."""
-        self._workspace.begin()
-        begin = self._clock.begin()
+        self.workspace.begin()
+        begin = self.clock.begin()
         outputs = func(*args, **kwargs)
-        self.took(op, [(begin, self._clock.end())])
-        self._workspace.end(op)
+        self.took(op, [(begin, self.clock.end())])
+        self.workspace.end(op)
         return outputs
 
     def written(self, tensors: list[torch.Tensor]) -> list[int]:
@@ -217,7 +236,7 @@ class Capture(ToggledMode):
         """What is new among the leaves is borne by the op, the ``born``-th."""
         for part in self.ordinary(leaves):
             if self.value_if_known(part) < 0:
-                self._workspace.holds(op, len(op.outputs), part.untyped_storage())
+                self.workspace.holds(op, len(op.outputs), part.untyped_storage())
                 op.outputs.append(self._new_value(part, op.layer, born))
 
     def arise(self, tensor: torch.Tensor, behind: int = -1) -> None:
@@ -228,6 +247,7 @@ class Capture(ToggledMode):
 
     def gradients_arrive(self, gradients: Gradients) -> None:
         """A compiled backward is about to use these."""
+        self.nodes.gradients_arrive(gradients)
 
     def _born(self, op: CapturedOp, outputs: Any, partly_unwritten: frozenset[int]) -> None:
         leaves = pytree.tree_leaves(outputs)
@@ -237,12 +257,13 @@ class Capture(ToggledMode):
             op.partly_unwritten = [self.value_of(part) for part in parts]
 
     def _new_value(self, tensor: torch.Tensor, layer: str, born: int) -> int:
-        self._workspace.knows(tensor.untyped_storage())
+        self.workspace.knows(tensor.untyped_storage())
         return self.lifetimes.add(tensor, layer, born)
 
     def gone(self, value: CapturedValue) -> None:
-        """Tells the compiled code that runs."""
+        """Tells the compiled code that runs, or the node."""
         self.compiled_calls.freed(value.size_bytes, rounded_up(value.size_bytes), value.born)
+        self.nodes.freed(value.size_bytes)
 
     def rounded_bytes(self, number: int) -> int:
         """What the value takes of the allocator."""
@@ -251,11 +272,11 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def timed(self, op: CapturedOp) -> Iterator[None]:
         """The block is what the op takes."""
-        begin = self._clock.begin()
+        begin = self.clock.begin()
         try:
             yield
         finally:
-            self.took(op, [(begin, self._clock.end())])
+            self.took(op, [(begin, self.clock.end())])
 
     def took(self, op: CapturedOp, stretches: Stretches) -> None:
         """The op took what lies between these marks."""
@@ -263,20 +284,37 @@ class Capture(ToggledMode):
 
     # -- points -----------------------------------------------------------------------------------------------
 
-    def is_moved(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that is saved may be moved or rebuilt by a plan."""
-        plain = is_plain(tensor, self.device_type)
-        return plain and storage_key(tensor) not in self._static and self.phase is Phase.FORWARD
+    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """The engine has given that handle for a tensor."""
+        value = handle.value
+        if value is None:
+            self.kept_as_it_is(tensor)
+            return
+        number = self.saved(tensor)
+        key = id(value)
+        if key not in self._ends:
+            self._numbers[key] = number
+            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
+            self.lifetimes.holds(number)
 
-    def saved(self, tensor: torch.Tensor) -> tuple[int, int, bool]:
-        """Notes a pack of a tensor that may be moved: its value, the handle's ordinal, and whether its content is that
-        of an earlier pack of the value.
-        """
+    def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
+        """Backward is about to read the value there."""
+        number = self._numbers.get(id(value))
+        if number is not None:
+            self.nodes.reads(number)
+            if not self.lifetimes.is_known(storage):
+                self.lifetimes.is_copied_to(storage, number)
+
+    def _ended(self, key: int) -> None:
+        del self._ends[key]
+        self.lifetimes.let_go(self._numbers.pop(key))
+
+    def saved(self, tensor: torch.Tensor) -> int:
+        """Notes a pack of a tensor that may be moved; the number of its value."""
         number = self._packed_value(tensor)
         value = self.values[number]
         ordinal, dtype, shape = len(self.handles), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        again = number in self.saved_values
-        if not again:
+        if number not in self.saved_values:
             self.saved_values.add(number)
             value.packed_version = version_of(tensor)
             # What the save point tells the runtime is the tensor as it was packed, not as it was born.
@@ -284,10 +322,9 @@ class Capture(ToggledMode):
             self._passes(PointKind.SAVE, ordinal)
         elif version_of(tensor) != value.packed_version:
             value.pinned_because = "written in place after it was saved"
-            again = False
         self.compiled_calls.saves(tensor.untyped_storage())
         self.handles.append((number, self.tracker.current(), dtype, shape))
-        return number, ordinal, again
+        return number
 
     def used(self, ordinal: int) -> None:
         """Notes the first use of a handle."""
@@ -295,7 +332,7 @@ class Capture(ToggledMode):
 
     def _passes(self, kind: PointKind, ordinal: int) -> None:
         self.points.append((kind, ordinal, len(self.ops)))
-        self._workspace.passes_point()
+        self.workspace.passes_point()
 
     def kept_as_it_is(self, tensor: torch.Tensor) -> None:
         """Notes a saved tensor that no plan moves or rebuilds."""
@@ -315,7 +352,7 @@ class Capture(ToggledMode):
         part = self.compiled_calls.bearer_of(tensor.untyped_storage())
         number = self._new_value(tensor, self.tracker.current(), born=-1 if part is None else part.number)
         if part is not None:
-            self._workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
+            self.workspace.holds(part.op, len(part.op.outputs), tensor.untyped_storage())
             part.op.outputs.append(number)
         return number
 
@@ -339,70 +376,3 @@ def collected_after(capture: Capture, known: Collection[int] = ()) -> Iterator[N
     finally:
         if was_on:
             gc.enable()
-
-
-class ClonedCapture(Capture):
-    """State: the clones, by value, for as long as a handle holds them."""
-
-    def __init__(self, where: torch.device, tracker: LayerTracker, static: set[int]) -> None:
-        super().__init__(where, tracker, static)
-        self._clones: dict[int, weakref.ref[Clone]] = {}
-
-    @contextlib.contextmanager
-    def running(self, model: torch.nn.Module) -> Iterator[Capture]:
-        with (
-            uncompiled_hooks(*deferring(self.pack, self.unpack, self.may_wait, model, self.device_type)),
-            super().running(model),
-        ):
-            yield self
-
-    def pack(self, tensor: torch.Tensor) -> CapturedHandle | torch.Tensor:
-        if not self.is_moved(tensor):
-            self.kept_as_it_is(tensor)
-            return tensor.detach()
-        number, ordinal, again = self.saved(tensor)
-        reference = self._clones.get(number) if again else None
-        clone = reference() if reference is not None else None
-        if clone is None:
-            with self.compiled_calls.set_aside():
-                clone = self._cloned(tensor.untyped_storage(), number)
-            self._clones[number] = weakref.ref(clone)
-        self.lifetimes.holds(number)
-        return CapturedHandle(number, ordinal, Geometry.of(tensor), clone, self.lifetimes.let_go)
-
-    def may_wait(self, handle: CapturedHandle | torch.Tensor) -> Geometry | None:
-        """How the tensor lies that :meth:`unpack` gives, where a compiled backward may ask for it later; else None."""
-        return None if isinstance(handle, torch.Tensor) else handle.geometry
-
-    def unpack(self, handle: CapturedHandle | torch.Tensor) -> torch.Tensor:
-        if isinstance(handle, torch.Tensor):
-            return handle
-        if self.phase is Phase.FORWARD:
-            raise StepError(CALLS_BACKWARD)
-        if not handle.used:
-            handle.used = True
-            self.used(handle.ordinal)
-        with self.paused():
-            with self.compiled_calls.set_aside():
-                storage = self._storage_of(handle.holder, handle.value)
-            return self._on(storage, handle.geometry)
-
-    def _cloned(self, storage: torch.UntypedStorage, number: int) -> Clone:
-        """A copy of the value ``number``, which lies in ``storage``."""
-        with self.paused():
-            copy = self._copy(storage)
-        self.lifetimes.is_copied_to(copy, number)
-        return Clone(copy)
-
-    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """What is in it, in another one."""
-        return storage.clone()
-
-    def _storage_of(self, clone: Clone, number: int) -> torch.UntypedStorage:
-        """Where the copy of the value ``number`` is to be read."""
-        assert clone.storage is not None
-        return clone.storage
-
-    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-        """A tensor of that geometry on a clone."""
-        return geometry.on(storage)

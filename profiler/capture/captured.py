@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from poochplan.formats.profile import OpBlock, Phase
-from poochplan.tensors.storages import Geometry, storage_key
+from poochplan.tensors.storages import storage_key
 from poochplan.torch_private.tensor_internals import storage_identity
 
 Shapes = tuple[Any, ...]
@@ -102,34 +102,6 @@ class CapturedValue:
         """Tick at which the last handle died; None while one lives, or when there was none."""
         self.packed_version: int | None = None
         self.pinned_because = ""
-
-
-class CapturedHandle:
-    """What autograd holds in capture: the clone's view, and whose handle this is. ``died(value)`` is told its end."""
-
-    __slots__ = ("died", "geometry", "holder", "ordinal", "used", "value")
-
-    def __init__(
-        self, value: int, ordinal: int, geometry: Geometry, holder: Clone, died: Callable[[int], None]
-    ) -> None:
-        self.value = value
-        self.ordinal = ordinal
-        self.geometry = geometry
-        self.holder = holder
-        self.died = died
-        self.used = False
-
-    def __del__(self) -> None:
-        self.died(self.value)
-
-
-class Clone:
-    """The copy of a saved value that backward runs on; shared by the value's handles."""
-
-    __slots__ = ("__weakref__", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage | None) -> None:
-        self.storage = storage
 
 
 class Lifetimes:

@@ -16,33 +16,43 @@ import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import COMPILED_REGION
-from poochplan.profiler.capture.node_hooks import Gradients
+from poochplan.profiler.capture.node_hooks import Gradients, Stretches
 from poochplan.profiler.capture.op_blocks import Taker
 from poochplan.profiler.capture.workspace import Workspace
+from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.metering.compiled_code import around_backward
 from poochplan.tensors.storages import is_plain
 from poochplan.torch_private.tensor_internals import last_sequence_number, pytree, version_of
 
-from .captured import CapturedOp
+from .captured import CapturedOp, Lifetimes
+from .clock import Clock
 
 
 class Noting(Protocol):
-    """What compiled calls tell a capture, and ask of it."""
+    """What compiled calls and nodes of a backward tell a capture, and ask of it."""
 
     device_type: str
+    model: torch.nn.Module
+    workspace: Workspace
+    clock: Clock
+    tracker: LayerTracker
     phase: Phase
     ops: list[CapturedOp]
+    lifetimes: Lifetimes
 
     def look_for_checkpoint(self, compiled: str | None = None) -> None: ...
     def gradients_arrive(self, gradients: Gradients) -> None: ...
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
     def value_of(self, tensor: torch.Tensor) -> int: ...
+    def value_if_known(self, tensor: torch.Tensor) -> int: ...
     def written(self, tensors: list[torch.Tensor]) -> list[int]: ...
     def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
+    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
     def rounded_bytes(self, number: int) -> int: ...
     def away(self) -> contextlib.AbstractContextManager[None]: ...
     def unseen(self) -> contextlib.AbstractContextManager[None]: ...
     def timed(self, op: CapturedOp) -> contextlib.AbstractContextManager[None]: ...
+    def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
 
 
 class Part(NamedTuple):
@@ -58,9 +68,9 @@ class Part(NamedTuple):
 class CompiledCalls:
     """State: what the compiled code that runs has saved, and what the compiled backward that runs has freed."""
 
-    def __init__(self, capture: Noting, workspace: Workspace) -> None:
-        self._capture, self._workspace = capture, workspace
-        self._meter = workspace.compiled_meter()
+    def __init__(self, capture: Noting) -> None:
+        self._capture, self._workspace = capture, capture.workspace
+        self._meter = capture.workspace.compiled_meter()
         self._running: list[CapturedOp] = []
         """A checkpoint has a compiled forward run again within a compiled backward."""
         self._backward = contextlib.ExitStack()

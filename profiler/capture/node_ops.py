@@ -10,56 +10,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from poochplan.formats.profile import Phase
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.op_blocks import Taker
-from poochplan.profiler.capture.workspace import Workspace
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.watch.census import census
 from poochplan.torch_private.tensor_internals import is_dense, last_sequence_number, pytree
 
 from .captured import CapturedOp, Lifetimes, shapes_of
-from .clock import Clock
-from .node_hooks import Gradients, NodeClock, NodeListener, Stretches, name_of
+from .compiled_calls import Noting
+from .node_hooks import Gradients, NodeClock, NodeListener, name_of
 
 Edge = tuple[Any, int]
 """The node that is given a gradient, and in which place."""
 
 
-class Noting(Protocol):
-    """What nodes tell a capture, and ask of it."""
-
-    device_type: str
-    tracker: LayerTracker
-    ops: list[CapturedOp]
-    lifetimes: Lifetimes
-
-    def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]: ...
-    def value_of(self, tensor: torch.Tensor) -> int: ...
-    def value_if_known(self, tensor: torch.Tensor) -> int: ...
-    def bear(self, op: CapturedOp, leaves: list[Any], born: int) -> None: ...
-    def arise(self, tensor: torch.Tensor, behind: int = -1) -> None: ...
-    def took(self, op: CapturedOp, stretches: Stretches) -> None: ...
-    def rounded_bytes(self, number: int) -> int: ...
-
-
 class NodeOps(NodeListener):
-    """State: the op of the node that runs, and whether one has run in this backward.
+    """State: the op of the node that runs, and whether one has run in this backward."""
 
-    ``gradients`` gives those that the model's parameters have now.
-    """
-
-    def __init__(
-        self, capture: Noting, workspace: Workspace, clock: Clock, gradients: Callable[[], list[torch.Tensor]]
-    ) -> None:
+    def __init__(self, capture: Noting) -> None:
         super().__init__()
-        self._capture, self._workspace, self._gradients = capture, workspace, gradients
-        self._meter, self._clock = workspace.compiled_meter(), NodeClock(clock)
+        self._capture, self._workspace = capture, capture.workspace
+        self._meter, self._clock = capture.workspace.compiled_meter(), NodeClock(capture.clock)
         self._op: CapturedOp | None = None
         self._has_run = False
         self._freed_bytes = 0
@@ -151,7 +127,8 @@ class NodeOps(NodeListener):
         """What a forward has made that ran again within the node, as checkpoints have it, or a backward within it."""
         there = census(self._capture.device_type, 1).values()
         made = [one for one in there if self._workspace.block_of(one) >= self._first_block]
-        return [*map(bytes_of, made), *self._gradients()]
+        gradients = (parameter.grad for parameter in self._capture.model.parameters())
+        return [*map(bytes_of, made), *(one for one in gradients if one is not None)]
 
     def reads(self, number: int) -> None:
         """Backward unpacks what was saved of that value."""

@@ -39,18 +39,6 @@ class DispatchedOp:
         return f"{self.name}{f' in {self.layer}' if self.layer else ''}{shapes if self.shapes else ''}"
 
 
-@dataclass(frozen=True)
-class OpTimes:
-    """What the timed steps say about the ops of the captured one."""
-
-    runs: Floats | None
-    """Seconds of each op in each step that dispatched the same, (steps, ops); None when none did."""
-    note: str
-    """Where and how steps differ, and what the durations are then; empty when they do not."""
-    steps: list[PhaseSeconds]
-    """Seconds of those steps, the instruments included."""
-
-
 class OpTimer(ToggledMode):
     """Seconds of each op (pure views left out, as in the capture), in order of dispatch. State: the phase."""
 
@@ -179,27 +167,35 @@ class NodeTimes(NodeListener):
 
 
 class OpRuns:
-    """What timed steps have said so far of the ops of the captured one."""
+    """What timed steps have said so far of the ops of the captured one. ``steps``: their seconds, the instruments
+    included.
+    """
 
     def __init__(self, captured: list[CapturedOp]) -> None:
+        self.steps: list[PhaseSeconds] = []
         self._wanted = _dispatched(captured)
         self._runs: list[list[float]] = []
         self._differences: dict[str, str] = {}
-        self._steps: list[PhaseSeconds] = []
 
     def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
         """One step, and what it took; it is used if it dispatched the same ops, also where their shapes differ."""
-        self._steps.append(seconds)
+        self.steps.append(seconds)
         what, difference = _first_difference(self._wanted, timer.ops)
         if what:
             self._differences.setdefault(what, difference)
         if what != "ops":
             self._runs.append(timer.durations_s())
 
-    def times(self) -> OpTimes:
-        """All of them together."""
-        note = _note(self._differences, len(self._runs), len(self._steps))
-        return OpTimes(np.array(self._runs) if self._runs else None, note, self._steps)
+    @property
+    def seconds(self) -> Floats | None:
+        """Of each op in each step that dispatched the same, (steps, ops); None when none did."""
+        return np.array(self._runs) if self._runs else None
+
+    @property
+    def notes(self) -> list[str]:
+        """Where and how steps differ, and what the durations are then; none when they do not."""
+        note = _note(self._differences, len(self._runs), len(self.steps))
+        return [note] if note else []
 
 
 def difference_note(captured: list[CapturedOp], timer: OpTimer) -> list[str]:

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from poochplan.errors import StepError
-from poochplan.formats.profile import Memory
-from poochplan.profiler.capture.capture import ClonedCapture
+from poochplan.formats.profile import Memory, Phase
+from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.step.layer_tracker import LayerTracker
@@ -44,8 +44,17 @@ from poochplan.profiler.step.preserve import (
     check_restorable,
     restored,
 )
+from poochplan.runtime.compiled.deferred_unpack import deferring
+from poochplan.tensors.modes import uncompiled_hooks
 from poochplan.tensors.operators import traits
-from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, stands_for_memory
+from poochplan.tensors.storages import (
+    FakeMemory,
+    Geometry,
+    is_made_of_parts,
+    is_plain,
+    stands_for_memory,
+    storage_key,
+)
 from poochplan.torch_private.tensor_internals import (
     FAKE_LOG,
     OWN_DICTIONARIES,
@@ -129,11 +138,29 @@ def _small(leaves: list[Any]) -> bool:
     return all(leaf.numel() <= SMALL_ELEMENTS for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-class FakeCapture(ClonedCapture):
-    """The capture of a step on fake tensors; an op takes the seconds of a roofline, or is described in ``specs``."""
+class FakeHandle:
+    """What autograd holds of a tensor without memory, which no engine moves. ``let_go(value)`` is told its end."""
 
-    def __init__(self, tracker: LayerTracker, static: set[int], mode: StepMode, roofline: Roofline | None) -> None:
-        super().__init__(torch.device("cpu"), tracker, static)
+    __slots__ = ("geometry", "let_go", "ordinal", "used", "value")
+
+    def __init__(self, value: int, ordinal: int, geometry: Geometry, let_go: Callable[[int], None]) -> None:
+        self.value, self.ordinal, self.geometry, self.let_go = value, ordinal, geometry, let_go
+        self.used = False
+
+    def __del__(self) -> None:
+        self.let_go(self.value)
+
+
+class FakeCapture(Capture):
+    """The capture of a step on fake tensors, with hooks of its own: backward is given other ones of the same geometry.
+
+    An op takes the seconds of a roofline, or is described in ``specs``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None, tracker: LayerTracker | None = None
+    ) -> None:
+        super().__init__(model, torch.device("cpu"), tracker)
         self._mode = mode
         self.roofline = roofline
         self.specs: list[OpSpec] = []
@@ -187,13 +214,35 @@ class FakeCapture(ClonedCapture):
             self._recency.touch(value, self.values[value].size_bytes)
         return cached
 
-    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        return torch.UntypedStorage(storage.nbytes(), device="meta")  # nothing to copy
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        hooks = deferring(self._pack, self._unpack, self._may_wait, self.model, self.device_type)
+        with uncompiled_hooks(*hooks), super().running():
+            yield
 
-    def _on(self, storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> FakeHandle | torch.Tensor:
+        is_static = not is_plain(tensor, self.device_type) or storage_key(tensor) in self._static
+        if is_static or self.phase is not Phase.FORWARD:
+            self.kept_as_it_is(tensor)
+            return tensor.detach()
+        ordinal, number = len(self.handles), self.saved(tensor)
+        self.lifetimes.holds(number)
+        return FakeHandle(number, ordinal, Geometry.of(tensor), self.lifetimes.let_go)
+
+    def _may_wait(self, handle: FakeHandle | torch.Tensor) -> Geometry | None:
+        return None if isinstance(handle, torch.Tensor) else handle.geometry
+
+    def _unpack(self, handle: FakeHandle | torch.Tensor) -> torch.Tensor:
+        if isinstance(handle, torch.Tensor):
+            return handle
+        if not handle.used:
+            handle.used = True
+            self.used(handle.ordinal)
         # Made outside the mode, whose cache of dispatches would hold the storage for good.
-        with without_modes():
-            return FakeTensor(self._mode, geometry.on(storage), torch.device(self.device_type))
+        with self.paused(), without_modes():
+            storage = torch.UntypedStorage(self.values[handle.value].size_bytes, device="meta")
+            self.lifetimes.is_copied_to(storage, handle.value)
+            return FakeTensor(self._mode, handle.geometry.on(storage), torch.device(self.device_type))
 
 
 @contextlib.contextmanager

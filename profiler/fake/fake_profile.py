@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Phase, Profile, preset_link
-from poochplan.profiler.assembly.assemble import assemble, garbage_notes, kept_notes, model_notes, this_machine, untimed
+from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.capture.capture import collected_after
 from poochplan.profiler.capture.timing import difference_note
 from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
@@ -18,61 +18,46 @@ from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.real import Runner
 from poochplan.profiler.request import Options
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.tensors.modes import compiled_modules
-from poochplan.tensors.storages import static_keys
 
 from .fake import FakeCapture, faked
 from .op_bench import OpBench, give_memory, memory_note
 from .roofline import Roofline, parse_roofline
 
 
-def fake_profile(
-    runner: Runner, roofline: Roofline | None, where: torch.device, options: Options, notes: list[str]
-) -> Profile:
+def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Options, notes: list[str]) -> Profile:
     """The profile of a step without memory, with a roofline's durations or those of its ops run by themselves."""
-    model, say = runner.model, options.say
+    model, say = steps.model, options.say
     compiled = compiled_modules(model)
-    with faked(model, runner.optimizer) as fakes, contextlib.ExitStack() as opened:
-        fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, roofline)
+    with faked(model, steps.optimizer) as fakes, contextlib.ExitStack() as opened:
+        fake = FakeCapture(model, fakes, roofline)
         if compiled:
-            fake = GraphCapture(static_keys(model, "cpu"), fakes, roofline)
+            fake = GraphCapture(model, fakes, roofline)
             opened.enter_context(capturing_graphs(fake))
         say(f"warming up without memory ({options.warmup} steps)")
         for _ in range(options.warmup):
-            runner.one_step()
+            steps.one_step()
         say("capturing one step without memory")
-        steps = StepFunction(runner, where, None)
-        seen = steps.run(Capturing(steps.scene, fake), moves=False)
-        capture, kinds = seen.capture, seen.kinds
+        seen = steps.run(Capturing(steps.scene, fake))
         differ: list[str] = []
         if not compiled:
-            with collected_after(capture):
-                differ = difference_note(capture.ops, steps.run(OpTiming(steps.scene, None), moves=False).timer)
-        about = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, kinds)]
-        notes = [*about, *notes, *fake.notes(), *differ]
-    device, link, own = _machine_of(fake, roofline, where, options)
+            with collected_after(fake):
+                differ = difference_note(fake.ops, steps.run(OpTiming(steps.scene, None)).timer)
+        notes = [*notes, *fake.notes(), *differ]
+    device, link, own = _machine_of(fake, roofline, steps.scene.where, options)
     phase_seconds = dict.fromkeys(Phase, 0.0)
-    for op in capture.ops:
+    for op in fake.ops:
         phase_seconds[op.phase] += op.duration_s
-    profile = assemble(
-        capture,
-        kinds,
-        capture.durations(),
+    unverified = "no replay was verified: a kernel that writes past the dispatcher would not have been seen"
+    profile = seen.draft(
+        "fake",
+        fake.durations(),
         [phase_seconds],
-        model=model,
+        [*notes, *own, unverified],
         link=link,
         workload=options.workload,
-        mode="fake",
         device=device,
-        notes=[
-            *notes,
-            *own,
-            "no replay was verified: a kernel that writes past the dispatcher would not have been seen",
-        ],
-        accumulate=runner.accumulate,
     )
     profile = msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, iterations=0))
     return fake.told_of_graphs(profile) if isinstance(fake, GraphCapture) else profile
@@ -102,24 +87,22 @@ def _machine_of(
     return device, link, [note, memory_note(capture.told, len(set(keys)))]
 
 
-def needed_without_memory(runner: Runner) -> int | None:
+def needed_without_memory(steps: StepFunction) -> int | None:
     """Bytes that the in-core step takes beside what is there before the first one; None for a step that only runs with
     data. Runs the step twice, on fake tensors; what goes wrong there is left for the real step to tell.
     """
-    model, optimizer = runner.model, runner.optimizer
+    model, optimizer = steps.model, steps.optimizer
     if compiled_modules(model):  # telling would mean to compile
         return None
     there_bytes = _state_bytes(optimizer) if optimizer is not None else 0
     try:
         with faked(model, optimizer) as fakes:
-            runner.one_step()
+            steps.one_step()
             # The durations are not used.
-            fake = FakeCapture(LayerTracker(), static_keys(model, "cpu"), fakes, parse_roofline("h200"))
-            steps = StepFunction(runner, torch.device("cpu"), None)
-            seen = steps.run(Capturing(steps.scene, fake), moves=False)
+            seen = steps.run(Capturing(steps.scene, FakeCapture(model, fakes, parse_roofline("h200"))))
     except Exception:  # whatever the step does to tensors without content
         return None
-    draft = untimed(seen.capture, seen.kinds, model, "fake", accumulate=runner.accumulate)
+    draft = seen.untimed("fake")
     return draft.in_core_peak_bytes - there_bytes - _bytes_before(draft)
 
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Kind, Phase
+from poochplan.formats.plan import Decision
+from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
-from poochplan.profiler.capture.captured import CapturedValue
-from poochplan.profiler.capture.node_hooks import Gradients
-from poochplan.profiler.capture.node_ops import NodeOps
-from poochplan.profiler.step.layer_tracker import LayerTracker
+from poochplan.profiler.capture.clock import library_bytes
 from poochplan.profiler.trials.host_store import bytes_of
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import Handle
+from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.runtime.watch.census import census
+from poochplan.runtime.watch.census import census, census_bytes
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
-from poochplan.tensors.storages import has_storage, parts_of, static_keys
+from poochplan.tensors.storages import has_storage, parts_of
+from poochplan.torch_private.tensor_internals import pytree
 
 from .watch import Pack, Scene, Unpack, Watch
 
@@ -31,91 +33,34 @@ NAMED = 100
 """So many of the largest tensors that live beside the step are values of their own; the rest is one."""
 
 
-class EngineCapture(Capture):
-    """A capture of what the runtime's engine moves, of a backward whose gradients are used.
+class Moving(SwapEach):
+    """Swaps all that the step has made; in a loop, what was there before stays where others hold it."""
 
-    State: the value that each of the engine's stands for.
-    """
+    def __init__(self, capture: Capture, *, all_of_it: bool) -> None:
+        super().__init__(at_once=True)
+        self._capture, self._all_of_it = capture, all_of_it
 
-    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
-        super().__init__(where, LayerTracker(), static_keys(model, where.type))
-        self._model = model
-        self.nodes = NodeOps(self, self._workspace, self._clock, self._gradients)
-        self.checkpointed = self.tracker.ran_again
-        self._numbers: dict[int, int] = {}
-        self._ends: dict[int, weakref.ref[SavedValue]] = {}
-
-    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives, a backward from the outputs that is looked at node by node."""
-        with self.away():
-            return self.nodes.observed(outputs, run)
-
-    def switch_off(self) -> None:
-        super().switch_off()
-        self.nodes.leave()
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """A block in which values are moved: nothing in it is the step's."""
-        with self.nodes.set_aside(), self.compiled_calls.set_aside(), self.paused():
-            yield
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is to be called in the place of a compiled callable."""
-        if not self.nodes.is_inside:
-            return self.compiled_calls.around(path, call)
-        self.look_for_checkpoint(path)
-        return call
-
-    def gradients_arrive(self, gradients: Gradients) -> None:
-        self.nodes.gradients_arrive(gradients)
-
-    def gone(self, value: CapturedValue) -> None:
-        super().gone(value)
-        self.nodes.freed(value.size_bytes)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-
-    def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
-        """The engine has given that handle for a tensor."""
-        value = handle.value
-        if value is None:
-            self.kept_as_it_is(tensor)
-            return
-        number, _, _ = self.saved(tensor)
-        key = id(value)
-        if key not in self._ends:
-            self._numbers[key] = number
-            self._ends[key] = weakref.ref(value, lambda _: self._ended(key))
-            self.lifetimes.holds(number)
-
-    def is_back(self, value: SavedValue, storage: torch.UntypedStorage) -> None:
-        """Backward is about to read the value there."""
-        number = self._numbers.get(id(value))
-        if number is not None:
-            self.nodes.reads(number)
-            if not self.lifetimes.is_known(storage):
-                self.lifetimes.is_copied_to(storage, number)
-
-    def _ended(self, key: int) -> None:
-        del self._ends[key]
-        self.lifetimes.let_go(self._numbers.pop(key))
+    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        if self._all_of_it or self._capture.has_made(tensor):
+            return Decision.SWAP
+        return super().saved(index, tensor, record)
 
 
 class Capturing(Watch):
     """``capture`` has what the segment did, ``kinds`` what its values are, ``beside_bytes`` what else was there."""
 
     def __init__(self, scene: Scene, capture: Capture | None = None) -> None:
-        """``capture``: one that has hooks of its own; by default it is of what the engine moves."""
-        super().__init__(scene, SwapEach(at_once=True))
+        """``capture``: one of a step without memory, which has hooks of its own."""
+        self.capture = capture or Capture(scene.model, scene.where)
+        super().__init__(scene, Moving(self.capture, all_of_it=scene.is_repeated) if capture is None else None)
         self.swaps_once = True
-        self.capture = capture or EngineCapture(scene.model, scene.where)
-        self.nodes = self.capture.nodes if isinstance(self.capture, EngineCapture) else None
+        self.nodes = self.capture.nodes
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = 0
+        self._model_notes: list[str] = []
+        """Of the model as the step has left it."""
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
@@ -125,9 +70,9 @@ class Capturing(Watch):
         gc.collect()  # what waits for it is not there for the step
         self._look_around(segment)
         with (
-            collected_after(self.capture, self.kinds if self.scene.there_before is None else ()),
-            before_forward(self.scene.model, self._called) if self.scene.there_before else contextlib.nullcontext(),
-            self.capture.running(self.scene.model),
+            collected_after(self.capture, () if self.scene.is_repeated else self.kinds),
+            before_forward(self.scene.model, self._called) if self.scene.is_repeated else contextlib.nullcontext(),
+            self.capture.running(),
         ):
             yield
 
@@ -138,9 +83,10 @@ class Capturing(Watch):
     def _look_around(self, segment: Segment) -> None:
         """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
         model, kinds = self.scene.model, self.kinds
-        kinds.note_model(model)
+        kinds.note(model.parameters(), Kind.PARAMETER)
+        kinds.note(model.buffers(), Kind.BUFFER)
         for optimizer in self.scene.optimizers:
-            kinds.note_optimizer(optimizer)
+            kinds.note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
         if self.has_gradients:
             kinds.note_gradients(model)
         if self.scene.there_before is not None:
@@ -153,29 +99,69 @@ class Capturing(Watch):
         self.beside_bytes = segment.left_over_bytes + sum(rest)
         self.look_around()
 
+    @functools.cached_property
+    def _library_bytes(self) -> int:
+        return library_bytes(self.scene.where)
+
+    def draft(
+        self,
+        mode: Literal["run", "swap-all", "fake"],
+        runs: Floats,
+        measured: list[PhaseSeconds],
+        notes: list[str],
+        *,
+        link: Link,
+        workload: str = "",
+        device: Device | None = None,
+    ) -> Profile:
+        """The profile of the captured step, its ops' seconds reconciled with the ``measured`` steps."""
+        return assemble(
+            self.capture,
+            self.kinds,
+            runs,
+            measured,
+            model=self.scene.model,
+            link=link,
+            workload=workload,
+            mode=mode,
+            device=device or this_machine(self.scene.where),
+            notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
+            accumulate=self.has_gradients,
+            held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes},
+        )
+
+    def untimed(self, mode: Literal["run", "fake"]) -> Profile:
+        """One for its values and lifetimes alone: the link is a preset, and no step was timed."""
+        return self.draft(mode, self.capture.durations(), [dict.fromkeys(Phase, 0.0)], [], link=preset_link("pcie4"))
+
+    def grown_bytes(self) -> int:
+        """What lives beside the steps of a loop by now, or will one day, and did not when this one was captured."""
+        if self.scene.is_repeated:
+            return 0
+        return max(self.foreseen_bytes, census_bytes(self.scene.where.type) - (self.base_bytes or 0))
+
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
         self.capture.phase = phase
         if phase is Phase.OPTIMIZER:
             self.kinds.note_gradients(self.scene.model)
 
+    def end(self, *, stepped: bool) -> None:
+        super().end(stepped=stepped)
+        self._model_notes = model_notes(self.scene.model)
+
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return self.capture.around_call(path, call)
 
     def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
-        return self._engines.observed(outputs, run) if self.scene.there_before is None else run()
+        return run() if self.scene.is_repeated else self.capture.observed(outputs, run)
 
     def runs_another(self) -> None:
-        if self.scene.there_before is None:
-            self._engines.nodes.runs_another()
-
-    @property
-    def _engines(self) -> EngineCapture:
-        assert isinstance(self.capture, EngineCapture), "a capture with hooks of its own is asked for no other"
-        return self.capture
+        if not self.scene.is_repeated:
+            self.capture.nodes.runs_another()
 
     def pack(self, tensor: torch.Tensor, pack: Pack) -> Handle:
-        with self._engines.set_aside():
+        with self.capture.set_aside():
             handle = pack(tensor)
         self.packed(tensor, handle)
         return handle
@@ -183,7 +169,7 @@ class Capturing(Watch):
     def packed(self, tensor: torch.Tensor, handle: Handle) -> None:
         if self.phase is not Phase.FORWARD and handle.value is not None:
             self.why_not, self.is_final = SAVES_AFTER_USE, True
-        self._engines.packed(tensor, handle)
+        self.capture.packed(tensor, handle)
 
     def unpack(self, handle: Handle, unpack: Unpack) -> torch.Tensor:
         value = handle.value
@@ -191,9 +177,9 @@ class Capturing(Watch):
             return unpack(handle)
         if not handle.used:
             self.capture.used(handle.ordinal)
-        with self._engines.set_aside():
+        with self.capture.set_aside():
             tensor = unpack(handle)
-        self._engines.is_back(value, tensor.untyped_storage())
+        self.capture.is_back(value, tensor.untyped_storage())
         return tensor
 
 
@@ -214,26 +200,6 @@ class Kinds(dict[int, Kind]):
                 if has_storage(part, self._capture.device_type):
                     self.setdefault(self._capture.value_of(part), kind)
 
-    def note_model(self, model: torch.nn.Module) -> None:
-        """Parameters and buffers."""
-        self.note(model.parameters(), Kind.PARAMETER)
-        self.note(model.buffers(), Kind.BUFFER)
-
     def note_gradients(self, model: torch.nn.Module) -> None:
         """Those that are there."""
         self.note((parameter.grad for parameter in model.parameters()), Kind.GRADIENT)
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state."""
-        self.note(_tensors_in(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested containers, as optimizers keep them (LBFGS in lists)."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _tensors_in(item)

@@ -11,8 +11,8 @@ from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.watch.census import Growth
 
-from .study import Hurry, NewWatch, Studied
-from .watch import Watch
+from .study import Hurry
+from .watch import NewWatch, Studied, Watch
 
 MOST_LOST = 20
 """Segments in a row that told nothing, after which a kind is given up."""

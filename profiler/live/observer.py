@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from poochplan.errors import PoochError, StepError
+from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Link, Profile
 from poochplan.profiler.capture.clock import clock_of
-from poochplan.profiler.step.preserve import preserved
 from poochplan.runtime.attachment import Attachment, Hooks
-from poochplan.runtime.devices.device import Device
-from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle, SavedValue
 from poochplan.runtime.plan_source import PlanSource
-from poochplan.runtime.session import Session, Settings
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.tensors.signatures import Switches
 
 from .lines import Key, Line, Lines
-from .study import study
+from .study import StudyOptions, study
 from .watch import Scene, Watch
 
 TOO_MANY = "inputs come in too many shapes, none of them often: pad them to a few lengths"
 MOST_WARMUP = 8
 """Segments without a step of an optimizer, after which studies begin all the same."""
-MOST_STEPS = 60
 
 
 class Observer(PlanSource):
@@ -47,11 +39,7 @@ class Observer(PlanSource):
     model: all of the models together.
     optimizers: those that are known; others are met when they step.
     where: the models' device.
-    link: called once, before the first study needs it.
-    fits: whether a step may run in-core, by a profile without times.
-    room: most bytes that a segment may take that is studied.
-    unplanned: gives the step policy of a segment that nothing is known of; by default it swaps.
-    measures_later: whether somebody else measures what the machine's own costs are.
+    options: what each kind's study is asked for.
     """
 
     def __init__(
@@ -59,14 +47,8 @@ class Observer(PlanSource):
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         where: torch.device,
-        *,
-        spill_dir: str | Path | None,
-        link: Callable[[], Link],
-        fits: Callable[[Profile], bool],
-        room: Callable[[Profile], float] = lambda _: math.inf,
-        workload: str = "",
-        unplanned: Callable[[], StepPolicy] = lambda: SwapEach(at_once=True),
-        measures_later: bool = False,
+        options: StudyOptions,
+        spill_dir: str | Path | None = None,
     ) -> None:
         self.lines = Lines()
         self._optimizer_steps = 0
@@ -78,15 +60,19 @@ class Observer(PlanSource):
         """Of the open segment, before it is known what it is like."""
         self._compared: tuple[Key, int] | None = None
         self._segments = 0
-        self._link, self._fits, self._room, self._workload = link, fits, room, workload
+        self._study_options = options
         self._switches = Switches(model)
-        self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers, unplanned, measures_later)
+        self.scene = Scene(model, where, clock_of(where), spill_dir, self._optimizers)
 
     # -- what becomes of segments that are not watched -------------------------------------------------------------
 
     def known(self, key: Key, segment: Segment) -> StepPolicy | Watch | None:
         """What decides in a segment of that kind where no study is needed; a watch for one that is to be observed."""
         return None
+
+    def unplanned(self) -> StepPolicy:
+        """The step policy of a segment that nothing is known of."""
+        return SwapEach(at_once=True)
 
     def policy(self, line: Line | None) -> StepPolicy:
         """The step policy for a segment whose study is over, or that of larger inputs (None) is not."""
@@ -122,12 +108,12 @@ class Observer(PlanSource):
         if known is not None:
             return known
         if not self._optimizer_steps and self._segments < MOST_WARMUP:
-            return self.scene.unplanned()
+            return self.unplanned()
         if self.lines.may_be_known(key):
             gc.collect()  # as before a capture
             kind = self.scene.where.type
             self._compared = key, census_bytes(kind) + foreseen_bytes(self._optimizers, kind)
-            return self.scene.unplanned()
+            return self.unplanned()
         line = self._line_of(key)
         if line is None or line.next_watch is None:
             return self.policy(line)
@@ -157,7 +143,7 @@ class Observer(PlanSource):
         return self.lines[key]
 
     def _new_line(self, key: Key) -> Line:
-        line = Line(key, study(self.scene, self._link, self._fits, self._workload, self._room), self.lines.stood(key))
+        line = Line(key, study(self.scene, self._study_options), self.lines.stood(key))
         if self.lines.are_too_many:
             line.give_up(TOO_MANY)
             self.profiled(line)
@@ -249,51 +235,3 @@ def _gives_up(policy: StepPolicy) -> bool:
     if policy.instructions is not None:
         return any(value.decision is not Decision.KEEP for value in policy.instructions.values)
     return isinstance(policy, SwapEach) and not isinstance(policy, KeepWhileRoom)
-
-
-def profile_inside(
-    step: Callable[[], Any],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    where: torch.device,
-    *,
-    fits: Callable[[Profile], bool],
-    spill_dir: str | Path | None,
-    throttle_bytes_per_s: float | None,
-    link: Callable[[], Link],
-    workload: str,
-) -> Profile:
-    """The profile of the segment of the step that takes the most memory in-core; a note says how many there are.
-
-    All is afterwards as it was before (:func:`~poochplan.profiler.step.preserve.preserved`). Raises ``StepError`` where
-    no segment of the step could be profiled.
-    """
-
-    def opened() -> Device:
-        return open_device(where, spill_dir, throttle_bytes_per_s)
-
-    optimizers = [] if optimizer is None else [optimizer]
-    observer = Observer(model, optimizers, where, spill_dir=spill_dir, link=link, fits=fits, workload=workload)
-    unmetered = Settings(meter="never")
-    with preserved(model, optimizer), Session({"": model}, where, opened, observer, unmetered) as session:
-        for _ in range(MOST_STEPS):
-            step()
-            session.wait_until_planned()
-            if observer.lines and all(line.next_watch is None for line in observer.lines.values()):
-                break
-    return _largest(list(observer.lines.values()))
-
-
-def _largest(lines: list[Line]) -> Profile:
-    profiled = [line.profile for line in lines if line.profile is not None]
-    if not profiled:
-        why = next((line.refused for line in lines if line.refused), "it saves nothing that a backward uses")
-        raise StepError(
-            f"step(): expected one that runs forward, backward and the optimizer's step, found that {why}; "
-            'return the loss and leave backward to the profiler (backward="outside")'
-        )
-    largest = max(profiled, key=lambda profile: profile.in_core_peak_bytes)
-    if len(lines) == 1:
-        return largest
-    note = f"the step has {len(lines)} kinds of segments, from a first save to a backward; this is the largest in-core"
-    return msgspec.structs.replace(largest, notes=(*largest.notes, note))

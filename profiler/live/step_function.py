@@ -1,17 +1,22 @@
-"""StepFunction: a step that somebody has given, run under the watches that a running loop is studied with."""
+"""StepFunction: a step that somebody has given, run by itself or under the watches of a study."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
+from poochplan.formats.profile import Phase, Profile
+from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.clock import clock_of
-from poochplan.profiler.real import Runner
+from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.compare import under
+from poochplan.runtime.devices.device import Device, Job
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -20,7 +25,8 @@ from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.tensors.modes import around_compiled
 
-from .watch import Scene, Watch
+from .after_capture import PhaseTiming
+from .watch import Scene, Studied, Watch
 
 W = TypeVar("W", bound=Watch)
 
@@ -28,15 +34,36 @@ W = TypeVar("W", bound=Watch)
 class StepFunction:
     """A context manager: the host tier is there from the first step in which something moves to its end. State: the
     watch that is on.
+
+    Parameters
+    ----------
+    step: runs forward and returns the loss; backward and the optimizer's step are called here.
+    accumulate: whether gradients of the step before live through forward.
+    beside: what lives beside the step and no op of it meets.
+    in_core: whether the step fits, so that what is moved may stay in the memory that it is in.
     """
 
     alternatives = ()
 
-    def __init__(self, runner: Runner, where: torch.device, spill_dir: str | Path | None) -> None:
-        optimizers = [] if runner.optimizer is None else [runner.optimizer]
-        clock, there = clock_of(where), runner.there_before
-        self.runner = runner
-        self.scene = Scene(runner.model, where, clock, spill_dir, optimizers, there_before=there)
+    def __init__(
+        self,
+        step: Callable[[], torch.Tensor],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        where: torch.device,
+        *,
+        accumulate: bool = False,
+        beside: Sequence[torch.Tensor] = (),
+        spill_dir: str | Path | None = None,
+        in_core: bool = True,
+    ) -> None:
+        self.step, self.model, self.optimizer = step, model, optimizer
+        optimizers = [] if optimizer is None else [optimizer]
+        self.scene = Scene(model, where, clock_of(where), spill_dir, optimizers, there_before=self._there_before)
+        self.loss: torch.Tensor | None = None
+        """Of the last step: it lives on through the next forward, as it does in ``loss = step()`` of a user's loop."""
+        self._accumulates, self._beside, self._in_core = accumulate, beside, in_core
+        self._checked = False
         self._watch: Watch | None = None
         self._stack = ExitStack()
 
@@ -46,42 +73,91 @@ class StepFunction:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def run(self, watch: W) -> W:
+        """The watch, behind one step that ran under it."""
+        self._let_go_of_gradients()
+        self._watch = watch
+        with self._under(watch) as segment:
+            watch.begin(segment)
+            try:
+                self.one_step()
+            finally:
+                watch.end(stepped=True)
+                self._watch = None
+        return watch
+
+    def one_step(self) -> None:
+        """Runs it, under nothing but what the caller has put around it."""
+        self._let_go_of_gradients()
+        first = inputs_explained(self.model) if not self._checked else contextlib.nullcontext()
+        with forward_only(self.model), first:
+            self.loss = checked_loss(self.step(), self.model)
+        if self._watch is not None:  # what makes the first gradient is backward's
+            self._watch.enter(Phase.BACKWARD)
+        self.loss.backward()
+        if not self._checked:
+            check_trains(self.model, set(_leaves_of(self.loss)))
+            self._checked = True
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def timed(self) -> PhaseSeconds:
+        """Seconds of one step by PyTorch alone."""
+        return self.run(PhaseTiming(self.scene, None)).seconds
+
+    def studied(self, study: Studied) -> Profile:
+        """The study's profile, by steps run now."""
+        with closing(study):
+            new_watch = next(study)
+            while True:
+                watch = self.run(new_watch())
+                try:
+                    new_watch = study.send(watch)
+                except StopIteration as profiled:
+                    return cast(Profile, profiled.value)
+
+    def _let_go_of_gradients(self) -> None:
+        """Before a step, where they are not to live through forward."""
+        if not self._accumulates:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    def _there_before(self) -> list[Any]:
+        """What a step finds beside model and optimizer: the loss of the one before, and what lives beside it."""
+        return [self.loss, *_gradients_held_by(self.loss, set(self.model.parameters())), *self._beside]
+
+    # -- what they run under ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _under(self, watch: Watch) -> Iterator[Segment]:
+        """A block that is one step: of the engine's, where the watch has a policy."""
+        if watch.policy is None:
+            with around_compiled(self.model, watch.around_call):
+                yield Segment(0, 0)
+            return
+        engine = self._engine
+        pack, unpack = partial(_pack, watch, engine), partial(_unpack, watch, engine)
+        with under(engine, self.model, pack, unpack, watch.around_call):
+            yield engine.segment
+
     @cached_property
     def _engine(self) -> Engine:
         device = self._stack.enter_context(closing(open_device(self.scene.where, self.scene.spill_dir)))
-        engine = Engine(self, device, self.scene.model, rebuild=self._rebuild)
+        copies = cast(Device, OnTheDevice(device)) if self._in_core else device
+        engine = Engine(self, copies, self.scene.model, rebuild=self._rebuild)
         engine.fallbacks.silent = True  # of steps that differ, as the profile says
         return engine
 
-    def choose(self, segment: Segment) -> StepPolicy:
+    def choose(self, segment: Segment) -> StepPolicy | None:
         """The watch's; see :class:`~poochplan.runtime.step_policies.step_policy.Chooser`."""
-        assert self._watch is not None, "steps are run under watches"
+        assert self._watch is not None, "steps of the engine's are run under watches"
         return self._watch.policy
 
     def _rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        assert self._watch is not None, "steps are run under watches"
+        assert self._watch is not None, "steps of the engine's are run under watches"
         self._watch.rebuild(value, mechanism)
-
-    def run(self, watch: W, *, moves: bool = True) -> W:
-        """The watch, behind one step that ran under it; without ``moves`` autograd saves what it saves by itself."""
-        self.runner.let_go_of_gradients()
-        self._watch, model = watch, self.scene.model
-        with ExitStack() as stack:
-            if moves:
-                engine = self._engine
-                pack, unpack = partial(_pack, watch, engine), partial(_unpack, watch, engine)
-                stack.enter_context(under(engine, model, pack, unpack, watch.around_call))
-                segment = engine.segment
-            else:
-                stack.enter_context(around_compiled(model, watch.around_call))
-                segment = Segment(0, 0)
-            watch.begin(segment)
-            try:
-                seconds = self.runner.one_step(watch)
-            finally:
-                watch.end(stepped=True)
-        watch.seconds = seconds
-        return watch
 
 
 def _pack(watch: Watch, engine: Engine, tensor: torch.Tensor) -> object:
@@ -90,3 +166,51 @@ def _pack(watch: Watch, engine: Engine, tensor: torch.Tensor) -> object:
 
 def _unpack(watch: Watch, engine: Engine, handle: object) -> torch.Tensor:
     return watch.unpack(handle, engine.unpack)  # type: ignore[arg-type]
+
+
+class OnTheDevice:
+    """A device for steps that fit: what is copied to the host tier stays in the memory that it is in, until it is read
+    back, once.
+    """
+
+    error = None
+    """Copies are their own jobs here, and none fails."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """See :class:`Device`."""
+        self._copies[host_offset] = storage.clone()
+        return self
+
+    def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
+        """See :class:`Device`."""
+        storage.copy_(self._copies.pop(host_offset))
+        return self
+
+
+def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of what the step before made a leaf of (as wav2vec2 its input): the graph of its loss keeps them."""
+    return [leaf.grad for leaf in _leaves_of(loss) if leaf not in parameters and leaf.grad is not None]
+
+
+def _leaves_of(loss: torch.Tensor | None) -> list[torch.Tensor]:
+    """The leaves that the loss's graph gives gradients to."""
+    pending = [loss.grad_fn if loss is not None else None]
+    seen: set[torch.autograd.graph.Node] = set()
+    found: list[torch.Tensor] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        pending += [following for following, _ in node.next_functions]
+    return found

@@ -1,217 +1,274 @@
-"""Study: what is done with the segments of one kind until there is a profile of them, as a generator that asks for one
-after another: CAPTURE (1), TIME (whole, then op by op), VERIFY (1 or 2).
+"""Study: what is done with the steps of one kind until there is a profile of them, in a running loop or of a step
+function. It is a generator that asks for one step after another: CAPTURE (1), TIME (whole, then op by op), VERIFY.
+
+The steps of a step function may be repeated. So they are timed without hooks and from an arena, and it is known of them
+whether recording changes bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-import torch
 
-from poochplan.formats.plan import Instructions
-from poochplan.formats.profile import Link, Phase, Profile
+from poochplan.formats.plan import Decision, Instructions
+from poochplan.formats.profile import Link, Memory, Phase, Profile
 from poochplan.formats.queries import saved_values
+from poochplan.planner.arena.packing import packed
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.assembly.assemble import (
-    SWAPPED,
-    assemble,
-    capture_notes,
-    garbage_notes,
-    kept_notes,
-    model_notes,
-    this_machine,
-)
-from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
-from poochplan.profiler.capture.captured import CapturedOp
-from poochplan.profiler.capture.clock import library_bytes
+from poochplan.profiler.assembly.assemble import SWAPPED
+from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds, contradicted, is_doubted, steady
+from poochplan.profiler.assembly.values import UNWRITTEN
+from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.capture.timing import OpRuns
-from poochplan.profiler.trials.compare import verification, without_replays
-from poochplan.profiler.trials.handle_cost import HookSeconds, keeping, with_handles
-from poochplan.profiler.trials.machine_facts import cached_cost, with_known_cost
-from poochplan.runtime.watch.census import census_bytes
-from poochplan.tensors.host_memory import is_freed_memory_given_back
+from poochplan.profiler.step.preserve import preserved
+from poochplan.profiler.trials.compare import RECORDED, instructions_for, verification, without_replays
+from poochplan.profiler.trials.handle_cost import keeping
+from poochplan.runtime.known_steps import RepeatedStep
+from poochplan.runtime.step_policies.follow import Course, Follow
+from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
+from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
 
-from .after_capture import Keeping, OpTiming, PhaseTiming, Verifying
+from .after_capture import HookSeconds, Keeping, OpTiming, PhaseTiming, Summing, Verifying
 from .capturing import Capturing
-from .watch import Scene, Watch
+from .watch import NewWatch, Scene, Studied
 
 TIMED = 3
-"""Segments that are timed whole, and as many op by op."""
+"""Segments of a loop that are timed whole, and as many op by op."""
+KEPT_STEPS = 2
+"""So many of a step function keep everything under the engine, which tells what its hooks take."""
 LIVE = "profiled inside a running training loop"
 HURRIED = "its inputs did not come again: times are of one captured step, and no replay was tried, so none is planned"
-
-
 NO_ROOM = "the budget leaves no room to compare values with their replays: no replay was tried, so none is planned"
-T = TypeVar("T")
+
+
+KeepAll = Callable[[], Instructions | None]
+"""Gives the instructions of a step that is about to begin; None where it has to swap."""
 
 
 class Hurry(Exception):  # noqa: N818 - a word to the study
     """No more segments of this kind come: it is to make do with what it knows."""
 
 
-NewWatch = Callable[[], Watch]
-Keep = Callable[[], Instructions | None]
-"""What keeps all in a segment that is about to begin; None where it has to swap."""
-Studied = Generator[NewWatch, Any, Profile]
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What a study is asked for."""
+
+    link: Callable[[], Link]
+    """Called once."""
+    fits: Callable[[Profile], bool]
+    """Whether the step may run in-core, by a profile without times; otherwise every step swaps."""
+    room: Callable[[Profile], float] = lambda _: math.inf
+    """Most bytes that a step may take; where that leaves none to compare in, no replay is tried and none is planned."""
+    with_costs: Callable[[Profile, Sequence[HookSeconds]], Profile]
+    """Gives the profile with what the runtime takes; the steps kept every value."""
+    workload: str = ""
+    timed: int = TIMED
+    notes: Sequence[str] = (LIVE,)
+    plain_s: float | None = None
+    """Seconds of a step by PyTorch alone, where that was timed before."""
+    say: Callable[[str], None] = lambda _: None
+    """Called with a line of text at each stage."""
 
 
-def study(
-    scene: Scene,
-    link: Callable[[], Link],
-    fits: Callable[[Profile], bool],
-    workload: str,
-    room: Callable[[Profile], float] = lambda _: math.inf,
-) -> Studied:
-    """Asks for watches, is sent each back when its segment has told something, and gives the profile.
+class Timed(NamedTuple):
+    """What the timed steps say."""
 
-    ``fits``: whether the step may run in-core, by a profile without times; otherwise every segment swaps. ``room``:
-    most bytes that a segment may take; where it leaves none to compare in, no replay is tried and none is planned.
-    """
+    steps: list[PhaseSeconds]
+    """Those that the ops' seconds are to add up to."""
+    runs: Floats | None
+    """Seconds of each op, (steps, ops); None where no step was like the captured one."""
+    notes: list[str]
+    unserved_s: float | None
+    """The shortest step of the ordinary allocator, where the others were served from an arena."""
+
+
+def study(scene: Scene, options: StudyOptions) -> Studied:
+    """Asks for watches, is sent each back when its step has told something, and gives the profile."""
+    options.say("capturing one step")
     seen: Capturing = yield lambda: Capturing(scene)
-    draft = drafts(seen, aside(link), workload)
-    durations = seen.capture.durations()
-    in_core = draft("run", durations, [dict.fromkeys(Phase, 0.0)], [])
+    options.say("measuring the link")
+    draft = partial(seen.draft, link=options.link(), workload=options.workload)
+    captured_s, plain_s = seen.capture.durations(), options.plain_s
+    keep_all = _keep_all(seen, draft("run", captured_s, [dict.fromkeys(Phase, 0.0)], []), options.fits)
+    mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
+    in_hooks: list[HookSeconds] = []
+    try:
+        is_plain = not is_freed_memory_given_back()  # nothing of the session's own has been set yet
+        timed = yield from _timed(scene, options, seen.capture, keep_all, in_hooks)
+        notes = [*options.notes, *timed.notes, *([SWAPPED] if mode == "swap-all" else [])]
+        if is_plain and len(in_hooks) == TIMED:  # their time in hooks is taken off: so long PyTorch takes by itself
+            plain_s = median(sum(step.values()) for step in timed.steps)
+        profile = draft(mode, captured_s if timed.runs is None else timed.runs, timed.steps, notes)
+        times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
+        profile = msgspec.structs.replace(profile, times=times)
+        options.say("verifying replays")
+        profile = yield from _verified(scene, profile, options.room(profile) - max(0, seen.grown_bytes()))
+        if scene.is_repeated and mode == "run":
+            profile = yield from _kept(scene, profile, timed.steps, in_hooks)
+    except Hurry:
+        once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
+        profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
+    return options.with_costs(profile, in_hooks if mode == "run" else [])
 
-    def grown_bytes() -> int:
-        """What lives beside the step by now, or will one day, and did not when it was captured."""
-        return max(seen.foreseen_bytes, census_bytes(scene.where.type) - (seen.base_bytes or 0))
 
+def _keep_all(seen: Capturing, in_core: Profile, fits: Callable[[Profile], bool]) -> KeepAll:
+    """What gives the instructions that keep all in a step that is about to begin; None where it has to swap."""
     keeps, twice = keeping(in_core), with_bytes_beside(in_core, in_core.in_core_peak_bytes)
 
     def keep_all() -> Instructions | None:
         if fits(twice):  # whatever has grown meanwhile: a census takes as long as some steps
             return keeps
-        more_bytes = grown_bytes()
+        more_bytes = seen.grown_bytes()
         return keeps if fits(with_bytes_beside(in_core, more_bytes) if more_bytes > 0 else in_core) else None
 
-    mode: Literal["run", "swap-all"] = "swap-all" if keep_all() is None else "run"
-    notes = [*step_notes(seen), LIVE]
-    in_hooks: list[HookSeconds] = []
-    try:
-        is_plain = not is_freed_memory_given_back()  # nothing of the session's own has been set yet
-        measured, in_hooks = yield from _timed(scene, keep_all)
-        runs, differing = yield from _timed_ops(scene, keep_all, seen.capture.ops)
-        swapped = [SWAPPED] if mode == "swap-all" else []
-        profile = draft(mode, durations if runs is None else runs, measured, [*notes, *differing, *swapped])
-        if is_plain and len(in_hooks) == TIMED:
-            profile = _with_plain_step(profile, measured)
-        room_bytes, replay_bytes = room(profile) - max(0, grown_bytes()), _replay_bytes(profile)
-        is_tight = mode == "swap-all" or profile.in_core_peak_bytes + replay_bytes > room_bytes
-        if is_tight and _smallest_bytes(profile) + replay_bytes > room_bytes:
-            profile = without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
-        else:
-            profile = yield from _verified(scene, profile, is_tight=is_tight)
-    except Hurry:
-        once = {phase: _seconds_of(phase, seen.capture.ops) for phase in Phase}
-        profile = without_replays(draft("swap-all", durations, [once], [*notes, HURRIED]))
-    steps = in_hooks if mode == "run" else []
-    if scene.measures_later:
-        return with_known_cost(profile, scene.where, steps)
-    return with_handles(profile, aside(lambda: cached_cost(scene.where)), steps)
+    return keep_all
 
 
-def _with_plain_step(profile: Profile, measured: list[PhaseSeconds]) -> Profile:
-    """The steps kept everything, and the time in hooks is taken off: so long PyTorch takes by itself."""
-    plain_s = median(sum(step.values()) for step in measured)
-    return msgspec.structs.replace(profile, times=msgspec.structs.replace(profile.times, plain_step_s=plain_s))
+# -- TIME ------------------------------------------------------------------------------------------------------------
 
 
-def _replay_bytes(profile: Profile) -> int:
-    """About what a segment takes more that compares values with their replays: two of the largest."""
-    return 2 * max((profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0)
+def _timed(
+    scene: Scene, options: StudyOptions, capture: Capture, keep_all: KeepAll, in_hooks: list[HookSeconds]
+) -> Generator[NewWatch, Any, Timed]:
+    """The segments of a loop, under hooks whose time is taken off; ``in_hooks`` gets that of those that keep all.
+
+    A step that may be repeated runs as planned steps do: on the CPU from one arena, where it can be laid out, for else
+    the pages of fresh memory would be in the seconds of ops.
+    """
+    arena: RepeatedStep | None = None
+
+    def policy() -> StepPolicy | None:
+        keeps = keep_all()
+        if keeps is None:
+            return SwapEach(at_once=True)
+        return None if scene.is_repeated else Keeping(keeps)
+
+    def several(count: int) -> Generator[NewWatch, Any, list[PhaseSeconds]]:
+        seconds = []
+        for _ in range(count):
+            watch: PhaseTiming = yield lambda: PhaseTiming(scene, policy(), arena)
+            seconds.append(watch.seconds)
+            in_hooks.extend([watch.in_hooks] if isinstance(watch.policy, Keeping) else [])
+        return seconds
+
+    options.say(f"timing {options.timed} steps")
+    with collected_after(capture) if scene.is_repeated else contextlib.nullcontext():
+        steps = yield from several(1)
+    with contextlib.ExitStack() as stack:
+        unserved_s = None
+        if scene.is_repeated and scene.where.type == "cpu" and capture.memory is Memory.ALLOCATED:
+            arena = stack.enter_context(contextlib.closing(RepeatedStep(packed)))
+            steps += yield from several(1)  # ordinary, and written down
+            for _ in range(2):  # one that touches the pages; another, where it differs from what was written down
+                yield from several(0 if arena.is_served else 1)
+            if arena.is_served:
+                steps, unserved_s = [], min(sum(step.values()) for step in steps)
+            else:
+                arena.close()
+                arena = None
+        steps += yield from several(options.timed - len(steps))
+        options.say(f"timing {len(capture.ops)} ops over {options.timed} steps")
+        ops = OpRuns(capture.ops)
+        for _ in range(options.timed):
+            watch: OpTiming = yield lambda: OpTiming(scene, policy(), arena)
+            ops.add(watch.timer, watch.seconds)
+        notes = ops.notes
+        if scene.is_repeated and not notes and is_doubted(steps, ops.steps):  # those that differ may take other times
+            options.say(f"timed steps spread too much; timing {options.timed} more")
+            steps, notes = steady(steps, (yield from several(options.timed)), ops.steps)
+    return Timed(steps, ops.seconds, notes, unserved_s)
 
 
-def _smallest_bytes(profile: Profile) -> int:
-    """What a segment takes that swaps."""
-    from poochplan.planner.planning import smallest_budget  # here, for most steps have room
-
-    return smallest_budget(profile)
-
-
-def _seconds_of(phase: Phase, ops: list[CapturedOp]) -> float:
-    return sum(op.duration_s for op in ops if op.phase is phase)
-
-
-def _timed(scene: Scene, keep_all: Keep) -> Generator[NewWatch, Any, tuple[list[PhaseSeconds], list[HookSeconds]]]:
-    measured, in_hooks = [], []
-    for _ in range(TIMED):
-        watch: PhaseTiming = yield lambda: PhaseTiming(scene, keep_all())
-        measured.append(watch.seconds)
-        in_hooks += [watch.in_hooks] if isinstance(watch.policy, Keeping) else []
-    return measured, in_hooks
+def _kept(scene: Scene, profile: Profile, timed: list[PhaseSeconds], in_hooks: list[HookSeconds]) -> Studied:
+    """Steps that keep everything under the engine; ``in_hooks`` gets what they took there. The profile has a note, and
+    somebody is warned, where they contradict the ``timed`` ones.
+    """
+    seconds = []
+    for _ in range(KEPT_STEPS):
+        watch: PhaseTiming = yield lambda: PhaseTiming(scene, Keeping(keeping(profile)))
+        seconds.append(watch.seconds)
+        in_hooks.extend([] if watch.why_not else [watch.in_hooks])
+    note = contradicted(timed, seconds)
+    if not note:
+        return profile
+    warnings.warn(f"poochplan: {note}", UserWarning, stacklevel=2)
+    return msgspec.structs.replace(profile, notes=(*profile.notes, note))
 
 
-def _timed_ops(
-    scene: Scene, keep_all: Keep, ops: list[CapturedOp]
-) -> Generator[NewWatch, Any, tuple[Floats | None, list[str]]]:
-    runs = OpRuns(ops)
-    for _ in range(TIMED):
-        watch: OpTiming = yield lambda: OpTiming(scene, keep_all())
-        runs.add(watch.timer, watch.seconds)
-    times = runs.times()
-    return times.runs, [times.note] if times.note else []
+# -- VERIFY ----------------------------------------------------------------------------------------------------------
 
 
-def _verified(scene: Scene, profile: Profile, *, is_tight: bool) -> Studied:
+def _verified(scene: Scene, profile: Profile, room_bytes: float) -> Studied:
+    """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
+
+    Replays are compared with what a recorded step has saved; of a step that may be repeated that is compared with what
+    one has saved that no mode saw. Where these differ nothing is recomputed, since recording alone would change bits.
+    """
+    replay_bytes = _replay_bytes(profile)
+    is_tight = profile.mode == "swap-all" or profile.in_core_peak_bytes + replay_bytes > room_bytes
+    if is_tight and room_bytes < math.inf and _smallest_bytes(profile) + replay_bytes > room_bytes:
+        return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
+    unwritten, first, other = None, list[int](), list[int]()
+    if scene.is_repeated:
+        unwritten = _unwritten(profile)
+        first, other = yield from _sums(scene, profile, unwritten)
     trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
     while True:
-        wanted = trial
-        watch: Verifying = yield lambda wanted=wanted: Verifying(scene, wanted)  # type: ignore[misc]
+        watch: Verifying = yield partial(Verifying, scene, trial, unwritten)
+        if other and any(a == b != c for a, b, c in zip_longest(first, other, watch.sums)):
+            return without_replays(profile, RECORDED)
+        unwritten, other = None, []  # one step tells
         try:
             trial = trials.send(watch.verify)
         except StopIteration as verified:
             return verified.value
 
 
-def drafts(
-    seen: Capturing, link: Link, workload: str
-) -> Callable[[Literal["run", "swap-all"], Floats, list[PhaseSeconds], list[str]], Profile]:
-    """:func:`assemble` for the captured step, given mode, seconds of the ops, measured steps and notes."""
-    scene = seen.scene
-    held_bytes, machine = library_bytes(scene.where), this_machine(scene.where)
-
-    def draft(
-        mode: Literal["run", "swap-all"], runs: Floats, measured: list[PhaseSeconds], notes: list[str]
-    ) -> Profile:
-        return assemble(
-            seen.capture,
-            seen.kinds,
-            runs,
-            measured,
-            model=scene.model,
-            link=link,
-            workload=workload,
-            mode=mode,
-            device=machine,
-            notes=notes,
-            accumulate=seen.has_gradients,
-            held_bytes={"cublas": held_bytes, "beside": seen.beside_bytes},
-        )
-
-    return draft
+def _replay_bytes(profile: Profile) -> int:
+    """About what a step takes more that compares values with their replays: two of the largest."""
+    return 2 * max((profile.rounded_bytes(profile.values[one].size_bytes) for one in saved_values(profile)), default=0)
 
 
-def step_notes(seen: Capturing) -> list[str]:
-    """What is to be said of the captured step, whatever it takes."""
-    model, capture = seen.scene.model, seen.capture
-    said = [*model_notes(model), *kept_notes(capture), *garbage_notes(capture, seen.kinds)]
-    return [*said, *capture_notes(model, seen.scene.where)]
+def _smallest_bytes(profile: Profile) -> int:
+    """What a step takes that swaps."""
+    from poochplan.planner.planning import smallest_budget  # here, for most steps have room
+
+    return smallest_budget(profile)
 
 
-def aside(work: Callable[[], T]) -> T:
-    """What it gives; the calling thread waits for it, and what it raises is raised here.
+def _unwritten(profile: Profile) -> frozenset[int]:
+    """Save points of the values that a kernel leaves partly unwritten."""
+    saved = saved_values(profile)
+    return frozenset(at for at, one in enumerate(saved) if profile.values[one].unreplayable.endswith(UNWRITTEN))
 
-    Random numbers that it draws are none of the loop's: torch's generators are then as they were.
+
+def _sums(
+    scene: Scene, profile: Profile, unwritten: frozenset[int]
+) -> Generator[NewWatch, Any, tuple[list[int], list[int]]]:
+    """What two steps have saved that no mode sees; nothing of the second where the step does not repeat itself, since
+    that tells nothing of recording.
+
+    What a kernel leaves unwritten holds whatever memory held. So these steps get memory of other bytes each, and what
+    differs between them is not compared.
     """
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with (
-        torch.random.fork_rng(devices=gpus),
-        ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool,
-    ):
-        return pool.submit(work).result()
+    rest = Decision.SWAP if profile.mode == "swap-all" else Decision.KEEP  # memory is about what verification takes
+    every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
+    course = Course.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
+
+    def plain(byte: int) -> Generator[NewWatch, Any, list[int]]:
+        with preserved(scene.model, next(iter(scene.optimizers), None)), new_memory_holds(byte):
+            watch: Summing = yield lambda: Summing(scene, Follow(course, SwapEach()), unwritten)
+        return watch.sums
+
+    first, again = (yield from plain(0)), (yield from plain(0))
+    return first, (yield from plain(1)) if first == again else []

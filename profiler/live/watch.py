@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from poochplan.errors import named_line
-from poochplan.formats.profile import Phase
+from poochplan.formats.profile import Phase, Profile
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.capture.node_hooks import NodeListener
@@ -21,7 +21,7 @@ from poochplan.profiler.step.forward_only import is_the_compilers
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import Handle
-from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
+from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.runtime.watch.census import census_bytes, foreseen_bytes
 from poochplan.torch_private.tensor_internals import intercept_autograd
 
@@ -40,13 +40,14 @@ class Scene:
     spill_dir: str | Path | None
     optimizers: Sequence[torch.optim.Optimizer]
     """Those that have stepped, or were named."""
-    unplanned: Callable[[], StepPolicy] = lambda: SwapEach(at_once=True)
-    """The step policy of a segment that nothing is known of."""
-    measures_later: bool = False
-    """Whether the machine's own costs are measured by somebody else, where they are not known."""
     there_before: Callable[[], Sequence[Any]] | None = None
     """Of a step function, whose gradients nobody uses: what a step finds beside model and optimizers. None in a loop,
     where that is all that lives, and where no mode may be on the stack in backward."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a step may be run again as it was, and its gradients are nobody's."""
+        return self.there_before is not None
 
 
 class Watch:
@@ -56,9 +57,10 @@ class Watch:
     the optimizer's.
     """
 
-    def __init__(self, scene: Scene, policy: StepPolicy) -> None:
+    def __init__(self, scene: Scene, policy: StepPolicy | None) -> None:
         self.scene = scene
         self.policy = policy
+        """None for a step of a step function in which autograd saves by itself."""
         self.rebuild: Rebuild = rebuild_together
         self.why_not = ""
         """Why the segment tells nothing; empty while it does."""
@@ -158,3 +160,8 @@ class Watch:
 
 
 BACKWARD_RAISED = "its backward raised"
+
+
+NewWatch = Callable[[], Watch]
+Studied = Generator[NewWatch, Any, Profile]
+"""Asks for watches, is sent each back when its segment has told something, and gives the profile."""

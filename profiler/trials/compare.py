@@ -24,11 +24,8 @@ from poochplan.planner.simulator.problem import build_problem
 from poochplan.runtime.attachment import AroundCall
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.step_policies.follow import Course, Follow
-from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_compiled, uncompiled_hooks
 
-from .host_store import HostStore
 from .verify_replays import Verify
 
 MOST_ROUNDS = 5
@@ -91,12 +88,6 @@ def _refusal_notes(unverified: Profile, verified: Profile) -> list[str]:
         f"{reason}"
         for reason, those in names.items()
     ]
-
-
-def verifying(instructions: Instructions, model: torch.nn.Module, new_store: Callable[[], HostStore]) -> Verify:
-    """The step policy for a step that is to try these; copies are on the host where something is swapped."""
-    swaps = any(value.decision is Decision.SWAP for value in instructions.values)
-    return Verify(Follow(Course.of(instructions), SwapEach()), model, new_store() if swaps else None)
 
 
 def _marked(profile: Profile, reasons: dict[int, str]) -> Profile:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import comb
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,19 +21,15 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
-from poochplan.profiler.assembly.assemble import untimed
-from poochplan.profiler.capture.capture import ClonedCapture
-from poochplan.profiler.capture.clock import clock_of, current
+from poochplan.profiler.capture.clock import current
+from poochplan.profiler.live.after_capture import Hook, HookSeconds
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.real import Runner
-from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.profiler.step.preserve import GeneratorStates, restored
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import Always
 from poochplan.tensors.modes import uncompiled_hooks
-from poochplan.tensors.storages import static_keys
 
 from .compare import instructions_for, under
 
@@ -46,43 +42,6 @@ _PAIRS = 4
 LEAST_ROUNDS, MOST_ROUNDS = 7, 21
 """With 7 samples, all above 0, the 95% interval of the median is above 0."""
 SIGNIFICANCE = 0.05
-
-Hook = Callable[[Any], Any]
-
-
-class HookSeconds:
-    """CPU seconds inside of hooks, each counted on the thread on which autograd calls it."""
-
-    def __init__(self) -> None:
-        self.pack_s = self.unpack_s = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.pack_s + self.unpack_s
-
-    def timed_pack(self, pack: Hook) -> Hook:
-        """The hook, its seconds added to ``pack_s``."""
-
-        def run(argument: Any) -> Any:
-            start_s = time.thread_time()
-            try:
-                return pack(argument)
-            finally:
-                self.pack_s += time.thread_time() - start_s
-
-        return run
-
-    def timed_unpack(self, unpack: Hook) -> Hook:
-        """The hook, its seconds added to ``unpack_s``."""
-
-        def run(argument: Any) -> Any:
-            start_s = time.thread_time()
-            try:
-                return unpack(argument)
-            finally:
-                self.unpack_s += time.thread_time() - start_s
-
-        return run
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
@@ -142,14 +101,6 @@ def measured_on(where: torch.device, threads: int) -> Measured | None:
     with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(GeneratorStates()), current(where):
         return measure_runtime(where)
     return None
-
-
-def runtime_cost(where: torch.device, threads: int) -> RuntimeCost | None:
-    """Seconds per op, handle, swapped value, recorded and replayed op on the small network; None where nothing could be
-    measured.
-    """
-    measured = measured_on(where, threads)
-    return None if measured is None else measured.cost
 
 
 def keeping(profile: Profile) -> Instructions:
@@ -279,12 +230,8 @@ class _Network:
         return seconds
 
     def _profile(self) -> Profile:
-        runner = Runner(self.forward, self.model, None, False, clock_of(self.where))
-        with StepFunction(runner, self.where, None) as steps:
-            static = static_keys(self.model, self.where.type)
-            capture = ClonedCapture(self.where, LayerTracker(), static)
-            seen = steps.run(Capturing(steps.scene, capture), moves=False)
-        return untimed(seen.capture, seen.kinds, self.model, "run")
+        with StepFunction(self.forward, self.model, None, self.where) as steps:
+            return steps.run(Capturing(steps.scene)).untimed("run")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

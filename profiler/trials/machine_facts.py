@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -17,8 +19,9 @@ from poochplan.formats.profile import Link, LinkDirection, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.link import known_link, measure_link
+from poochplan.profiler.live.after_capture import HookSeconds
 
-from .handle_cost import HookSeconds, Measured, measured_on, with_handles
+from .handle_cost import Measured, measured_on, with_handles
 
 _ANY = LinkDirection(latency_s=0.0, bandwidth_bytes_per_s=1e9)
 UNMEASURED = Link(name="unmeasured", outward=_ANY, inward=_ANY)
@@ -29,16 +32,31 @@ VERSION = 1
 """Of the way costs are measured; files of another one are measured anew."""
 
 
+T = TypeVar("T")
+
+
+def aside(work: Callable[[], T]) -> T:
+    """What it gives; the calling thread waits for it, and what it raises is raised here.
+
+    Random numbers that it draws are none of the loop's: torch's generators are then as they were.
+    """
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        torch.random.fork_rng(devices=gpus),
+        ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool,
+    ):
+        return pool.submit(work).result()
+
+
+def with_cached_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
+    """With what the runtime takes; measured now, where it never was on this machine."""
+    return with_handles(profile, aside(lambda: cached_cost(where)), steps)
+
+
 def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
     """With what the runtime takes, as far as this machine has been measured; ``steps`` kept every value."""
-    known = known_cost(where)
-    if known is not None:
-        return with_handles(profile, known, steps)
     own = RuntimeCost(handle_s=0.0, swap_s=0.0, record_s=0.0, unmeasured=(_OWN,))
-    if steps and profile.handles:
-        least, count = min(steps, key=lambda seconds: seconds.total_s), len(profile.handles)
-        own = msgspec.structs.replace(own, handle_s=least.total_s / count, unpack_s=least.unpack_s / count)
-    return msgspec.structs.replace(profile, runtime=own)
+    return with_handles(profile, known_cost(where) or Measured(own, 0.0), steps)
 
 
 def unmeasured(throttle_bytes_per_s: float | None) -> Link:

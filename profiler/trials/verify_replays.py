@@ -8,12 +8,12 @@ import torch
 
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Decision, Instructions
-from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.engine.mechanism import Mechanism
-from poochplan.runtime.engine.saved_value import Handle, SavedValue
+from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.replays.recorded import RecordedOp, StorageRecord
 from poochplan.runtime.replays.replay import WRITTEN_SINCE, Leaves, NotReplayable, run_ops
-from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy
+from poochplan.runtime.step_policies.follow import Course, Follow
+from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach
 from poochplan.tensors.storages import memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import without_modes
@@ -25,8 +25,8 @@ Copied = Callable[[int, int], torch.UntypedStorage]
 """Gives so many bytes of a copy, from an offset on: a storage for the caller to keep."""
 
 
-class Verify:
-    """Follows ``inner``, which recomputes all it may; keeps a copy of each value, compared when its replay is back.
+class Verify(Follow):
+    """Follows instructions that recompute values, and keeps a copy of each: it is compared when its replay is back.
 
     No replay moves anything in the step: what it changes is put back, and where it raises the value's copy stands in.
     :meth:`rebuild` is to be the engine's.
@@ -34,7 +34,8 @@ class Verify:
     ``store``: where the copies are; None for in memory.
     """
 
-    def __init__(self, inner: StepPolicy, model: torch.nn.Module, store: HostStore | None = None) -> None:
+    def __init__(self, instructions: Instructions, model: torch.nn.Module, store: HostStore | None = None) -> None:
+        super().__init__(Course.of(instructions), SwapEach())
         self.refused: dict[int, str] = {}
         """Why values could not be replayed, by save point."""
         self.differing: set[int] = set()
@@ -43,7 +44,6 @@ class Verify:
         """Save points of values whose replay gave the same bits."""
         self.divergence = ""
         """Where and how the step diverged from its own profile; empty while it has not."""
-        self._inner = inner
         self._model = model
         self._store = store
         self._changed: list[StorageRecord] = []
@@ -51,25 +51,6 @@ class Verify:
         self._copies: dict[int, Copied] = {}
 
     # -- the step policy --------------------------------------------------------------------------------------
-
-    @property
-    def instructions(self) -> Instructions | None:
-        return self._inner.instructions
-
-    def begin(self, segment: Segment) -> Actions:
-        return self._inner.begin(segment)
-
-    def saved(self, index: int | None, tensor: torch.Tensor, record: StorageRecord) -> Decision:
-        return self._inner.saved(index, tensor, record)
-
-    def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
-        self._inner.handle(ordinal, index, tensor)
-
-    def at_save(self, value: SavedValue, index: int | None) -> Actions:
-        return self._inner.at_save(value, index)
-
-    def at_use(self, number: int, handle: Handle, saves: int) -> Actions:
-        return self._inner.at_use(number, handle, saves)
 
     def before_drop(self, value: SavedValue) -> None:
         assert value.storage is not None
@@ -80,17 +61,11 @@ class Verify:
     def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
         assert value.index is not None
         self.refused[value.index] = self._why(reason)
-        return self._inner.not_replayable(value, reason)
-
-    def copy_failed(self, value: SavedValue, error: OSError) -> None:
-        self._inner.copy_failed(value, error)
+        return super().not_replayable(value, reason)
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self.divergence = reason.reason
-        return self._inner.diverged(reason)
-
-    def end(self, segment: Segment, outcome: Outcome) -> None:
-        self._inner.end(segment, outcome)
+        return super().diverged(reason)
 
     def _copied(self, storage: torch.UntypedStorage) -> Copied:
         """A call that gives what is there now."""

@@ -25,10 +25,9 @@ from poochplan.formats.files import package_version
 from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.profiler.assembly.assemble import model_notes, this_host
-from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.capture.node_hooks import name_of, nodes_behind
 from poochplan.profiler.fake.fake_profile import needed_without_memory
-from poochplan.profiler.real import Runner
+from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.allocator.library import ALLOCATOR
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
 from poochplan.tensors.host_memory import available_bytes
@@ -410,8 +409,7 @@ class CheckpointCalls:
 
 
 def _needed_bytes(workload: Workload, where: torch.device) -> int | None:
-    runner = Runner(workload.step, workload.model, workload.optimizer, False, clock_of(where))
-    return needed_without_memory(runner)
+    return needed_without_memory(StepFunction(workload.step, workload.model, workload.optimizer, where))
 
 
 def _parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import poochplan
 from poochplan.formats.profile import Phase
 from poochplan.formats.queries import saved_values
 from tests.online.trainings import Training, accumulation, autocast, blocks, dropout_and_batch_norm, loss_of
-from tests.runtime.nets import LINK
+from tests.runtime.nets import CASES, LINK
 
 
 @pytest.mark.parametrize("make", [dropout_and_batch_norm, autocast, accumulation])
@@ -53,6 +53,23 @@ def test_the_in_core_peak_is_that_of_a_step_whose_backward_the_profiler_calls() 
     forward = [op.name for op in outside.ops if op.phase is Phase.FORWARD]
     assert [op.name for op in inside.ops][: len(forward)] == forward
     assert [value.size_bytes for value in saved(inside)] == [value.size_bytes for value in saved(outside)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_saved_and_what_may_be_done_with_it_is_that_of_a_step_function(name: str) -> None:
+    model, step, optimizer = CASES[name].fresh()
+
+    def whole() -> None:
+        optimizer.zero_grad()
+        step().backward()
+        optimizer.step()
+
+    inside = poochplan.profile(whole, model=model, optimizer=optimizer, backward="inside", link=LINK)
+    outside = CASES[name].profile()
+    assert [handle.dtype for handle in inside.handles] == [handle.dtype for handle in outside.handles]
+    for one, other in zip(saved(inside), saved(outside), strict=True):
+        assert (one.size_bytes, one.dtype, one.shape) == (other.size_bytes, other.dtype, other.shape)
+        assert (one.kind, one.pinned, one.unreplayable) == (other.kind, other.pinned, other.unreplayable)
 
 
 def saved(profile: poochplan.Profile) -> list[poochplan.formats.profile.Value]:

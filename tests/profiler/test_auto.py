@@ -13,14 +13,13 @@ import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Profile
 from poochplan.profiler import profiling
-from poochplan.profiler.capture.clock import Clock
 from poochplan.profiler.fake.fake_profile import needed_without_memory
-from poochplan.profiler.real import Runner
+from poochplan.profiler.live.step_function import StepFunction
 from tests.runtime.nets import CASES, LINK
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
-    return needed_without_memory(Runner(step, model, optimizer, accumulate, Clock()))
+    return needed_without_memory(StepFunction(step, model, optimizer, torch.device("cpu"), accumulate=accumulate))
 
 
 def auto(model: nn.Module, step: Any, **options: Any) -> Profile:

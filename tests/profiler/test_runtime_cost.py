@@ -23,17 +23,23 @@ from poochplan.profiler.trials.handle_cost import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     HookSeconds,
+    Measured,
     costs_of,
     is_above_zero,
     measured_from,
     measured_on,
-    runtime_cost,
     step_clock,
 )
 from tests.runtime.nets import CASES, LINK
 
 CPU = torch.device("cpu")
 COSTS = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
+
+
+def _cost() -> RuntimeCost:
+    measured = measured_on(CPU, torch.get_num_threads())
+    assert measured is not None
+    return measured.cost
 
 
 def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
@@ -49,7 +55,7 @@ def test_a_profile_says_what_handles_swaps_recording_and_replays_cost() -> None:
 
 def test_without_steps_that_fit_handles_cost_what_they_do_on_a_small_network() -> None:
     measured_apart = CASES["residual"].profile(mode="fake").runtime
-    assert measured_apart is runtime_cost(CPU, torch.get_num_threads())
+    assert measured_apart is _cost()
     assert measured_apart is not None
     assert CASES["attention"].profile(mode="swap-all").runtime is measured_apart
     found = CASES["residual"].profile().runtime
@@ -71,7 +77,7 @@ def test_where_steps_differ_in_what_they_save_handles_are_not_timed_on_them() ->
         return batch.sum()
 
     profile = poochplan.profile(step, model=linear, iterations=2, link=LINK)
-    assert profile.runtime is runtime_cost(CPU, torch.get_num_threads())
+    assert profile.runtime is _cost()
 
 
 def test_a_step_of_a_device_that_is_not_there_has_none() -> None:
@@ -127,7 +133,7 @@ def test_what_no_round_tells_from_zero_is_named_and_not_guessed() -> None:
 def test_a_profile_notes_what_could_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = RuntimeCost(handle_s=1e-5, swap_s=0.0, record_s=1e-5, unmeasured=("swap_s",))
     assert runtime_notes(None) == runtime_notes(RuntimeCost(handle_s=1e-5, swap_s=1e-4, record_s=1e-5)) == []
-    monkeypatch.setattr("poochplan.profiler.profiling.runtime_cost", lambda *_: cost)
+    monkeypatch.setattr("poochplan.profiler.profiling.measured_on", lambda *_: Measured(cost, 0.0))
     linear = torch.nn.Linear(4, 4)
     profile = poochplan.profile(lambda: linear(torch.ones(2, 4)).sum(), model=linear, mode="fake", link=LINK)
     assert profile.runtime is cost

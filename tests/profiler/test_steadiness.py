@@ -10,7 +10,7 @@ import torch
 import poochplan
 from poochplan.errors import StepError
 from poochplan.formats.profile import Phase
-from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, steady
+from poochplan.profiler.assembly.reconcile import PhaseSeconds, contradicted, is_doubted, steady
 from tests.runtime.nets import LINK
 
 F, B, OPT = Phase
@@ -19,10 +19,6 @@ F, B, OPT = Phase
 def steps(*milliseconds: float) -> list[PhaseSeconds]:
     """Steps of that many milliseconds, half of each in backward."""
     return [{F: 0.0004 * ms, B: 0.0005 * ms, OPT: 0.0001 * ms} for ms in milliseconds]
-
-
-def never() -> list[PhaseSeconds]:
-    raise AssertionError("timed again")
 
 
 QUIET = steps(70, 71, 69, 70, 72)
@@ -38,14 +34,12 @@ QUIET = steps(70, 71, 69, 70, 72)
     ],
 )
 def test_steps_that_agree_are_taken_as_they_are(noisy: tuple[float, ...]) -> None:
-    first = steps(*noisy)
-    assert steady(first, QUIET, never) == (first, [])
+    assert not is_doubted(steps(*noisy), QUIET)
 
 
 def test_tiny_steps_are_never_doubted() -> None:
-    first = steps(0.5, 400, 0.6, 300, 0.4)
-    assert steady(first, steps(0.7), never).steps is first
-    assert steady(steps(90), steps(19), never).notes == []
+    assert not is_doubted(steps(0.5, 400, 0.6, 300, 0.4), steps(0.7))
+    assert not is_doubted(steps(90), steps(19))
 
 
 @pytest.mark.parametrize(
@@ -58,27 +52,29 @@ def test_tiny_steps_are_never_doubted() -> None:
 )
 def test_a_doubted_round_is_replaced_by_a_steady_one(first: list[PhaseSeconds]) -> None:
     second = steps(67, 68, 67, 66, 70)
-    timed = steady(first, QUIET, lambda: second)
-    assert timed.steps is second
-    assert "those of the second round count" in timed.notes[0]
+    assert is_doubted(first, QUIET)
+    timed, notes = steady(first, second, QUIET)
+    assert timed is second
+    assert "those of the second round count" in notes[0]
 
 
 def test_two_rounds_that_say_the_same_count_together_and_are_noted() -> None:
     first, second = steps(60, 130, 61, 140, 100), steps(62, 150, 60, 120, 110)
-    timed = steady(first, QUIET, lambda: second)
-    assert timed.steps == [*first, *second]
-    assert "times are uncertain" in timed.notes[0]
+    assert is_doubted(first, QUIET)
+    timed, notes = steady(first, second, QUIET)
+    assert timed == [*first, *second]
+    assert "times are uncertain" in notes[0]
 
 
 def test_rounds_of_one_step_are_noted_and_never_refused() -> None:
-    timed = steady(steps(979), QUIET, lambda: steps(300))
-    assert timed.steps == steps(979, 300)
-    assert "times are uncertain" in timed.notes[0]
+    timed, notes = steady(steps(979), steps(300), QUIET)
+    assert timed == steps(979, 300)
+    assert "times are uncertain" in notes[0]
 
 
 def test_two_rounds_that_contradict_each_other_are_refused_in_one_line() -> None:
     with pytest.raises(StepError) as caught:
-        steady(steps(979, 980, 979), QUIET, lambda: steps(400, 300, 390))
+        steady(steps(979, 980, 979), steps(400, 300, 390), QUIET)
     assert str(caught.value) == (
         "timed steps: expected steps of about one length, found medians of 390 ms and 979 ms in two rounds of 3, and "
         "70 ms with each op timed; the machine is busy with something else: profile again when it is quieter, or with "

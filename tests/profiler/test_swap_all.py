@@ -19,6 +19,7 @@ import poochplan
 from poochplan.formats.profile import Kind, Profile
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler import profiling
+from poochplan.profiler.assembly.assemble import SWAPPED
 from poochplan.profiler.trials.compare import DIFFERS, parts_of
 from poochplan.workload import load_workload
 from tests.runtime.nets import CASES, LINK, equal, in_core, train
@@ -40,7 +41,7 @@ def test_ops_lifetimes_and_verdicts_are_those_of_the_in_core_step(name: str) -> 
     real, swapping = CASES[name].profile(), CASES[name].profile(mode="swap-all")
     assert without_seconds(swapping) == without_seconds(real)
     assert swapping.mode == "swap-all"
-    assert profiling.SWAPPED in swapping.notes
+    assert SWAPPED in swapping.notes
 
 
 SMALL = {
@@ -147,7 +148,7 @@ def test_auto_measures_in_core_where_that_fits_and_says_which_and_why(
     why = next(note for note in profile.notes if note.startswith("mode auto chose"))
     assert why.startswith(f"mode auto chose {mode}: in-core the step ")
     assert why in said
-    assert (profiling.SWAPPED in profile.notes) == (mode == "swap-all")
+    assert (SWAPPED in profile.notes) == (mode == "swap-all")
     assert without_seconds(profile) == without_seconds(CASES["residual"].profile())
 
 

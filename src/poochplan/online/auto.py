@@ -14,7 +14,7 @@ from poochplan.formats.profile import Link
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
-from poochplan.profiler.trials.machine_facts import unmeasured
+from poochplan.profiler.trials.machine_facts import aside, unmeasured
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
@@ -28,8 +28,9 @@ from poochplan.units import parse_budget, parse_rate
 
 from .allocator_build import AllocatorBuild
 from .before_plan import Mode, Unplanned, checked
-from .known_plans import KnownPlans, Wanted
+from .known_plans import KnownPlans
 from .plan_cache import PlanCache
+from .planning_process import Asked
 from .studied_plans import StudiedPlans
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
@@ -123,15 +124,15 @@ def auto(
     teller, policy = Teller(is_quiet=quiet), OverBudget(on_over_budget)
     begin_build()
     spills = None if folder is None else str(folder)
-    asked = Wanted(budget, time_limit_s, arena, policy, refused, spills, measures_here=before is Unplanned.IN_CORE)
+    asked, measures_here = Asked(time_limit_s, arena, spills), before is Unplanned.IN_CORE
     kept = PlanCache(Path(cache) if cache is not None else cache_folder() / "auto", whole, where, budget, arena)
     source = StudiedPlans(
         whole,
         _listed(optimizer),
         where,
         spill_dir=folder,
-        link=lambda: link or known_link(where, folder, rate) or measured(),
-        known=KnownPlans(asked, kept, teller),
+        link=lambda: aside(lambda: link or known_link(where, folder, rate) or measured()),
+        known=KnownPlans(budget, asked, kept, teller, policy, refused, measures_here=measures_here),
         build=AllocatorBuild(arena, where, teller),
         before_plan=before,
         teller=teller,

@@ -15,8 +15,7 @@ import msgspec
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.profiler.live.study import aside
-from poochplan.profiler.trials.machine_facts import completed, is_complete
+from poochplan.profiler.trials.machine_facts import aside, completed, is_complete
 
 from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked

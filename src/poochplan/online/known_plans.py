@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Plan
@@ -17,7 +18,6 @@ from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import Key
 from poochplan.runtime.plan_in_force import OverBudget, PlanInForce
-from poochplan.runtime.serving import ArenaMode
 from poochplan.runtime.step_policies.follow import Course
 from poochplan.runtime.watch.census import left_free
 from poochplan.runtime.watch.teller import Teller
@@ -29,38 +29,39 @@ from .planning_process import Asked
 from .telling import KNOWN, in_force, infeasible, not_planned
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What plans are to be, whatever the step."""
+class KnownPlans:
+    """State: profiles, plans under way and plans ``in_force``, and the kinds that no plan fits.
 
-    budget: str | int | float
-    """As the user gave it."""
-    time_limit_s: float
-    arena: ArenaMode
-    policy: OverBudget
-    """Whether a budget that no plan fits is an error."""
-    on_refusal: Unplanned
-    """How steps go on that no plan fits."""
-    spill_dir: str | None
-    """Of the link, which is measured where a profile has none."""
-    measures_here: bool = True
-    """Whether the machine may be measured in the training process: that takes some megabytes, for which a budget that
-    is kept from the first step on has no room.
+    Parameters
+    ----------
+    budget: as the user gave it.
+    asked: how all kinds are planned.
+    policy: whether a budget that no plan fits is an error.
+    on_refusal: how steps go on that no plan fits.
+    measures_here: whether the machine may be measured in the training process: that takes some megabytes, for which a
+        budget that is kept from the first step on has no room.
     """
 
-
-class KnownPlans:
-    """State: profiles, plans under way and plans ``in_force``, and the kinds that no plan fits."""
-
-    def __init__(self, asked: Wanted, cache: PlanCache, teller: Teller) -> None:
-        self.asked = asked
+    def __init__(
+        self,
+        budget: str | int | float,
+        asked: Asked,
+        cache: PlanCache,
+        teller: Teller,
+        policy: OverBudget,
+        on_refusal: Unplanned,
+        *,
+        measures_here: bool,
+    ) -> None:
+        self.policy, self.on_refusal = policy, on_refusal
+        self._budget, self._asked = budget, asked
         self.in_force: dict[Key, PlanInForce] = {}
         self.profiles: dict[Key, Profile] = {}
         self.ready: list[tuple[Key, Plan]] = []
         """Found, and in force once somebody has put them so: where there are ranks, all of them at once."""
         self._cache, self._teller = cache, teller
         self.earned = Earned()
-        self._pending = Plannings(self.earned, measures_here=asked.measures_here)
+        self._pending = Plannings(self.earned, measures_here=measures_here)
         self._hopeless: set[Key] = set()
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
@@ -70,7 +71,7 @@ class KnownPlans:
 
     def budget_of(self, profile: Profile) -> int:
         """In bytes, for the segments of a profile."""
-        return parse_budget(self.asked.budget, profile.in_core_peak_bytes)
+        return parse_budget(self._budget, profile.in_core_peak_bytes)
 
     @property
     def is_planning(self) -> bool:
@@ -99,7 +100,7 @@ class KnownPlans:
             return False
         profile = self.profiles[key]
         inputs_bytes = sum(rounded_up(value.size_bytes) for value in profile.values if value.kind is Kind.INPUT)
-        return smallest_budget(profile, arena=self.asked.arena) - inputs_bytes > self.budget_of(profile)
+        return smallest_budget(profile, arena=self._asked.arena) - inputs_bytes > self.budget_of(profile)
 
     @property
     def is_any_without(self) -> bool:
@@ -136,7 +137,7 @@ class KnownPlans:
         """
         self.profiles[key] = profile
         budget_bytes = self.budget_of(profile)
-        smallest_bytes = smallest_budget(profile, arena=self.asked.arena)
+        smallest_bytes = smallest_budget(profile, arena=self._asked.arena)
         if smallest_bytes > budget_bytes:
             self._hopeless.add(key)
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
@@ -144,11 +145,8 @@ class KnownPlans:
         left_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
         if left_bytes:
             profile = self.profiles[key] = with_bytes_beside(profile, left_bytes)
-        asked = self.asked
         try:
-            self._pending[key] = Background(
-                profile, Asked(budget_bytes, asked.time_limit_s, asked.arena, asked.spill_dir)
-            )
+            self._pending[key] = Background(profile, msgspec.structs.replace(self._asked, budget_bytes=budget_bytes))
         except OSError as error:
             self._teller.warn(not_planned(f"planning could not begin ({error.strerror})"))
         return key in self._pending
@@ -157,8 +155,8 @@ class KnownPlans:
         if smallest_bytes <= self._smallest_bytes:
             return
         self._smallest_bytes = smallest_bytes
-        text = infeasible(profile, budget_bytes, smallest_bytes, self.asked.on_refusal)
-        if self.asked.policy is OverBudget.ERROR:
+        text = infeasible(profile, budget_bytes, smallest_bytes, self.on_refusal)
+        if self.policy is OverBudget.ERROR:
             raise InfeasibleError(text, smallest_budget_bytes=smallest_bytes)
         self._teller.warn(text)
 

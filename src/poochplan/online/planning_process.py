@@ -24,13 +24,14 @@ GAP = 0.02
 """The search ends within this of the proven bound: the loop needs the processors."""
 
 
-class Asked(msgspec.Struct):
-    """What is to be planned beside the profile."""
+class Asked(msgspec.Struct, frozen=True):
+    """How a profile is to be planned."""
 
-    budget_bytes: int
     time_limit_s: float
     arena: Literal["auto", "on", "off"]
-    spill_dir: str | None = None
+    spill_dir: str | None
+    """Of the link, which is measured where the profile has none."""
+    budget_bytes: int = 0
     is_complete: bool = False
     """Whether the profile has all that is to be measured of the machine: then torch is not loaded."""
 

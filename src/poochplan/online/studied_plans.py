@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,9 @@ from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.lines import UNUSED, Key, Line
 from poochplan.profiler.live.observer import Observer
+from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.live.watch import Watch
+from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.attachment import Attachment, Hooks
 from poochplan.runtime.engine.cursor import Outcome, Segment
@@ -84,20 +86,19 @@ class StudiedPlans(Observer):
         before_plan: Unplanned,
         teller: Teller,
     ) -> None:
-        super().__init__(
-            model,
-            optimizers,
-            where,
-            spill_dir=spill_dir,
+        with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
+        study_options = StudyOptions(
             link=link,
-            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, self._known.budget_of(one)),
-            room=self._room_of,
-            unplanned=lambda: self._before.policy(),
-            measures_later=where.type == "cpu",
+            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, known.budget_of(one)),
+            room=lambda one: self._before.room_of(known.budget_of(one)),
+            with_costs=lambda one, kept: with_costs(one, where, kept),
         )
+        super().__init__(model, optimizers, where, study_options, spill_dir)
         self._known, self._build, self._teller = known, build, teller
-        refused = known.asked.on_refusal
-        self._before = BeforePlan(before_plan, refused, model, where, self.scene.optimizers, self._memory_is_short)
+        refused = known.on_refusal
+        self._before = BeforePlan(
+            before_plan, refused, model, where, self.scene.optimizers, lambda: self._attachment.memory_is_short()
+        )
         self._is_one_region = is_compiled(model)
         self._ranks: Ranks | None = None
         self._following: PlanInForce | None = None
@@ -105,7 +106,7 @@ class StudiedPlans(Observer):
         self._began_s = self._took_s = 0.0
         """When the open segment began, and how long it took up to the optimizer's step; 0 where there was none."""
         self._promises: dict[Key, Promise] = {}
-        self._beside: dict[Key, Growth] = {}
+        self._beside = defaultdict[Key, Growth](Growth)
         self._missed, self._studies, self._times = Counter[Key](), Counter[Key](), Counter[Key]()
         self._replanned = Counter[Key]()
 
@@ -177,6 +178,9 @@ class StudiedPlans(Observer):
         self._began_s, self._took_s = time.perf_counter(), 0.0
         return Follow(course, SwapEach())
 
+    def unplanned(self) -> StepPolicy:
+        return self._before.policy()
+
     def policy(self, line: Line | None) -> StepPolicy:
         """Until there is a plan, and where there will be none."""
         if line is None:
@@ -222,7 +226,7 @@ class StudiedPlans(Observer):
             self._replanned[key] += 1
             self._known.doubt(key)
             found = msgspec.structs.replace(profile, link=promise.link_found(profile.link))
-            self._known.want(key, found, self._beside_of(key).ahead_bytes(self._number, self._foreseen_bytes))
+            self._known.want(key, found, self._beside[key].ahead_bytes(self._number, self._foreseen_bytes))
 
     # -- plans, and what they lack --------------------------------------------------------------------------------
 
@@ -259,14 +263,14 @@ class StudiedPlans(Observer):
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)
-        ahead_bytes = self._beside_of(key).ahead_bytes(self._number, self._foreseen_bytes)
+        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
         self._known.want(key, with_bytes_beside(profile, more_bytes), ahead_bytes)
 
     def _is_outgrown(self, plan: PlanInForce, number: int) -> bool:
         """Whether so much lives beside the step by now that the plan would break its budget; another is made then."""
         key = self._key_of(plan)
-        profile, beside = self._known.profiles.get(key), self._beside_of(key)
-        if self._known.asked.policy is not OverBudget.REPLAN or profile is None:
+        profile, beside = self._known.profiles.get(key), self._beside[key]
+        if self._known.policy is not OverBudget.REPLAN or profile is None:
             return False
         if not (plan.is_due or beside.is_due(number)):
             return False
@@ -281,9 +285,6 @@ class StudiedPlans(Observer):
         assert isinstance(plan.kind, Key)
         return plan.kind
 
-    def _beside_of(self, key: Key) -> Growth:
-        return self._beside.setdefault(key, Growth())
-
     @property
     def _number(self) -> int:
         """Of the segment that begins, or began last."""
@@ -293,12 +294,6 @@ class StudiedPlans(Observer):
     def _foreseen_bytes(self) -> int:
         """What the optimizers will come to hold."""
         return foreseen_bytes(self.scene.optimizers, self.scene.where.type)
-
-    def _room_of(self, profile: Profile) -> int:
-        return self._before.room_of(self._known.budget_of(profile))
-
-    def _memory_is_short(self) -> None:
-        self._attachment.memory_is_short()
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
