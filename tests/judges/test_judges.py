@@ -51,7 +51,7 @@ def test_samples_of_torchs_databases_train_under_plans_as_without() -> None:
 
 @needs_compiler
 def test_architectures_of_transformers_train_under_plans_as_without() -> None:
-    names = random.Random(WEEK).sample(architectures.names(), tries(4, 30))
+    names = random.Random(WEEK).sample(architectures.LIBRARIES["transformers"].names(), tries(4, 30))
     found = {name: architectures.tried(name) for name in ["bert", *names]}
     assert {name: one for name, one in found.items() if one["status"] not in RIGHT} == {}
     assert found["bert"]["status"] == "equal"
