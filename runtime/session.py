@@ -131,7 +131,7 @@ class Session:
             stack.callback(self._meter.step_is_over)
             if self._serving is not None:
                 stack.callback(self._serving.close)
-            if self._is_metered:
+            if self._is_metered and (self._source.is_given or self._settings.on_over_budget is not OverBudget.REPLAN):
                 gc.collect()  # of what came before, a profile among it, nothing is to count that nobody holds
             self._device.start_peaks()
             self._leave = weakref.finalize(self, _close, self._engine, stack.pop_all())

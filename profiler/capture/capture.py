@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from poochplan.profiler.step.layer_tracker import LayerTracker
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.compiled.points import told_of_points
 from poochplan.runtime.metering.allocated import aside
+from poochplan.runtime.watch.census import LEAST_BYTES
 from poochplan.tensors.modes import ToggledMode, uncompiled_hooks
 from poochplan.tensors.operators import traits, writes_of
 from poochplan.tensors.storages import (
@@ -320,8 +321,9 @@ class Capture(ToggledMode):
 
 
 @contextlib.contextmanager
-def collected_after(capture: Capture) -> Iterator[None]:
+def collected_after(capture: Capture, known: Collection[int] = ()) -> Iterator[None]:
     """A step without the collector, and one collection behind it: what of the captured step only that frees is noted.
+    There is no collection where all that is held is ``known``, or small as a loss is.
 
     Around the captured step itself, and around the next one, which lets go of what the captured one has left in
     attributes. A collection in the middle of the captured step would move deaths.
@@ -331,8 +333,9 @@ def collected_after(capture: Capture) -> Iterator[None]:
     try:
         yield
         held = capture.lifetimes.held()
-        gc.collect()
-        capture.garbage |= held - capture.lifetimes.held()
+        if sum(capture.values[one].size_bytes for one in held if one not in known) >= LEAST_BYTES:
+            gc.collect()
+            capture.garbage |= held - capture.lifetimes.held()
     finally:
         if was_on:
             gc.enable()

@@ -125,7 +125,7 @@ class Capturing(Watch):
         gc.collect()  # what waits for it is not there for the step
         self._look_around(segment)
         with (
-            collected_after(self.capture),
+            collected_after(self.capture, self.kinds if self.scene.there_before is None else ()),
             before_forward(self.scene.model, self._called) if self.scene.there_before else contextlib.nullcontext(),
             self.capture.running(self.scene.model),
         ):

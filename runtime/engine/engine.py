@@ -43,6 +43,7 @@ from poochplan.runtime.replays.replay import NotReplayable, Recipe
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
+from poochplan.runtime.watch.census import one_moment
 from poochplan.tensors.modes import Unseen
 from poochplan.tensors.storages import Geometry, has_storage, keys_of, own_tensors, plain_storage
 from poochplan.torch_private.tensor_internals import in_backward, mode_count, storage_identity, version_of
@@ -211,11 +212,12 @@ class Engine:
 
     def _choose(self, segment: Segment) -> None:
         try:
-            policy = self._chooser.choose(segment)
-            if policy is None:
-                return
-            self._policy = policy
-            self._events.chosen(segment)
+            with one_moment():
+                policy = self._chooser.choose(segment)
+                if policy is None:
+                    return
+                self._policy = policy
+                self._events.chosen(segment)
             if policy.instructions is not None:
                 self.host.follow(policy.instructions)
             self._carry_out(policy.begin(segment))

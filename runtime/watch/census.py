@@ -8,12 +8,15 @@ What grows there is told too: how fast, and how much an optimizer will still add
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import compress, pairwise
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +26,7 @@ from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
 from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
 from poochplan.torch_private.tensor_internals import pytree, storage_identity, without_modes, without_torch_function
 
+T = TypeVar("T")
 DataParallel = torch.nn.parallel.DistributedDataParallel
 LEAST_BYTES = 4096
 """What is smaller and is met by no op is left out: constants of libraries, of which every process has some."""
@@ -50,7 +54,7 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
     """The storages of at least that many bytes on that device that a Python tensor lies on."""
     found: Storages = {}
     with without_modes(), without_torch_function():
-        for tensor in live_tensors():
+        for tensor in live(torch.Tensor):
             for storage in storages_of(tensor, device_type):
                 if storage.nbytes() >= least_bytes:
                     found[storage_identity(storage)] = storage
@@ -60,21 +64,55 @@ def census(device_type: str, least_bytes: int = LEAST_BYTES) -> Storages:
     return found
 
 
-def census_bytes(device_type: str) -> int:
-    """Bytes of all storages, however small, each rounded up to what is allocated at once."""
-    return sum(rounded_up(storage.nbytes()) for storage in census(device_type, 1).values())
+def census_bytes(device_type: str, most_bytes: float = math.inf) -> int:
+    """Bytes of all storages, however small, each rounded up to what is allocated at once. If they are more than
+    ``most_bytes``, what waits for Python's collector is freed and not counted.
+    """
+    found_bytes = sum(rounded_up(storage.nbytes()) for storage in census(device_type, 1).values())
+    if found_bytes <= most_bytes:
+        return found_bytes
+    gc.collect()
+    return census_bytes(device_type)
 
 
-def live_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows. By type and not by ``isinstance``, which runs code of proxies."""
-    is_tensor: dict[type, bool] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)
-        known = is_tensor.get(kind)
-        if known is None:
-            known = is_tensor[kind] = issubclass(kind, torch.Tensor)
-        if known:
-            yield thing
+class _IsWanted(dict[type, bool]):
+    """By type and not by ``isinstance``, which runs code of proxies."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = issubclass(kind, _WANTED)
+        return found
+
+
+class _Moment(threading.local):
+    is_one = False
+    seen: list[weakref.ref[Any]] | None = None
+
+
+_WANTED = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+_moment = _Moment()
+
+
+@contextlib.contextmanager
+def one_moment() -> Iterator[None]:
+    """Looks in the block see what its first look saw, except what has died since. A look at the 400,000 objects of a
+    usual process takes as long as a short step.
+    """
+    _moment.is_one = True
+    try:
+        yield
+    finally:
+        _moment.is_one, _moment.seen = False, None
+
+
+def live(kind: type[T]) -> list[T]:
+    """Every object of that class that Python's collector knows: tensors, modules, optimizers or gradient scalers."""
+    seen = _moment.seen
+    if seen is None:
+        things = gc.get_objects()
+        seen = [weakref.ref(one) for one in compress(things, map(_IsWanted().__getitem__, map(type, things)))]
+        if _moment.is_one:
+            _moment.seen = seen
+    return [one for one in (reference() for reference in seen) if one is not None and issubclass(type(one), kind)]
 
 
 def storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.UntypedStorage]:
@@ -94,7 +132,7 @@ def wrapper_of(model: torch.nn.Module) -> DataParallel | None:
         return None
     if isinstance(model, DataParallel):
         return model
-    return next((one for one in gc.get_objects() if type(one) is DataParallel and one.module is model), None)
+    return next((one for one in live(DataParallel) if one.module is model), None)
 
 
 def bucket_bytes(model: torch.nn.Module) -> int:
@@ -137,11 +175,13 @@ class Growth:
         """Bytes that live now, as a segment begins, and did not when it was profiled; 0 where the plan fits its budget
         with them.
         """
-        now_bytes = census_bytes(device_type)
-        self.saw(number, now_bytes)
         there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
-        more_bytes = now_bytes - sum(rounded_up(value.size_bytes) for value in there)
-        room_bytes = plan.budget_bytes - plan.prediction.peak_bytes - more_bytes
+        there_bytes = sum(rounded_up(value.size_bytes) for value in there)
+        spare_bytes = plan.budget_bytes - plan.prediction.peak_bytes
+        now_bytes = census_bytes(device_type, there_bytes + spare_bytes)
+        self.saw(number, now_bytes)
+        more_bytes = now_bytes - there_bytes
+        room_bytes = spare_bytes - more_bytes
         rate = self.latest_bytes_per_segment
         self._next = number + max(1.0, room_bytes / rate / 2) if rate else math.inf
         return more_bytes if room_bytes < 0 else 0
@@ -159,7 +199,7 @@ class Growth:
 def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What the optimizers hold that step any of these parameters."""
     mine = set(parameters)
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    found = live(torch.optim.Optimizer)
     own = [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
     leaves = pytree.tree_leaves([list(one.state.values()) for one in own])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -20,7 +20,7 @@ from poochplan.torch_private.tensor_internals import (
     without_torch_function,
 )
 
-from .census import LEAST_BYTES, bucket_bytes, census, storages_of
+from .census import LEAST_BYTES, bucket_bytes, census, live, one_moment, storages_of
 
 _DEPTH = 5
 _OPTIMIZED = 0x1
@@ -60,7 +60,7 @@ def holders(kind: str, own: Own) -> list[Holder]:
     The model's parameters, buffers and gradients are nobody's excess, nor is an optimizer's state as far as it was
     predicted, nor so much of the smallest others as the step's inputs were predicted to take.
     """
-    with without_modes(), without_torch_function():
+    with one_moment(), without_modes(), without_torch_function():
         sizes = {key: storage.nbytes() for key, storage in census(kind).items()}
         found: dict[str, int] = defaultdict(int)
         for name, keys in _known(kind, own).items():
@@ -92,17 +92,13 @@ def _known(kind: str, own: Own) -> dict[str, set[int]]:
     mine = set(own_tensors(own.model))
     known: dict[str, set[int]] = {"": _keys(kind, (x for p in mine for x in (p, p.grad if p.is_leaf else None)))}
     known[EARLIER] = {storage_identity(storage) for storage in own.left_over}
-    modules: list[torch.nn.Module] = []
-    children: set[int] = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            parameters = [p for group in thing.param_groups for p in group["params"]]
-            whose = "" if not mine.isdisjoint(parameters) else " (of another model)"
-            state = [x for x in pytree.tree_leaves(list(thing.state.values())) if isinstance(x, torch.Tensor)]
-            known.setdefault(f"{_STATE}{type(thing).__name__}{whose}", set()).update(_keys(kind, state))
-        elif issubclass(type(thing), torch.nn.Module) and is_made(thing):
-            modules.append(thing)
-            children.update(map(id, thing.children()))
+    for optimizer in live(torch.optim.Optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        whose = "" if not mine.isdisjoint(parameters) else " (of another model)"
+        state = [x for x in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(x, torch.Tensor)]
+        known.setdefault(f"{_STATE}{type(optimizer).__name__}{whose}", set()).update(_keys(kind, state))
+    modules = [one for one in live(torch.nn.Module) if is_made(one)]
+    children = {id(child) for one in modules for child in one.children()}
     for module in modules:
         if id(module) not in children and mine.isdisjoint(own_tensors(module)):
             whole = (x for p in own_tensors(module) for x in (p, p.grad if p.is_leaf else None))
@@ -118,12 +114,11 @@ def _traced(kind: str, sizes: Mapping[int, int]) -> dict[str, int]:
     """The others by name; what is small in comparison has none of its own."""
     largest = set(sorted(sizes, key=lambda key: -sizes[key])[:MOST])
     tensors: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            for storage in storages_of(thing, kind):
-                key = storage_identity(storage)
-                if key in largest:
-                    tensors[key].append(thing)
+    for tensor in live(torch.Tensor):
+        for storage in storages_of(tensor, kind):
+            key = storage_identity(storage)
+            if key in largest:
+                tensors[key].append(tensor)
     found: dict[str, int] = defaultdict(int)
     for key, size_bytes in sizes.items():
         name = name_of(tensors[key], unseen=[tensors, *tensors.values()]) if key in largest else "other tensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ class Run:
     session: Session | None = None
     planned_at: int | None = None
     """The turn before which a plan was first in force."""
+    plans: list[int] = field(default_factory=list)
+    """How many were in force after each turn: one for each kind of step."""
+
+    @property
+    def all_planned_at(self) -> int:
+        """The turn before which all plans were in force."""
+        return self.plans.index(self.plans[-1]) + 1
 
     @property
     def peak_bytes(self) -> int:
@@ -79,7 +86,8 @@ def run_auto(make: Callable[[], Training], budget: int | str, cache: Path, turns
             run.peaks.append(meter.peak)
             if run.planned_at is None and session.plan is not None:
                 run.planned_at = number
-            if number >= WAITED_AT and session.plan is None:
+            run.plans.append(len(session.plans))
+            if number >= WAITED_AT:
                 session.wait_until_planned(120)
     run.state = bytes_of(training.state())
     return run

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.planner.planning import smallest_budget
@@ -18,7 +20,7 @@ from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.run_report import FallbackKind
 from poochplan.runtime.session import Session
-from poochplan.runtime.watch.census import leave_out, live_tensors
+from poochplan.runtime.watch.census import leave_out, live
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.nets import LINK
 from tests.runtime.random_plans import random_plan
@@ -159,7 +161,7 @@ def under(program: Program, tried: Tried, reference: list[Snapshot], device: str
     outcome = Outcome(counts=Counter({"runs": 1}))
     if device == FAILING and {Feature.CHECKPOINT, Feature.REENTRANT} & program.features:
         return Outcome()  # a second backward would run forward once more
-    leave_out(live_tensors())  # of earlier trials, which live as long as the collector lets them
+    leave_out(live(torch.Tensor))  # of earlier trials, which live as long as the collector lets them
     running = Running(program)
     with _quietly(), _session(tried.plan, running, device, outcome) as session:
         try:

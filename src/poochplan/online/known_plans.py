@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from poochplan.errors import InfeasibleError, PoochError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
-from poochplan.formats.profile import Profile
+from poochplan.formats.profile import Kind, Profile
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.online.plan_cache import PlanCache
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.whatif import with_bytes_beside
@@ -92,6 +93,14 @@ class KnownPlans:
         """Whether no plan fits that kind."""
         return key in self._hopeless
 
+    def is_refused_whatever_lives(self, key: Key) -> bool:
+        """Whether no plan would fit that kind if none of its inputs were alive: so it will be in the next run."""
+        if key not in self._hopeless:
+            return False
+        profile = self.profiles[key]
+        inputs_bytes = sum(rounded_up(value.size_bytes) for value in profile.values if value.kind is Kind.INPUT)
+        return smallest_budget(profile, arena=self.asked.arena) - inputs_bytes > self.budget_of(profile)
+
     @property
     def is_any_without(self) -> bool:
         """Whether a kind waits for its first plan."""
@@ -168,7 +177,9 @@ class KnownPlans:
                 pending.close()
 
     def look_up(self, key: Key, ahead_bytes: int) -> None:
-        """What an earlier run has kept for that kind is found, once; its profile is planned where that is all."""
+        """What an earlier run has kept for that kind is found, once; its profile is planned, or refused again, where
+        that is all.
+        """
         if key in self._looked_up or key in self.in_force:
             return
         self._looked_up.add(key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import os
 import platform
@@ -26,6 +25,7 @@ from poochplan.profiler.live.lines import Key
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.serving import ArenaMode
+from poochplan.runtime.watch.census import live
 from poochplan.torch_private.compiler_internals import compiled_with
 
 VERSION = 2
@@ -135,8 +135,8 @@ def _kept_at(folder: Path) -> float:
 
 
 def scales_gradients() -> bool:
-    """Whether a gradient scaler is there that is switched on. By type and not by ``isinstance``: see the census."""
-    return any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in gc.get_objects())
+    """Whether a gradient scaler is there that is switched on."""
+    return any(one.is_enabled() for one in live(torch.amp.GradScaler))
 
 
 def code_digest(model: torch.nn.Module) -> str:

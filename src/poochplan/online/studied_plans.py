@@ -237,6 +237,8 @@ class StudiedPlans(Observer):
         if self._known.want(line.key, profile, beside.ahead_bytes(self._number, line.foreseen_bytes)):
             self._teller.say(profiled(line.segments, len(self._known.profiles)))
             self._known.keep_profile(line.key, profile)
+        elif self._known.is_refused_whatever_lives(line.key):
+            self._known.keep_profile(line.key, profile)
 
     def is_planning(self, line: Line) -> bool:
         return self._known.is_under_way(line.key)
