@@ -29,7 +29,7 @@ from .attachment import together
 from .plan_in_force import OverBudget
 from .plan_source import GivenPlans, Replan
 from .serving import ArenaMode, serving_for
-from .session import Explain, Session, Settings
+from .session import Certifier, Explain, Session, Settings
 
 
 class Planner(NamedTuple):
@@ -39,6 +39,7 @@ class Planner(NamedTuple):
     pack: Pack
     """Lays out what a step has taken."""
     explain: Explain
+    certifier: Callable[[torch.nn.Module], Certifier]
 
 
 def apply(
@@ -57,6 +58,7 @@ def apply(
     force: bool = False,
     arena: ArenaMode = "auto",
     quiet: bool = False,
+    certify: bool = False,
     planner: Planner | None = None,
 ) -> Session:
     """A session: within ``with apply(plan, model) as session:`` every training step of ``model`` follows the plan.
@@ -94,6 +96,8 @@ def apply(
         ``"auto"``: if that can be built; ``"on"``: or an error; ``"off"``.
     force: run the plan even if its times are those of another device's roofline (``plan.roofline``).
     quiet: print nothing on stderr but warnings.
+    certify: take digests of what each step of the optimizer leaves, for ``session.report().certificate``. They are
+        taken on the host.
     planner: ``poochplan.apply`` fills it in.
 
     Warns if the plan was made for another machine (``plan.assumed``), or profiled under other settings of torch
@@ -143,13 +147,13 @@ def apply(
     def opened() -> Device:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
-    replan, pack, explain = planner or (None, None, None)
+    replan, pack, explain, certifier = planner or (None, None, None, None)
     return Session(
         models,
         where,
         device or opened,
         GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan),
-        Settings(policy, meter, first.prediction.memory, cap_bytes, explain),
+        Settings(policy, meter, first.prediction.memory, cap_bytes, explain, certifier if certify else None),
         serving=serving_for(arena, where.type, pack, every),
         teller=Teller(is_quiet=quiet),
     )

@@ -6,9 +6,10 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace, TracebackType
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,7 @@ from poochplan.errors import BudgetExceededError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Memory, Profile
 from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.run_record import Certificate
 from poochplan.runtime.devices.cuda import hard_cap
 from poochplan.runtime.devices.device import Device
 from poochplan.runtime.devices.transfers import forget_held_back, raise_held_back
@@ -23,7 +25,7 @@ from poochplan.runtime.engine.cursor import Segment, StepEvents, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
-from poochplan.runtime.watch.tally import Tally
+from poochplan.runtime.watch.tally import Tally, follows
 from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full, no_arena
 
 from .attachment import Attachment
@@ -36,6 +38,14 @@ Explain = Callable[[Profile, Plan | None, int | None], str]
 """Says where a step takes most memory, and who holds it; the runtime does not know how."""
 
 
+class Certifier(AbstractContextManager["Certifier"], Protocol):
+    """Takes digests of what the steps of a block leave."""
+
+    def follows(self, plan: Plan | None) -> None: ...
+
+    def certificate(self, plan: Plan | None, device: str) -> Certificate: ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a session does about its steps, whatever they follow; see :func:`poochplan.apply`."""
@@ -46,6 +56,7 @@ class Settings:
     """What the meter counts."""
     cap_bytes: int | None = None
     explain: Explain | None = None
+    certifier: Callable[[torch.nn.Module], Certifier] | None = None
 
 
 class Session:
@@ -68,6 +79,7 @@ class Session:
         teller: Teller | None = None,
     ) -> None:
         self._models, self._source, self._settings, self._serving = models, source, settings, serving
+        self._where = where
         self._teller = teller or Teller(is_quiet=True)
         self._meter = StepMeter(where.type, settings.meter, settings.memory)
         self._is_metered = settings.meter != "never"
@@ -77,6 +89,7 @@ class Session:
         """By the open segment."""
         self._followed: dict[Hashable, PlanInForce] = {}
         """What was followed last, by kind of step."""
+        self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
         self._looks = True
         """Whether something is done about steps above their budgets."""
@@ -113,6 +126,8 @@ class Session:
             if self._settings.cap_bytes is not None:
                 stack.enter_context(hard_cap(self._device.where, self._settings.cap_bytes))
             self._reserve_host()
+            if self._settings.certifier is not None:
+                self._certifier = stack.enter_context(self._settings.certifier(self.model))
             stack.callback(self._meter.step_is_over)
             if self._serving is not None:
                 stack.callback(self._serving.close)
@@ -267,7 +282,8 @@ class Session:
         self._take_peak(segment)
         memory = self._device.peaks() if self._state == "open" else self._memory
         followed = self._following.plan if self._following is not None else None
-        return self._tally.report(segment, followed, self.plan, memory, self.arena)
+        proof = self._certifier.certificate(self.plan, self._where.type) if self._certifier is not None else None
+        return self._tally.report(segment, followed, self.plan, memory, self.arena, proof)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
@@ -372,6 +388,9 @@ class Session:
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._source.optimizing(optimizer)
+        if self._certifier is not None:
+            plan = self._following.plan if self._following is not None else None
+            self._certifier.follows(plan if plan and follows(self._engine.segment, plan.instructions) else None)
         if self._serving is not None:
             self._serving.optimizer_steps(optimizer)
 

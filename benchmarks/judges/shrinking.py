@@ -12,8 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 WIDTH, HEADS, LAYERS, VOCABULARY, IMAGE = 32, 2, 2, 99, 32
-BATCH, TOKENS = 4, 24
-MOST_PARAMETERS = 6_000_000
+BATCH, TOKENS, MOST_PARAMETERS = 4, 24, 6_000_000
 NUMBERS: tuple[tuple[str, int], ...] = (
     (r"vocab_size$|^entity_vocab_size", VOCABULARY),
     (r"(num_|n_)?(attention_|kv_|key_value_)?heads$|^n_head$|_heads$|_head$|^num_head$", HEADS),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -25,7 +26,9 @@ from tests.runtime.random_plans import random_plan
 
 STEPS = 5
 """An arena serves from the third step of a plan on."""
-ANY_BYTES = 1 << 40
+AUTO_STEPS, AUTO_BUDGET, WAIT_S = 24, "90%", 60
+"""The steps are so small that digests of what they leave are a good part of the peak."""
+AGAIN, ANY_BYTES = 8, 1 << 40
 LINE = LinkDirection(latency_s=1e-5, bandwidth_bytes_per_s=1e9)
 LINK = Link(name="none", outward=LINE, inward=LINE)
 WEIGHTS = {"swap": (0, 1, 0), "recompute": (0, 0, 1), "mixed": (1, 2, 2)}
@@ -51,7 +54,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Of the bytes as they lie: a NaN's payload and the sign of a zero count."""
     total = hashlib.sha256()
     for tensor in tensors:
-        plain = tensor.detach().cpu()
+        plain = tensor.detach().to("cpu", copy=True)  # a gradient that is known to be zero has no bytes before
         if plain.is_sparse:
             plain = plain.to_dense()
         plain = plain.resolve_conj().resolve_neg().contiguous()
@@ -60,15 +63,17 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def run(make: Make, plan: Plan | None = None, steps: int = STEPS, **options: Any) -> tuple[list[dict[str, str]], Any]:
-    """Digests of what each step leaves, and the session's report."""
+def run(
+    make: Make, plan: Plan | Literal["auto"] | None = None, steps: int = STEPS, **options: Any
+) -> tuple[list[dict[str, str]], Any]:
+    """Digests of what each step leaves, and the session's report. ``auto`` steps wait for a plan in the making."""
     seed_everything(0)
     training = make()
     optimizer = training.optimizer_of(training.model.parameters())
     seed_everything(1)
     seen: list[dict[str, str]] = []
 
-    def go() -> None:
+    def go(settle: Callable[[], object] = lambda: None) -> None:
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             loss = training.loss_of()
@@ -85,12 +90,17 @@ def run(make: Make, plan: Plan | None = None, steps: int = STEPS, **options: Any
             del gradients, loss
             optimizer.step()
             seen[-1]["parameters"] = digest(training.model.parameters())
+            settle()
 
     if plan is None:
         go()
         return seen, None
-    with poochplan.apply(plan, training.model, **options) as session:
-        go()
+    if plan == "auto":
+        with poochplan.auto(training.model, optimizer, **options) as session:
+            go(partial(session.wait_until_planned, WAIT_S))
+    else:
+        with poochplan.apply(plan, training.model, **options) as session:
+            go()
     return seen, session.report()
 
 
@@ -127,9 +137,6 @@ def roomy(plan: Plan) -> Plan:
 def judged(make: Make, seed: int = 0) -> dict[str, Any]:
     """What is found of one network: its ``status`` (equal, different, unsteady), and facts of each plan."""
     plain, _ = run(make)
-    again, _ = run(make)
-    if plain != again:
-        return {"status": "unsteady", "reason": f"two plain runs differ: {_difference(plain, again)}"}
     gc.collect()
     profile = profile_of(make)
     found: dict[str, Any] = {"status": "equal", "values": len(profile.values), "plans": {}}
@@ -150,15 +157,38 @@ def judged(make: Make, seed: int = 0) -> dict[str, Any]:
             facts["difference"] = _difference(plain, planned)
         found["plans"][kind] = facts
         gc.collect()
-    return found
+    return found | _unsteady(make, plain, found["status"])
+
+
+def _unsteady(make: Make, plain: list[dict[str, str]], status: str) -> dict[str, Any]:
+    """Where bits differ: whether those of another plain run do, too."""
+    for _ in range(AGAIN if status == "different" else 0):
+        again, _ = run(make, steps=len(plain))
+        if again != plain:
+            return {"status": "unsteady", "reason": f"two plain runs differ: {_difference(plain, again)}"}
+    return {}
+
+
+def judged_under_auto(make: Make, seed: int = 0) -> dict[str, Any]:
+    """The same of a session that profiles, plans in its second process, and follows."""
+    plain, _ = run(make, steps=AUTO_STEPS)
+    with tempfile.TemporaryDirectory() as cache, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = {"budget": AUTO_BUDGET, "cache": cache, "link": LINK, "quiet": True, "time_limit_s": 0.3}
+        found, report = run(make, "auto", AUTO_STEPS, on_refusal="swap", **asked)
+    facts = _facts_of(report) | {"followed": report.steps_followed}
+    status = "equal" if found == plain else "different"
+    if status == "different":
+        facts["difference"] = _difference(plain, found)
+    return {"status": status, "plans": {"auto": facts}} | _unsteady(make, plain, status)
 
 
 def _facts(plan: Plan, report: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "decisions": dict(Counter(str(value.decision) for value in plan.values)),
-        "served_bytes": report.total.served_bytes,
-        "fallbacks": report.total.fallbacks,
-    }
+    return {"decisions": dict(Counter(str(value.decision) for value in plan.values))} | _facts_of(report)
+
+
+def _facts_of(report: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"served_bytes": report.total.served_bytes, "fallbacks": report.total.fallbacks}
     if report.total.fallbacks:
         facts["fallback"] = next(iter(map(str, report.total.fallback_reasons)), "")[:300]
     return facts

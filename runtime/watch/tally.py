@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from poochplan.formats.plan import Instructions, Plan
+from poochplan.formats.run_record import Certificate
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.run_report import ArenaReport, MemoryPeaks, Report, SessionStatus, StepReport
 from poochplan.torch_private.compiler_internals import compiled_graphs
@@ -92,6 +93,7 @@ class Tally:
         promised: Plan | None,
         memory: MemoryPeaks | None,
         arena: ArenaReport | None,
+        certificate: Certificate | None,
     ) -> Report:
         """With the open segment as the last step, and the plan that it followed, or was to."""
         tally = copy.copy(self)
@@ -111,6 +113,7 @@ class Tally:
             memory=memory,
             arena=arena,
             compiled_graphs=max(compiled_graphs() - self._compiled, 0),
+            certificate=certificate,
         )
 
 

@@ -22,6 +22,8 @@ from poochplan.runtime.session import Session
 from poochplan.runtime.watch.teller import users_line
 from poochplan.tensors.storages import own_tensors
 
+from .certificates import SessionDigests
+
 REPLAN_S = 10.0
 """Seconds that the search for a new plan may take while the training waits."""
 
@@ -99,4 +101,4 @@ def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | No
     return str(explain_peak(profile, plan, measured_peak_bytes=measured_peak_bytes))
 
 
-PLANNER = Planner(replanned, packed, explained)
+PLANNER = Planner(replanned, packed, explained, SessionDigests)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 import random
 import statistics
 import sys
@@ -24,14 +23,13 @@ import torch
 
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.run_record import Certificate, StepDigests
-from poochplan.profiler.assembly.assemble import this_host, versions_here
 from poochplan.profiler.step.forward_only import checked_loss
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.session import Session
 from poochplan.runtime.watch.census import leave_out
-from poochplan.tensors.signatures import torch_switches
 from poochplan.torch_private.tensor_internals import without_modes
 
+from .certificates import certificate, digest, digests, generators
 from .errors import StepError
 from .sessions import apply
 from .workload import Workload
@@ -280,13 +278,10 @@ def certificate_of(compared: Comparison, seed: int) -> Certificate:
     """What a comparison has compared; ``seed`` is that of its runs."""
     plan = compared.planned.plan
     assert plan is not None
-    return Certificate(
-        workload=plan.workload,
-        plan_fingerprint=plan.fingerprint,
+    return certificate(
+        plan,
+        plan.device,
         seed=seed,
-        versions=versions_here(plan.device),
-        host=this_host(),
-        flags={**torch_switches(), "threads": str(torch.get_num_threads())},
         equal=compared.difference is None,
         in_core=tuple(record.digests() for record in compared.in_core.records),
         planned=tuple(record.digests() for record in compared.planned.records),
@@ -318,12 +313,8 @@ def _count(records: list[StepRecord]) -> int:
 def _record(workload: Workload, loss: torch.Tensor, gradients: Tensors) -> StepRecord:
     model = workload.model
     buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
-    generators = {"cpu": torch.get_rng_state()}
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        generators["cuda"] = torch.cuda.get_rng_state()
-    return StepRecord(
-        _copies(iter([("", loss)]))[""], gradients, buffers, parameters, _copies(iter(generators.items()))
-    )
+    states = _copies(iter(generators(model).items()))
+    return StepRecord(_copies(iter([("", loss)]))[""], gradients, buffers, parameters, states)
 
 
 def _copies(tensors: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
@@ -360,18 +351,8 @@ class StepRecord:
 
     def digests(self) -> StepDigests:
         """Of all of it."""
-        kinds = {f"{kind}s": getattr(self, f"{kind}s") for kind in _KINDS}
-        of_kinds = {kind: {name: _digest(one) for name, one in held.items()} for kind, held in kinds.items()}
-        return StepDigests(loss=_digest(self.loss), **of_kinds)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    plain = dense.resolve_conj().resolve_neg().contiguous()
-    total = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
-    if plain.numel():
-        total.update(plain.view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+        of_kinds = {f"{kind}s": digests(getattr(self, f"{kind}s").items()) for kind in _KINDS}
+        return StepDigests(loss=digest(self.loss), **of_kinds)
 
 
 def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str | None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 
 import poochplan
+from poochplan.certificates import digest
 from poochplan.errors import StepError
 from poochplan.formats.json_schema import json_schema
 from poochplan.formats.run_record import Certificate
 from poochplan.profiler.step.forward_only import checked_loss
-from poochplan.verify import StepRecord, bitwise_equal, check, first_difference, run_in_core
+from poochplan.verify import (
+    StepRecord,
+    bitwise_equal,
+    certificate_of,
+    check,
+    first_difference,
+    run_in_core,
+    run_steps,
+    seed_everything,
+)
 
 from .conftest import Pooch
 
@@ -139,6 +152,68 @@ def test_a_certificate_of_another_seed_is_another(
     assert len(losses) == 2
 
 
+def run_certified(plan: poochplan.Plan, path: Path, *, away: bool, steps: int = 3) -> Certificate:
+    """The same training under the plan, or in-core beside it; each step has two micro-steps."""
+    seed_everything(3)
+    workload = build()
+    assert workload.optimizer is not None
+    with warnings.catch_warnings(), poochplan.apply(plan, workload.model, certify=True) as session:
+        warnings.simplefilter("ignore")  # of a session that sees no step
+        with session.away() if away else contextlib.nullcontext():
+            for _ in range(steps):
+                workload.optimizer.zero_grad(set_to_none=True)
+                for _ in range(2):
+                    workload.step().backward()  # type: ignore[no-untyped-call]
+                workload.optimizer.step()
+    found = session.report().certificate
+    assert found is not None
+    found.save(path)
+    return Certificate.load(path)
+
+
+def test_two_sessions_certify_that_planned_steps_left_what_those_in_core_did(pooch: Pooch, tmp_path: Path) -> None:
+    workload = build()
+    profile = poochplan.profile(workload.step, model=workload.model, accumulate=True, iterations=1)
+    plan = poochplan.plan(profile, poochplan.smallest_budget(profile), evaluations=100)
+    planned = run_certified(plan, tmp_path / "planned.json", away=False)
+    in_core = run_certified(plan, tmp_path / "in-core.json", away=True)
+    jsonschema.validate(json.loads((tmp_path / "planned.json").read_bytes()), json.loads(json_schema(Certificate)))
+    assert (planned.equal, planned.seed, len(planned.planned), len(planned.in_core)) == (None, 3, 3, 0)
+    assert (len(in_core.planned), len(in_core.in_core)) == (0, 3)
+    assert planned.followed == (plan.fingerprint,) * 3
+    assert pooch("diff", tmp_path / "planned.json", tmp_path / "in-core.json").code == 0
+    shown = pooch("show", tmp_path / "planned.json")
+    assert "0 in-core, 3 planned, 3 of them followed a plan" in shown.out
+
+
+def test_diff_names_the_first_digest_that_two_certificates_do_not_share(pooch: Pooch, tmp_path: Path) -> None:
+    workload = build()
+    plan = poochplan.plan(poochplan.profile(workload.step, model=workload.model, accumulate=True, iterations=1), "100%")
+    found = run_certified(plan, tmp_path / "a.json", away=False)
+    second = msgspec.structs.replace(found.planned[1], gradients=found.planned[1].gradients | {"0.bias": "other"})
+    other = msgspec.structs.replace(found, planned=(found.planned[0], second, found.planned[2]))
+    other.save(tmp_path / "b.json")
+    shown = pooch("diff", tmp_path / "a.json", tmp_path / "b.json")
+    assert (shown.code, "step 1: gradient 0.bias differs" in shown.out) == (1, True)
+    run_certified(plan, tmp_path / "c.json", away=False, steps=2)
+    shown = pooch("diff", tmp_path / "a.json", tmp_path / "c.json")
+    assert (shown.code, "3 steps against 2" in shown.out) == (1, True)
+
+
+def test_a_session_and_a_check_have_the_same_digests(tmp_path: Path) -> None:
+    workload = build()
+    profile = poochplan.profile(workload.step, model=workload.model, optimizer=workload.optimizer, iterations=1)
+    plan = poochplan.plan(profile, "100%", evaluations=1)
+    compared = certificate_of(check(build, plan, steps=2, timed_steps=0, seed=5), 5)
+    seed_everything(5)
+    workload = build()
+    with poochplan.apply(plan, workload.model, certify=True) as session:
+        run_steps(workload, 2, session=session)
+    found = session.report().certificate
+    assert found is not None
+    assert found.planned == compared.planned == compared.in_core
+
+
 def test_a_certificate_needs_a_check(pooch: Pooch, workloads: Path, plan_path: Path, tmp_path: Path) -> None:
     refused = pooch("run", f"{workloads}:small", "--plan", plan_path, "--certificate", tmp_path / "a.json")
     assert (refused.code, "--certificate: expected --check beside it" in refused.error) == (2, True)
@@ -146,6 +221,7 @@ def test_a_certificate_needs_a_check(pooch: Pooch, workloads: Path, plan_path: P
 
 def test_a_digest_is_of_bits_dtype_and_shape() -> None:
     zeros = [torch.zeros(2), -torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32)]
+    assert digest(torch._efficientzerotensor(2)) == digest(zeros[0])  # type: ignore[attr-defined]
     assert len({StepRecord(one, {}, {}, {}).digests().loss for one in zeros}) == 4
     turned = torch.randn(3, 2).t()
     assert StepRecord(turned, {}, {}, {}).digests() == StepRecord(turned.contiguous(), {}, {}, {}).digests()

@@ -16,13 +16,15 @@ from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
-from poochplan.formats.run_record import RunRecord
+from poochplan.formats.run_record import Certificate, RunRecord
 from poochplan.peak import explain_peak, simulate_plan
 from poochplan.planner.simulator.simulate import Simulation
 from poochplan.report.differences import (
+    CertificateDifferences,
     PlanDifferences,
     ProfileDifferences,
     RunDifferences,
+    certificate_differences,
     plan_differences,
     profile_differences,
     run_differences,
@@ -82,8 +84,8 @@ class ShowVerb(Verb):
             self._refuse_picture(f"{1 + len(others)} files")
             return self._show_set()
         found = load_any(first)
-        if isinstance(found, RunRecord | PassProfile):
-            self._refuse_picture("a run" if isinstance(found, RunRecord) else "a forward pass")
+        if not isinstance(found, Profile | Plan):
+            self._refuse_picture("a forward pass" if isinstance(found, PassProfile) else f"a {found.kind}")
         self.show(summary_table(found.title, file_rows(found)), *self._layers(found))
         if picture is not None and isinstance(found, Profile | Plan):
             figure = draw_peak(explain_peak(found)) if isinstance(found, Profile) else draw_decisions(found)
@@ -132,7 +134,8 @@ class DiffVerb(Verb):
     description = (
         "Compares two plans: budget, predicted peak and step, values with different decisions, and points with "
         "different actions. Or two profiles: the step, the machine, memory and times. Or a plan and a file of pooch "
-        "run -o: predicted and measured figures, and the point and layer at which a step diverged. Exit codes are "
+        "run -o: predicted and measured figures, and the point and layer at which a step diverged. Or two "
+        "certificates: the first step and tensor whose digests differ. Exit codes are "
         "those of diff: 0 the same, 1 different (a run: it diverged, exceeded its budget or lost the in-core bits), "
         "2 trouble."
     )
@@ -170,7 +173,9 @@ class DiffVerb(Verb):
         return {"first": first.kind, "second": second.kind, "differs": bool(found), **found.data()}
 
 
-def _differences(first: Inspected, second: Inspected) -> PlanDifferences | ProfileDifferences | RunDifferences:
+def _differences(
+    first: Inspected, second: Inspected
+) -> PlanDifferences | ProfileDifferences | RunDifferences | CertificateDifferences:
     if isinstance(first, Plan) and isinstance(second, Plan):
         return plan_differences(first, second)
     if isinstance(first, Profile) and isinstance(second, Profile):
@@ -179,8 +184,11 @@ def _differences(first: Inspected, second: Inspected) -> PlanDifferences | Profi
         return run_differences(first, second)
     if isinstance(first, RunRecord) and isinstance(second, Plan):
         return run_differences(second, first)
+    if isinstance(first, Certificate) and isinstance(second, Certificate):
+        return certificate_differences(first, second)
     raise UsageError(
-        f"expected two plans, two profiles, or a plan and a run of it, found a {first.kind} and a {second.kind}"
+        "expected two plans, two profiles, two certificates, or a plan and a run of it, found a "
+        f"{first.kind} and a {second.kind}"
     )
 
 

@@ -180,6 +180,7 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
     """Of one step: SHA-256 of dtype, shape and bytes of each tensor, rows in order, by name."""
 
     loss: Text
+    """What ``backward()`` was called on; of several, of their digests."""
     gradients: dict[Text, Text]
     """Before the optimizer's step."""
     buffers: dict[Text, Text]
@@ -190,7 +191,8 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(Document, frozen=True, kw_only=True):
-    """Digests of steps in-core and of the same steps under a plan from the same seed, for a supplement.
+    """Digests of steps in-core and of the same steps under a plan from the same seed, for a supplement; or of the steps
+    of one session, to be compared with those of another.
 
     Whoever has the same versions, machine and flags can run the workload plainly and find the same digests.
     """
@@ -200,19 +202,29 @@ class Certificate(Document, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     workload: Text
     plan_fingerprint: Text
-    """``Plan.fingerprint`` of the plan that was followed."""
+    """``Plan.fingerprint`` of the plan that was followed; empty without one."""
     seed: int
+    """A session has that of torch as it was opened."""
     versions: dict[Text, Text]
     host: Host | None = None
     flags: dict[Text, Text]
     """Settings of torch that can change bits."""
-    equal: bool
+    equal: bool | None
+    """None for a session, which has no other run to compare with."""
     in_core: tuple[StepDigests, ...]
+    """A session has its ``away()`` steps here, which are others than the planned ones."""
     planned: tuple[StepDigests, ...]
+    followed: tuple[Text, ...] = ()
+    """Of each planned step of a session, the fingerprint of the plan that it followed up to its backward; or empty."""
+
+    @property
+    def steps(self) -> tuple[StepDigests, ...]:
+        """The planned ones, or else those in-core."""
+        return self.planned or self.in_core
 
     def rows(self) -> dict[str, str]:
-        return {
-            "plan": self.plan_fingerprint,
-            "seed": str(self.seed),
-            "bitwise equal": f"{'yes' if self.equal else 'no'}, in {len(self.planned)} steps",
-        }
+        steps = f"{len(self.in_core)} in-core, {len(self.planned)} planned"
+        if self.equal is None:
+            steps += f", {sum(map(bool, self.followed))} of them followed a plan"
+        equal = {None: "not compared here; pooch diff compares two files", True: "yes", False: "no"}[self.equal]
+        return {"seed": str(self.seed), "steps": steps, "bitwise equal": equal}

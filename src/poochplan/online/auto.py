@@ -55,6 +55,7 @@ def auto(
     arena: ArenaMode = "auto",
     cap_bytes: int | None = None,
     quiet: bool = False,
+    certify: bool = False,
 ) -> Session:
     """A session around an unmodified training loop: ``with auto(model, optimizer, budget="8GiB") as session:``.
 
@@ -89,6 +90,7 @@ def auto(
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
     quiet: print nothing on stderr but warnings.
+    certify: as for :func:`poochplan.apply`.
 
     Raises
     ------
@@ -143,7 +145,12 @@ def auto(
         where,
         opened,
         source,
-        Settings(policy, cap_bytes=cap_bytes, explain=PLANNER.explain),
+        Settings(
+            policy,
+            cap_bytes=cap_bytes,
+            explain=PLANNER.explain,
+            certifier=PLANNER.certifier if certify else None,
+        ),
         serving=Serving(PLANNER.pack, arena) if is_served else None,
         teller=teller,
     )

@@ -16,7 +16,7 @@ from poochplan.formats.plan import Departure, Plan, PlannedValue, PointActions
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Kind, Op, Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import RunRecord
+from poochplan.formats.run_record import Certificate, RunRecord, StepDigests
 
 from .tables import Figure, figure_data, figure_table, frame_table, plain_rows
 
@@ -337,6 +337,60 @@ def run_differences(plan: Plan, run: RunRecord) -> RunDifferences:
         Figure("bytes in", promised.in_bytes, run.in_bytes, "bytes"),
     ]
     return RunDifferences(run, figures)
+
+
+@dataclass(frozen=True)
+class CertificateDifferences:
+    """Digests of two runs. Versions, machine, seed and settings may be others; the runs differ where a digest does."""
+
+    figures: list[Figure]
+    difference: str
+    """Step, kind and name of the first digest that differs; empty where all are the same."""
+    compared_steps: int
+
+    def __bool__(self) -> bool:
+        return bool(self.difference)
+
+    def shown(self, names: tuple[str, str], rows: int) -> Iterator[Table | str]:
+        """A table of what else differs, and a line."""
+        if self.figures:
+            yield figure_table("Certificates", self.figures, names)
+        yield self.difference or f"All digests of {self.compared_steps} steps are the same."
+
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        figures = figure_data(self.figures)
+        return {"figures": figures, "difference": self.difference, "compared_steps": self.compared_steps}
+
+
+def certificate_differences(first: Certificate, second: Certificate) -> CertificateDifferences:
+    """Compares the planned steps of each, or else those in-core, one by one."""
+    figures = [
+        Figure("plan", first.plan_fingerprint, second.plan_fingerprint),
+        Figure("seed", first.seed, second.seed),
+        Figure("versions", _text(first.versions), _text(second.versions)),
+        Figure("host", _text(first.host), _text(second.host)),
+        *(
+            Figure(name, first.flags.get(name, ABSENT), second.flags.get(name, ABSENT))
+            for name in sorted({*first.flags, *second.flags})
+        ),
+    ]
+    pairs = list(zip(first.steps, second.steps, strict=False))
+    found = (f"step {n}: {what} differs" for n, (a, b) in enumerate(pairs) if (what := _first_digest(a, b)))
+    counts = f"{len(first.steps)} steps against {len(second.steps)}" if len(first.steps) != len(second.steps) else ""
+    return CertificateDifferences(_those_that_differ(figures), next(found, counts), len(pairs))
+
+
+def _first_digest(first: StepDigests, second: StepDigests) -> str:
+    """Kind and name of the first that differs; empty where none does."""
+    if first.loss != second.loss:
+        return "loss"
+    for kind in ("gradients", "buffers", "parameters", "generators"):
+        ours, theirs = getattr(first, kind), getattr(second, kind)
+        for name in (*ours, *theirs):
+            if ours.get(name) != theirs.get(name):
+                return f"{kind.removesuffix('s')} {name}"
+    return ""
 
 
 def _departure_row(one: Departure) -> dict[str, str]:

@@ -16,14 +16,20 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
-from poochplan.formats.run_record import RunRecord
+from poochplan.formats.run_record import Certificate, RunRecord
 from poochplan.units import format_bytes
 
 from .tables import decisions_by_layer, plain_rows
 
 UNKNOWN = "not written in this file"
-Inspected = Profile | PassProfile | Plan | RunRecord
-KINDS: dict[str, type[Inspected]] = {"profile": Profile, "inference": PassProfile, "plan": Plan, "run": RunRecord}
+Inspected = Profile | PassProfile | Plan | RunRecord | Certificate
+KINDS: dict[str, type[Inspected]] = {
+    "profile": Profile,
+    "inference": PassProfile,
+    "plan": Plan,
+    "run": RunRecord,
+    "certificate": Certificate,
+}
 
 
 class _Header(msgspec.Struct):
@@ -58,8 +64,8 @@ def load_any(path: str | Path) -> Inspected:
 
 def file_rows(found: Inspected) -> dict[str, str]:
     """The purpose of the file, where it was made, and its figures."""
-    if isinstance(found, RunRecord):
-        rows = {"for": f"plan {found.plan_fingerprint}"}
+    if isinstance(found, RunRecord | Certificate):
+        rows = {"for": f"plan {found.plan_fingerprint or 'none'}"}
     else:
         first = found.model.tensors[0] if found.model.tensors else OUTSIDE
         rows = {"for": f"a model of {len(found.model.tensors)} parameters and buffers, the first {first}"}
