@@ -16,7 +16,7 @@ from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.profiler.step.forward_only import check_trains, checked_loss, forward_only, inputs_explained
 from poochplan.profiler.trials.compare import under
-from poochplan.runtime.devices.device import Device, Job
+from poochplan.runtime.devices.device import Device, Interval, Job
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
@@ -24,6 +24,7 @@ from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.step_policies.step_policy import StepPolicy
 from poochplan.tensors.modes import around_compiled
+from poochplan.torch_private.tensor_internals import without_modes
 
 from .after_capture import PhaseTiming
 from .watch import Scene, Studied, Watch
@@ -141,6 +142,8 @@ class StepFunction:
         pack, unpack = partial(_pack, watch, engine), partial(_unpack, watch, engine)
         with under(engine, self.model, pack, unpack, watch.around_call):
             yield engine.segment
+        if self._in_core:
+            engine.device.trim_host(engine.host.taken())
 
     @cached_property
     def _engine(self) -> Engine:
@@ -169,8 +172,8 @@ def _unpack(watch: Watch, engine: Engine, handle: object) -> torch.Tensor:
 
 
 class OnTheDevice:
-    """A device for steps that fit: what is copied to the host tier stays in the memory that it is in, until it is read
-    back, once.
+    """A device for steps that fit: what is copied to the host tier stays in the device's memory, to the step's end or
+    as long as its value lives.
     """
 
     error = None
@@ -185,13 +188,20 @@ class OnTheDevice:
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """See :class:`Device`."""
-        self._copies[host_offset] = storage.clone()
+        with without_modes():  # recording would take the copy for the step's own
+            self._copies[host_offset] = storage.clone()
         return self
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> Job:
         """See :class:`Device`."""
-        storage.copy_(self._copies.pop(host_offset))
+        with without_modes():
+            storage.copy_(self._copies[host_offset])  # which stays: where a graph is retained it is read once more
         return self
+
+    def trim_host(self, taken: Sequence[Interval]) -> None:
+        """See :class:`Device`."""
+        live = {at for at in self._copies if any(first <= at < behind for first, behind in taken)}
+        self._copies = {at: copy for at, copy in self._copies.items() if at in live}
 
 
 def _gradients_held_by(loss: torch.Tensor | None, parameters: set[torch.Tensor]) -> list[torch.Tensor]:
