@@ -158,7 +158,9 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
 }
 
 
+@functools.cache
 def _divergence_plans() -> dict[str, Any]:
+    """Made once, before the runtime is rewritten: the profiler uses it too."""
     make, step = test_divergence.MODELS["images"]
     profile = profile_of(make, step)
     return {"images": [random_plan(profile, 1, SWAP)]}
