@@ -44,7 +44,7 @@ from torch.testing._internal.custom_op_db import custom_op_db
 from torch.testing._internal.hop_db import hop_db
 
 from benchmarks.facts import facts_of_run, write_results
-from benchmarks.judges.training import Make, Training, judged, judged_under_auto
+from benchmarks.judges.training import Make, Training, judged, judged_under_auto, run
 from poochplan.torch_private.tensor_internals import pytree
 
 OPERATORS = {
@@ -199,13 +199,16 @@ def _of_optimizer(info: Any, chance: random.Random) -> Make:
     return make
 
 
+TRAINED = 20
+"""Steps that plain torch has to survive: a profile trains about as many, and values may leave what an op takes."""
+
+
 def tried(entry: Entry, seed: int, judge: Callable[[Make, int], dict[str, Any]] = judged) -> dict[str, Any]:
     """What is found of one entry."""
     chance = random.Random(f"{seed} {entry.database} {entry.name} {entry.kind}")
     try:
         make = training_of(entry, chance)
-        torch.manual_seed(0)
-        make().loss_of().backward()  # type: ignore[no-untyped-call]
+        run(make, steps=TRAINED)
     except NotTried as reason:
         return {"status": "not tried", "reason": str(reason)}
     except Exception as error:
