@@ -13,6 +13,7 @@ from poochplan.errors import UsageError
 from poochplan.formats.files import encode_readable
 from poochplan.formats.plan import Plan
 from poochplan.profiler.live.lines import Key
+from poochplan.runtime.watch.census import wrapper_of
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -34,11 +35,11 @@ class Ranks:
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module]) -> Ranks | None:
-        """None where no model is trained by several processes."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        wrapped = any(isinstance(model, torch.nn.parallel.DistributedDataParallel) for model in models)
-        return cls() if wrapped else None
+        """None where no model is trained by several processes. The model may be the one within the wrapper, as
+        trainers give it.
+        """
+        wrapped = any(wrapper_of(model) is not None for model in models)
+        return cls() if wrapped and dist.get_world_size() > 1 else None
 
     def share(self, what: Shared | None) -> Shared | None:
         """Called by every rank after the same step; gives what rank 0 has brought, if that is something.
