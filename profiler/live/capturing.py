@@ -12,6 +12,7 @@ import torch
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
@@ -21,7 +22,7 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import Handle
 from poochplan.runtime.replays.recorded import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
-from poochplan.runtime.watch.census import census, census_bytes
+from poochplan.runtime.watch.census import bucket_bytes, census, census_bytes
 from poochplan.tensors.modes import before_forward
 from poochplan.tensors.signatures import input_signature
 from poochplan.tensors.storages import has_storage, parts_of
@@ -58,7 +59,7 @@ class Capturing(Watch):
         self.kinds = Kinds(self.capture)
         self.beside_bytes = 0
         self.has_gradients = False
-        self._number = 0
+        self._number = self._bucket_bytes = 0
         self._model_notes: list[str] = []
         """Of the model as the step has left it."""
 
@@ -83,6 +84,7 @@ class Capturing(Watch):
     def _look_around(self, segment: Segment) -> None:
         """What is there before the segment: what the model and optimizers hold, and what lives beside the step."""
         model, kinds = self.scene.model, self.kinds
+        self._bucket_bytes = bucket_bytes(model)
         kinds.note(model.parameters(), Kind.PARAMETER)
         kinds.note(model.buffers(), Kind.BUFFER)
         for optimizer in self.scene.optimizers:
@@ -127,8 +129,13 @@ class Capturing(Watch):
             device=device or this_machine(self.scene.where),
             notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
             accumulate=self.has_gradients,
-            held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes},
+            held_bytes={"cublas": self._library_bytes, "beside": self.beside_bytes + self._unmet_bucket_bytes()},
         )
+
+    def _unmet_bucket_bytes(self) -> int:
+        """Buckets of data-parallel training that no op of the step has met: Python knows no tensor on them."""
+        met = (one for number, one in enumerate(self.capture.values) if one.born < 0 and number not in self.kinds)
+        return max(0, self._bucket_bytes - sum(rounded_up(one.size_bytes) for one in met))
 
     def untimed(self, mode: Literal["run", "fake"]) -> Profile:
         """One for its values and lifetimes alone: the link is a preset, and no step was timed."""

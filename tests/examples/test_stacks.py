@@ -268,5 +268,6 @@ def test_the_trainer_of_transformers_on_two_processes_is_the_same_in_60_percent_
     for facts in (first, second):
         assert facts["planned"] == facts["plain"]
         assert facts["peak_bytes"] <= facts["budget_bytes"]
+        assert facts["metered_bytes"] <= facts["budget_bytes"], "with the buckets, which no tensor of Python's lies on"
     assert first["planned"]["parameters"] == second["planned"]["parameters"]
     assert first["followed"] == second["followed"] > 0

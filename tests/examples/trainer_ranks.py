@@ -53,6 +53,7 @@ def main(folder: Path) -> None:
         "budget_bytes": budget_bytes,
         "peak_bytes": peak_bytes,
         "followed": plans.session.report().steps_followed,
+        "metered_bytes": plans.session.total.peak_bytes,
     }
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
