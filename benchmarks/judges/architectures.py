@@ -367,22 +367,25 @@ def main() -> None:
     random.Random(given.seed).shuffle(left)
     warm_up(given.library)
     for name in left[: given.share]:
-        results[name] = apart(name, given.library, given.limit_s)
+        results[name] = in_short(apart(name, given.library, given.limit_s))
         print(f"{name}: {results[name]['status']} {results[name].get('reason', '')[:150]}", flush=True)
         counts = dict(Counter(one["status"] for one in results.values()))
         summary = {"of": len(every), "tried": len(results), "counts": counts}
-        summary["served"] = sum(_is_served(one) for one in results.values())
+        summary["served"] = sum(one.get("served", False) for one in results.values())
         facts = facts_of_run(given, ("torch", given.library, "numpy")) | summary
         write_results(given.output, facts | {"architectures": dict(sorted(results.items()))})
     wrong = [name for name in left if results.get(name, {}).get("status") in ("different", "raised", "process ended")]
     raise SystemExit(bool(wrong))
 
 
-def _is_served(found: dict[str, Any]) -> bool:
-    """Whether an arena served bytes under every one of its plans."""
-    return bool(found.get("plans")) and all(
-        one["served_bytes"] for kind, one in found["plans"].items() if kind != "solved" or len(found["plans"]) == 4
+def in_short(found: dict[str, Any]) -> dict[str, Any]:
+    """With whether an arena ``served`` bytes under every plan, and without plans that have nothing more to tell."""
+    plans = found.get("plans", {})
+    served = bool(plans) and all(
+        one["served_bytes"] for kind, one in plans.items() if kind != "solved" or len(plans) == 4
     )
+    tells = found["status"] != "equal" or any(one["fallbacks"] or "over_budget" in one for one in plans.values())
+    return {key: one for key, one in found.items() if tells or key != "plans"} | {"served": served}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, Device, Kind, Link, Phase, Profile, preset_link
+from poochplan.formats.profile import Device, Kind, Link, Phase, Profile, preset_link
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
 from poochplan.profiler.assembly.reconcile import Floats, PhaseSeconds
@@ -97,8 +97,7 @@ class Capturing(Watch):
         storages = [bytes_of(storage) for storage in census(self.scene.where.type, 1).values()]
         others = sorted((one for one in storages if self.capture.value_if_known(one) < 0), key=lambda one: -one.nbytes)
         kinds.note(others[:NAMED], Kind.INPUT)
-        rest = (-(-one.nbytes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES for one in others[NAMED:])
-        self.beside_bytes = segment.left_over_bytes + sum(rest)
+        self.beside_bytes = segment.left_over_bytes + sum(rounded_up(one.nbytes) for one in others[NAMED:])
         self.look_around()
 
     @functools.cached_property

@@ -62,7 +62,8 @@ class KnownPlans:
         self._cache, self._teller = cache, teller
         self.earned = Earned()
         self._pending = Plannings(self.earned, measures_here=measures_here)
-        self._hopeless: set[Key] = set()
+        self._hopeless: dict[Key, int] = {}
+        """Kinds that no plan fits, with the smallest budget of each."""
         self._promised: set[Key] = set()
         self._looked_up: set[Key] = set()
         self._doubted: set[Key] = set()
@@ -100,7 +101,7 @@ class KnownPlans:
             return False
         profile = self.profiles[key]
         inputs_bytes = sum(rounded_up(value.size_bytes) for value in profile.values if value.kind is Kind.INPUT)
-        return smallest_budget(profile, arena=self._asked.arena) - inputs_bytes > self.budget_of(profile)
+        return self._hopeless[key] - inputs_bytes > self.budget_of(profile)
 
     @property
     def is_any_without(self) -> bool:
@@ -139,7 +140,7 @@ class KnownPlans:
         budget_bytes = self.budget_of(profile)
         smallest_bytes = smallest_budget(profile, arena=self._asked.arena)
         if smallest_bytes > budget_bytes:
-            self._hopeless.add(key)
+            self._hopeless[key] = smallest_bytes
             self._tell_infeasible(profile, budget_bytes, smallest_bytes)
             return False
         left_bytes = left_free(ahead_bytes, budget_bytes - smallest_bytes)
