@@ -55,6 +55,8 @@ class KnownStep:
     """Whether a logged step has missed nothing, and none ever has."""
     larger_bytes: int = 0
     """How much the arena of the last step that was looked at would be above what there is room for."""
+    grown_bytes: int = 0
+    """How much more lies outside the arena than was planned, as a served step has shown that exceeded its budget."""
 
     @property
     def is_over(self) -> bool:
@@ -72,15 +74,26 @@ class KnownStep:
         found = self.plan.prediction
         if found.arena_bytes is None or found.arena_peak_bytes is None:
             return 0
-        return found.arena_bytes + max(0, self.plan.budget_bytes - found.arena_peak_bytes)
+        return found.arena_bytes + max(0, self.plan.budget_bytes - found.arena_peak_bytes) - self.grown_bytes
+
+    def shrinks(self, over_bytes: int) -> bool:
+        """A served step took so much more than its budget: the next one is laid out in a smaller arena. False where
+        none can be.
+        """
+        if self.layout is None or self.is_over or self.layout.arena_bytes - over_bytes < self.layout.live_bytes:
+            return False
+        self.grown_bytes += over_bytes + max(0, self.room_bytes - self.layout.arena_bytes)
+        self.layout, self.is_settled = None, False
+        return True
 
     def saw(self, events: Table, fates: Fates | None, pack: Pack) -> bool:
         """A whole step was logged, ``fates`` of which an arena has served; whether there is another layout now."""
         self.logged += 1
-        if fates is not None and not misses(fates):
+        has_missed = fates is not None and misses(fates) > 0
+        if fates is not None and not has_missed and self.layout is not None:
             self.is_settled = not self.has_missed
             return False
-        self.has_missed |= fates is not None
+        self.has_missed |= has_missed
         self.times += 1
         self.layout = self._laid_out(events, pack)
         return True

@@ -96,13 +96,16 @@ class Serving:
         """Whether nobody has asked for an arena in so many words."""
         return self._mode == "auto"
 
-    def gives_up(self, plan: Plan) -> bool:
-        """Steps that follow the plan are not served any more; false where they are not already."""
-        if not self.serves(plan):
-            return False
+    def exceeded(self, plan: Plan, over_bytes: int) -> bool:
+        """A step that was served took so much more than its budget: the next ones get a smaller arena, or none where
+        it cannot be so small. Whether there is one.
+        """
+        known = self._known
+        if known is not None and known.plan is plan and known.shrinks(over_bytes):
+            return True
         self._given_up.append(plan)
         self.forget(plan)
-        return True
+        return False
 
     def at(self, point: int) -> None:
         """The segment has passed so many points."""

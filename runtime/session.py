@@ -26,7 +26,7 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.watch.step_meter import StepMeter, When, described, held_beside
 from poochplan.runtime.watch.tally import Tally, follows
-from poochplan.runtime.watch.teller import Teller, arena_given_up, host_is_full, no_arena
+from poochplan.runtime.watch.teller import Teller, arena_too_large, host_is_full, no_arena
 
 from .attachment import Attachment
 from .plan_in_force import REMEDY, OverBudget, PlanInForce, out_of_memory_text, over_budget_text
@@ -91,6 +91,8 @@ class Session:
         """What was followed last, by kind of step."""
         self._certifier: Certifier | None = None
         self._gradients_checked = self._is_ending = False
+        self._arena_too_large: Segment | None = None
+        """The last step that exceeded its budget because of its arena."""
         self._looks = True
         """Whether something is done about steps above their budgets."""
         self._attachment = Attachment(
@@ -437,8 +439,10 @@ class Session:
         if not plan.is_over(peak_bytes):
             return
         if self._serving is not None and self._serving.may_give_up and self._is_within_without_arena(plan.plan):
-            if self._serving.gives_up(plan.plan):
-                self._teller.say(arena_given_up(peak_bytes, plan.plan.budget_bytes))
+            if self._arena_too_large is not segment:  # a step is looked at again as the next one begins
+                self._arena_too_large = segment
+                is_smaller = self._serving.exceeded(plan.plan, peak_bytes - plan.plan.budget_bytes)
+                self._teller.say(arena_too_large(peak_bytes, plan.plan.budget_bytes, is_smaller=is_smaller))
         elif not self._meter.is_certain and not self._is_ending:  # otherwise no other step is to come to be certain
             plan.check_next()
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import comb
@@ -98,9 +99,11 @@ def measured_on(where: torch.device, threads: int) -> Measured | None:
     """What is measured once on this machine, for a device and a number of threads; None where there is no disk or no
     memory to swap to.
     """
+    measured = None
     with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(GeneratorStates()), current(where):
-        return measure_runtime(where)
-    return None
+        measured = measure_runtime(where)
+    gc.collect()  # engines and networks are in cycles, and would be there beside the loop's steps
+    return measured
 
 
 def keeping(profile: Profile) -> Instructions:

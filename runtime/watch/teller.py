@@ -99,12 +99,11 @@ def no_arena(reason: str) -> str:
     return f"planned steps take their memory from torch's allocator, and not from one arena: {reason}"
 
 
-def arena_given_up(peak_bytes: int, budget_bytes: int) -> str:
-    """That the arena made a step exceed its budget."""
-    return (
-        f"planned steps take their memory from torch's allocator from now on: with the whole arena one took "
-        f"{format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}, without it they are within"
-    )
+def arena_too_large(peak_bytes: int, budget_bytes: int, *, is_smaller: bool) -> str:
+    """That a step exceeded its budget with the arena, and where the next steps take their memory from."""
+    now = "a smaller arena from now on" if is_smaller else "torch's allocator from now on"
+    took = f"with the whole arena one took {format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}"
+    return f"planned steps take their memory from {now}: {took}, without it they are within"
 
 
 def host_is_full(size_bytes: int, reason: str) -> str:

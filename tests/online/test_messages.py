@@ -17,7 +17,7 @@ LINES = [
     *(value for name, value in vars(telling).items() if name.isupper() and isinstance(value, str)),
     telling.profiled(8, 1),
     telling.profiled(8, 2),
-    teller.arena_given_up(int(31.4 * MIB), int(30.8 * MIB)),
+    *(teller.arena_too_large(int(31.4 * MIB), int(30.8 * MIB), is_smaller=one) for one in (True, False)),
     telling.without_plan("a later part of the loop uses what it saves", Unplanned.IN_CORE),
     teller.host_is_full(3 * MIB << 9, "no space"),
     teller.no_arena("expected a C++ compiler"),

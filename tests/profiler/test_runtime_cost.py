@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,3 +198,20 @@ def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back(
     with warnings.catch_warnings(), handle_cost._planned(network, network.every_other, True) as recomputed:
         warnings.simplefilter("error")  # a value that cannot be recomputed says so, and is swapped
         assert recomputed().unpack_s > 0
+
+
+def test_nothing_of_the_measured_networks_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = weakref.WeakSet[handle_cost.Chain]()
+    make = handle_cost.Chain.__init__
+
+    def seen(self: handle_cost.Chain, layers: int) -> None:
+        make(self, layers)
+        networks.add(self)
+
+    monkeypatch.setattr(handle_cost.Chain, "__init__", seen)
+    gc.disable()  # a loop's steps come before Python would collect
+    try:
+        assert measured_on.__wrapped__(CPU, torch.get_num_threads()) is not None
+        assert not len(networks)
+    finally:
+        gc.enable()

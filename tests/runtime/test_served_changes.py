@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -12,9 +14,11 @@ import torch
 from torch import nn
 
 import poochplan
+from poochplan import sessions
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
+from poochplan.planner.arena.packing import packed
 from poochplan.runtime import serving
 from tests.runtime.nets import CASES, Attention, equal, snapshot
 from tests.runtime.served import SETTLED, Loop, needs_compiler, plan_of, served
@@ -244,3 +248,37 @@ def test_batches_of_another_size_in_between_have_the_bits_of_in_core_training(sm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that they leave the plan
         assert equal(train(plan), train(None))
+
+
+def _apart_where_there_is_room(blocks: Sequence[tuple[int, int, int]], room_bytes: int) -> tuple[Sequence[int], int]:
+    """Every block in a place of its own, or packed where that is larger than the room."""
+    ends = list(itertools.accumulate((-(-size_bytes // 512) * 512 for *_, size_bytes in blocks), initial=0))
+    return (ends[:-1], ends[-1]) if ends[-1] <= room_bytes else packed(blocks, room_bytes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("grown_bytes", [0, 1 << 17], ids=["as planned", "more beside it"])
+def test_what_grows_beside_a_step_makes_its_arena_smaller(
+    grown_bytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sessions, "PLANNER", sessions.PLANNER._replace(pack=_apart_where_there_is_room))
+    plan = plan_of("attention")
+    with served("attention", plan) as loop:
+        loop.step()
+        assert loop.session is not None
+        taken_bytes = loop.session.report().last_step.peak_bytes
+        apart_bytes = loop.arena.size_bytes
+    assert taken_bytes is not None
+    plan = msgspec.structs.replace(plan, budget_bytes=taken_bytes + (1 << 16))
+    beside = torch.zeros(grown_bytes, dtype=torch.uint8)
+    loop = Loop(CASES["attention"])
+    with poochplan.apply(plan, loop.model) as loop.session:
+        loop.steps(2 * SETTLED)
+        report = loop.session.report()
+    said = [line for line in capsys.readouterr().err.splitlines() if "arena" in line]
+    assert beside.nbytes == grown_bytes  # it has lived until here
+    assert report.last_step.peak_bytes is not None
+    assert report.last_step.peak_bytes <= plan.budget_bytes
+    assert loop.is_served_whole
+    assert (loop.arena.size_bytes < apart_bytes) == bool(grown_bytes)
+    assert len(said) == bool(grown_bytes)
