@@ -1,5 +1,6 @@
-"""What a profile says of the machine and not of the step, the link and what the runtime takes: left to another process,
-so that a training loop does not stand still while it is measured.
+"""The parts of a profile that describe the machine and not the step: the link, and the runtime's own cost.
+
+Another process measures them, so that a training loop does not stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ VERSION = 1
 T = TypeVar("T")
 
 
-def aside(work: Callable[[], T]) -> T:
-    """What it gives; the calling thread waits for it, and what it raises is raised here.
+def on_worker_thread(work: Callable[[], T]) -> T:
+    """Runs ``work`` on another thread and returns its result; an exception is raised here. The calling thread waits.
 
-    Random numbers that it draws are none of the loop's: torch's generators are then as they were.
+    Torch's generators are restored afterwards, so random numbers that ``work`` draws do not change the loop's.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
         torch.random.fork_rng(devices=gpus),
-        ThreadPoolExecutor(1, thread_name_prefix="poochplan-aside") as pool,
+        ThreadPoolExecutor(1, thread_name_prefix="poochplan-worker") as pool,
     ):
         return pool.submit(work).result()
 
 
 def with_cached_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:
     """With what the runtime takes; measured now, where it never was on this machine."""
-    return with_handles(profile, aside(lambda: cached_cost(where)), steps)
+    return with_handles(profile, on_worker_thread(lambda: cached_cost(where)), steps)
 
 
 def with_known_cost(profile: Profile, where: torch.device, steps: Sequence[HookSeconds]) -> Profile:

@@ -14,7 +14,7 @@ from poochplan.formats.profile import Link
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
-from poochplan.profiler.trials.machine_facts import aside, unmeasured
+from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import Device
@@ -133,7 +133,7 @@ def auto(
         _listed(optimizer),
         where,
         spill_dir=folder,
-        link=lambda: aside(lambda: link or known_link(where, folder, rate) or measured()),
+        link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
         known=KnownPlans(budget, asked, kept, teller, policy, refused, measures_here=measures_here),
         build=AllocatorBuild(arena, where, teller),
         before_plan=before,

@@ -15,7 +15,7 @@ import msgspec
 from poochplan.errors import PoochError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
-from poochplan.profiler.trials.machine_facts import aside, completed, is_complete
+from poochplan.profiler.trials.machine_facts import completed, is_complete, on_worker_thread
 
 from .before_plan import Earned, has_no_processor_to_spare
 from .planning_process import Asked
@@ -48,7 +48,7 @@ class Background:
         """
         self.lacks_facts = False
         with contextlib.suppress(PoochError, OSError):
-            profile = aside(lambda: completed(self._profile, self._asked.spill_dir))
+            profile = on_worker_thread(lambda: completed(self._profile, self._asked.spill_dir))
             profile.save(self._at / "profile.json", force=True)
             self._asked = msgspec.structs.replace(self._asked, is_complete=True)
 
