@@ -176,7 +176,10 @@ class GivenPlans(PlanSource):
         if self._replan is None:
             return REMEDY
         if self._times[name] == MOST_PLANS:
-            return f"it has been planned anew {self._times[name]} times, and grows on: let go of what is kept"
+            return (
+                f"it has been planned again {self._times[name]} times and still grows: release the tensors that "
+                "the loop keeps"
+            )
         beside_bytes = self._beside_bytes[name] + more_bytes
         try:
             changed = self._replan(self._profiles[name], plan.plan, beside_bytes)
@@ -186,7 +189,7 @@ class GivenPlans(PlanSource):
         self._times[name] += 1
         self._of[name].follow(changed)
         return (
-            f"from the next step on a plan is followed that knows of {format_bytes(beside_bytes)} more "
+            f"from the next step on a plan is followed that has room for {format_bytes(beside_bytes)} more "
             f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
         )
 

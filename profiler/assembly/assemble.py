@@ -204,8 +204,8 @@ def runtime_notes(cost: RuntimeCost | None) -> list[str]:
     if cost is None or not cost.unmeasured:
         return []
     return [
-        f"of what the launching thread takes, {', '.join(cost.unmeasured)} could not be told from 0 and counts as 0; "
-        "profile again on a quieter machine"
+        f"of the launching thread's costs, {', '.join(cost.unmeasured)} could not be distinguished from 0 and counts "
+        "as 0; profile again on a quieter machine"
     ]
 
 

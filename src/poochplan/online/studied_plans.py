@@ -257,10 +257,12 @@ class StudiedPlans(Observer):
         if profile is None or self._ranks is not None:
             return REMEDY
         if self._times[key] == MOST_PLANS:
-            return f"it has been planned anew {MOST_PLANS} times, and grows on: let go of what is kept"
+            return (
+                f"it has been planned again {MOST_PLANS} times and still grows: release the tensors that the loop keeps"
+            )
         self._times[key] += 1
         self._want_another(key, profile, more_bytes)
-        return f"another plan is made that knows of {format_bytes(more_bytes)} more"
+        return f"another plan is made that has room for {format_bytes(more_bytes)} more"
 
     def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
         self._known.withdraw(key)

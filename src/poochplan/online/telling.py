@@ -18,13 +18,13 @@ ONE_REGION = (
     "the model is compiled as a whole, which leaves nothing to plan: steps run in-core as long as memory has room; "
     "poochplan.compile compiles it with a plan inside, or compile its blocks one by one"
 )
-BUILDING = "building the allocator that counts what ops take, in the background; once for this torch"
+BUILDING = "building the allocator that counts the memory inside ops, in the background; once for this torch"
 PLANNING = "planning in another process"
 KNOWN = f"profiled in an earlier run; {PLANNING}"
-ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run goes on from its profile"
+ENDED_UNPLANNED = "the loop has ended while a plan was being made; the next run continues from its profile"
 ENDED_UNPROFILED = "the loop has ended before it was profiled, which takes a dozen steps: nothing was planned"
 OUTGROWN = "there is more in memory than when the step was profiled: planning again"
-LEFT = "steps are not the planned ones any more: profiling again"
+LEFT = "steps differ from their plan now: profiling again"
 
 
 def described(plan: Plan) -> str:
@@ -67,7 +67,7 @@ def in_force(plan: Plan) -> str:
 
 def dearer(step_s: float, promised_s: float, why: str, *, is_planned_again: bool) -> str:
     """Says that steps under a plan are slower than predicted, and what follows from that."""
-    then = "another plan is made that knows of it" if is_planned_again else "the plan stays in force"
+    then = "another plan is made for the slower link" if is_planned_again else "the plan stays in force"
     return f"steps take {format_seconds(step_s)} where {format_seconds(promised_s)} were predicted: {why}; {then}"
 
 
@@ -78,7 +78,7 @@ def not_planned(reason: str) -> str:
 
 def without_plan(reason: str, way: Unplanned) -> str:
     """Says why steps will have no plan, and how they continue."""
-    return f"no plan is made for some of the steps, for {reason}; {_HOW[way]}"
+    return f"no plan is made for some of the steps: {reason}; {_HOW[way]}"
 
 
 _HOW = {
