@@ -189,7 +189,8 @@ def read_struct(
     UsageError
         The file does not exist.
     InputFileError
-        The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its range or inconsistent with the others.
+        The file is truncated, is not JSON, has a newer schema, or a field is missing, of the wrong type, out of its
+        range or inconsistent with the others.
     """
     source = Path(path)
     data = read_data(source, f"a {what}", f"no such {what} file; make one with `pooch {what}`")
