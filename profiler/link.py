@@ -74,7 +74,7 @@ def measure_link(
     The host tier is written once before, as the runtime does. ``sizes`` are bytes, ascending. The largest sizes are
     left out in these cases: one copy would take more than a quarter of a second under the throttle; the test's two
     places would take more than half of the free disk (on CUDA a quarter of the host's or the device's free memory); the
-    first write of the previous size took seconds; or it cannot be pinned.
+    first write of a smaller size took seconds; or it, or a smaller size, cannot be pinned.
 
     Raises ``SpillError`` if the directory cannot be used, has no room, or is too slow for the smallest size; on CUDA,
     if not even that much memory can be pinned.
