@@ -1,4 +1,4 @@
-"""Private names of torch's compiler, and what each is for."""
+"""Private names of torch's compiler, and the purpose of each."""
 
 from __future__ import annotations
 
