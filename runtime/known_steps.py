@@ -192,7 +192,7 @@ class RepeatedStep:
             return
         self._times += 1
         if fates is not None and fates.taken.blocks:
-            self._runs.laid.leave()  # what lies in places of its own there may be there to stay
+            self._runs.laid.leave()  # blocks with separate places may be there to stay
         blocks = recorded_blocks(events, LEAST_PLACED_BYTES)
         if len(blocks) <= MOST_BLOCKS:
             self._layout = recorded_layout(blocks, LEAST_PLACED_BYTES, self._pack)

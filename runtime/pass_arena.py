@@ -221,7 +221,7 @@ class PassArena:
         self._kinds.is_laid_out(running.kind)
         arena = runs.laid.arena
         if arena is not None and arena.live_blocks:
-            runs.laid.leave()  # somebody keeps what lies in it, so that its bytes are no places any more
+            runs.laid.leave()  # other code keeps blocks in it, so that their bytes are no places any more
 
 
 class _Pass:

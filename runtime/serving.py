@@ -176,10 +176,10 @@ class Serving:
         known, is_whole = self._known, self._is_whole
         self._is_whole = False  # nothing is learned twice
         if known is None or not is_whole or self._point < len(known.plan.values) + len(known.plan.uses):
-            return  # it has not come to its end, as a forward whose loss nobody wanted
+            return  # the step has not ended, for example a forward whose loss was not used
         if events is not None:
             if known.saw(events, fates, self._pack) and fates is not None and fates.taken.blocks:
-                self._runs.laid.leave()  # what lies in places of its own there may be there to stay
+                self._runs.laid.leave()  # blocks with separate places may be there to stay
         elif fates is not None:
             known.served(fates)
 

@@ -132,7 +132,7 @@ class Session:
             if self._serving is not None:
                 stack.callback(self._serving.close)
             if self._is_metered and (self._source.is_given or self._settings.on_over_budget is not OverBudget.REPLAN):
-                gc.collect()  # what nobody holds is not to count; who plans again collects first
+                gc.collect()  # unreachable tensors must not count; planning again collects first
             self._device.start_peaks()
             self._leave = weakref.finalize(self, _close, self._engine, stack.pop_all())
             self._leave.atexit = False

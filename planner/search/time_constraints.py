@@ -17,7 +17,7 @@ CLASS_WIDTH = 1.5
 """Replays are divided into classes by the bytes that a second of them brings back, up to this factor."""
 MOST_CLASSES = 6
 MOST_RATIO = 1e3
-"""Limits the ratios to this multiple, in units of a mean value in a tenth to a thousandth of the step; more would be
+"""Largest ratio of bytes to seconds, in units of a tenth of a mean value per thousandth of the step. Larger ones would be
 less exact for the solver."""
 
 

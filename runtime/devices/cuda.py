@@ -158,7 +158,7 @@ class CudaDevice:
         near = processors_near(self.where)
 
         def pin(size_bytes: int) -> PinnedMemory:
-            with torch.cuda.device(self.where):  # or a GPU that nobody uses is given a context
+            with torch.cuda.device(self.where):  # otherwise an unused GPU would get a context
                 return PinnedMemory(size_bytes, cupy, near)
 
         self._host = PinnedTier(pin, limit_bytes=host_limit_bytes, most_ahead=MOST_AHEAD)

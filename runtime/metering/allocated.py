@@ -50,7 +50,7 @@ def joined_count() -> ByteCount | None:
 
 def aside() -> contextlib.AbstractContextManager[None]:
     """A block in which allocations of this thread do not count, for the runtime's own notes."""
-    scope = step_scope() if step_scope.cache_info().currsize else None  # nobody counts before anybody has asked
+    scope = step_scope() if step_scope.cache_info().currsize else None  # nothing counts before the scope exists
     return scope.set_aside() if scope is not None else contextlib.nullcontext()
 
 

@@ -26,7 +26,7 @@ GARBAGE_SHARE = 0.05
 
 
 if TYPE_CHECKING:
-    import pandas as pd  # in the functions that need it, for a training loop asks for none of them
+    import pandas as pd  # in the functions that need it, because a training loop calls none of them
 
 OUTSIDE = "(outside the model)"
 

@@ -41,7 +41,7 @@ class AllocatorBuild:
 
     @staticmethod
     def _build() -> None:
-        with contextlib.suppress(NativeError):  # who loads it is told why
+        with contextlib.suppress(NativeError):  # loading it reports why
             build()
 
     def wait(self, wait_s: float | None) -> None:

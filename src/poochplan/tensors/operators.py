@@ -28,7 +28,7 @@ from poochplan.torch_private.tensor_internals import (
 
 from .storages import is_plain, storage_key
 
-# Allocations whose contents nobody has written yet: what is done to them outside the dispatcher is not seen.
+# Allocations whose contents are not written yet: writes to them outside the dispatcher are not seen.
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
