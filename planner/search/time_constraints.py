@@ -17,8 +17,8 @@ CLASS_WIDTH = 1.5
 """Replays are divided into classes by the bytes that a second of them brings back, up to this factor."""
 MOST_CLASSES = 6
 MOST_RATIO = 1e3
-"""Largest ratio of bytes to seconds, in units of a tenth of a mean value per thousandth of the step. Larger ones would be
-less exact for the solver."""
+"""Largest ratio of bytes to seconds, in units of a tenth of a mean value per thousandth of the step. Larger ones would
+be less exact for the solver."""
 
 
 def add_time(model: FluidModel) -> None:

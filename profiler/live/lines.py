@@ -214,11 +214,11 @@ def _may_be(one: Key, other: Key) -> bool:
     return one[2:] == other[2:]  # they differ in their place alone
 
 
-UNUSED = "no backward uses a tensor that they save"
+UNUSED = "no backward uses the saved tensors"
 _WHY_NOT = {
-    Outcome.RAISED: "their forward raised",
+    Outcome.RAISED: "the forward raised",
     Outcome.UNUSED: UNUSED,
-    Outcome.LEFT_OVER: "a later part of the loop uses tensors that they save",
+    Outcome.LEFT_OVER: "a later part of the loop uses the saved tensors",
 }
 """Outcomes of a segment that say nothing about a complete one."""
 _TRIES = {Outcome.LEFT_OVER: 3, Outcome.UNUSED: 3}

@@ -54,7 +54,7 @@ def placeholder_for(geometry: Geometry, unpack: Callable[[], torch.Tensor], *, a
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a tensor that still has to be unpacked."""
+    """Whether it stands for a tensor that was not finally unpacked."""
     return bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
 
 
