@@ -41,7 +41,7 @@ _here = threading.local()
 MOST_BLOCKS = 20_000
 """Passes with more blocks have no layout."""
 MOST_LAYOUTS = 8
-"""Number of layouts, for inputs that differ in shapes, types or switches. The one that was not used for longest is
+"""Number of layouts, for inputs that differ in shapes, types or switches. The one unused for longest is
 dropped."""
 MOST_SEEN = 256
 """Kinds of inputs that are remembered without a layout."""

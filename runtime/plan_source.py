@@ -59,7 +59,7 @@ class PlanSource:
         rebuild_together(value, mechanism)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The context in which a compiled callable is called."""
+        """The callable that replaces a compiled callable."""
         return call
 
     def choose(self, segment: Segment) -> StepPolicy | None:
@@ -102,7 +102,7 @@ class Replan(Protocol):
     """A function that makes a new plan; the runtime itself cannot plan."""
 
     def __call__(self, profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
-        """A plan for the same budget, if more bytes live all step long than in ``profile``.
+        """A plan for the same budget, with ``beside_bytes`` more that live all step long than ``profile`` has.
 
         Raises ``InfeasibleError`` if there is none.
         """

@@ -33,8 +33,8 @@ class Serving:
     plan.
 
     The plan's layout bounds the size of the arena. Steps are served by the recorded layout of a step of the same kind.
-    Nothing is served until such a step was recorded, if its arena would exceed the room that the budget leaves, or if
-    steps keep differing from their recorded layout.
+    Nothing is served in three cases: no such step was recorded yet; its arena would exceed the room that the budget
+    leaves; or steps keep differing from their recorded layout.
 
     Parameters
     ----------

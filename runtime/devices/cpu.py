@@ -205,8 +205,8 @@ class SpillStream:
 def _serve(
     jobs: queue.SimpleQueue[SpillCopy | Stop], stop: Stop, move: Move, throttle_bytes_per_s: float | None
 ) -> None:
-    """Processes the queue until ``stop`` comes, from ``close`` or from this function itself when the stream dies
-    meanwhile.
+    """Processes the queue until ``stop`` is in it. ``close`` puts it there. If the stream dies, ``stop`` (a weak
+    reference that this function keeps alive) puts itself there.
     """
     while isinstance(job := jobs.get(), SpillCopy):
         job.run(move, throttle_bytes_per_s)

@@ -173,7 +173,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.broken |= not op.usable
 
     def attach(self, value: Content) -> None:
-        """The storage has become a saved value: recipes that read it now claim the value."""
+        """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)
         waiting, self.waiting = self.waiting, ()
         for reference in waiting:

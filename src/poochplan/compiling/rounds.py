@@ -127,7 +127,7 @@ def _unequal(compiling: Compiling, plan: Plan, stock: StepDigests) -> str:
 def bits_of_a_step(
     step: Callable[[], Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> StepDigests:
-    """Bits of the loss, each gradient and each buffer after a step. Model, optimizer and generators stay as they
+    """Digests of the loss, each gradient and each buffer after a step. Model, optimizer and generators stay as they
     were.
     """
     with preserved(model, optimizer):
